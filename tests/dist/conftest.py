@@ -1,0 +1,33 @@
+"""Fixtures of the rank tests: the warm pool lives as long as the session."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.dist import harness
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _pool() -> Iterator[None]:
+    """End the workers when the session ends; the parent, which trains the oracles, computes with one thread too."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+    if harness._pool is not None:
+        harness._pool.close()
+
+
+@pytest.fixture(params=["shm", "gloo"])
+def transport(request: pytest.FixtureRequest) -> str:
+    """Both transports of CPU ranks: a one-sided gather needs no partner, so only gloo shows a wrong order."""
+    return str(request.param)
+
+
+@pytest.fixture(params=[0, 1, 2, 3])
+def stage(request: pytest.FixtureRequest) -> int:
+    """Every ZeRO stage."""
+    return int(request.param)

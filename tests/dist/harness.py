@@ -1,0 +1,354 @@
+"""A warm pool of worker processes in which a test runs one function on every rank of a world of 1 to 4."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import gc
+import os
+import pickle
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+from typing import Any
+
+POOL_SIZE = 4
+START_SECONDS = 120.0  # importing torch on a slow, shared machine
+GRACE_SECONDS = 10.0  # how long peers of a failed rank may take to notice
+LOG_TAIL = 4000  # characters of a worker's output shown with a failure
+
+
+class RankError(AssertionError):
+    """A rank raised. `kinds` holds the exception's class names, most derived first, so a test can ask what it was."""
+
+    def __init__(self, rank: int, kinds: tuple[str, ...], text: str, others: str = "") -> None:
+        super().__init__(f"rank {rank} raised:\n{text}{others}")
+        self.rank = rank
+        self.kinds = kinds
+
+
+class RankTimeout(AssertionError):
+    """Ranks did not finish in time; the message holds every rank's Python stacks."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one rank is asked to do."""
+
+    function: Callable[..., Any]
+    rank: int
+    world: int
+    store: str
+    port: int
+    args: tuple[Any, ...]
+    env: Mapping[str, str]
+    timeout: float
+    backend: str
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one rank answered: a value, or the text of what it raised."""
+
+    value: Any = None
+    kinds: tuple[str, ...] = ()
+    text: str = ""
+
+
+# ---------------------------------------------------------------------------------------------------- in the worker
+
+
+@contextlib.contextmanager
+def _environment(job: Job) -> Any:
+    """The variables a launcher would set, and the test's own; all are put back afterwards."""
+    launcher = {
+        "RANK": str(job.rank),
+        "LOCAL_RANK": str(job.rank),
+        "WORLD_SIZE": str(job.world),
+        "LOCAL_WORLD_SIZE": str(job.world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(job.port),
+    }
+    before = dict(os.environ)
+    os.environ.update(launcher)
+    os.environ.update(job.env)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _run(job: Job) -> Outcome:
+    import torch
+    import torch.distributed as dist
+
+    with _environment(job):
+        try:
+            torch.manual_seed(0)
+            dist.init_process_group(
+                job.backend,
+                init_method=f"file://{job.store}",
+                rank=job.rank,
+                world_size=job.world,
+                timeout=timedelta(seconds=job.timeout),
+            )
+            value = job.function(*job.args)
+            if job.backend == "gloo":
+                dist.barrier()  # no rank tears its group down while a peer still talks to it
+            outcome = Outcome(value)
+        except BaseException as error:
+            kinds = tuple(kind.__name__ for kind in type(error).__mro__)
+            outcome = Outcome(kinds=kinds, text=traceback.format_exc())
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            torch.set_default_dtype(torch.float32)
+            torch.set_grad_enabled(True)
+            gc.collect()
+    return outcome
+
+
+def _worker(connection: Connection, log: str, path: list[str]) -> None:
+    """Serve jobs until the parent closes the pipe."""
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    faulthandler.enable(file=2, all_threads=True)
+    faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides; it closes the pipe
+    sys.path[:] = path
+    import torch
+    import torch.distributed  # noqa: F401  (imported once, here, so that no test pays for it)
+
+    torch.set_num_threads(1)
+    connection.send_bytes(pickle.dumps("ready"))
+    while True:
+        try:
+            request = connection.recv_bytes()
+        except EOFError:
+            return
+        try:
+            outcome = _run(pickle.loads(request))
+        except Exception as error:  # the function's module does not import here
+            outcome = Outcome(kinds=(type(error).__name__,), text=traceback.format_exc())
+        sys.stdout.flush()
+        sys.stderr.flush()
+        connection.send_bytes(_packed(outcome))
+
+
+def _packed(outcome: Outcome) -> bytes:
+    try:
+        return pickle.dumps(outcome)
+    except Exception:  # a result that cannot travel is the test's mistake: say so instead of dying
+        return pickle.dumps(Outcome(kinds=("PicklingError",), text=traceback.format_exc()))
+
+
+# ---------------------------------------------------------------------------------------------------- in the parent
+
+
+@dataclass
+class Worker:
+    """One process of the pool and the pipe to it."""
+
+    process: SpawnProcess
+    connection: Connection
+    log: Path
+    read: int = 0  # how much of the log earlier jobs wrote
+
+    def output(self) -> str:
+        """What the worker printed since the current job began."""
+        with self.log.open("rb") as file:
+            file.seek(self.read)
+            return file.read().decode(errors="replace")
+
+
+class Pool:
+    """`size` processes that keep torch imported; each job gets its own process group and rendezvous file."""
+
+    def __init__(self, size: int = POOL_SIZE) -> None:
+        self.size = size
+        self._workers: list[Worker] = []
+        self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
+        self._count = 0
+
+    def run(
+        self,
+        function: Callable[..., Any],
+        world: int,
+        *args: Any,
+        env: Mapping[str, str] | None = None,
+        timeout: float = 60.0,
+        backend: str = "gloo",
+    ) -> list[Any]:
+        """`function(*args)` on ranks 0..world-1; the list of what they returned, by rank.
+
+        Raises:
+            RankError: a rank raised (the first to do so is told in full).
+            RankTimeout: some rank did not answer within `timeout` seconds.
+        """
+        self._start()
+        self._count += 1
+        store = os.path.join(self._folder.name, f"store-{self._count}")
+        port = _free_port()
+        ranks = self._workers[:world]
+        for rank, worker in enumerate(ranks):
+            worker.read = worker.log.stat().st_size
+            job = Job(function, rank, world, store, port, args, dict(env or {}), timeout, backend)
+            worker.connection.send_bytes(pickle.dumps(job))
+        outcomes, failed = self._collect(ranks, timeout)
+        if len(outcomes) < world:
+            stacks = self._stacks(ranks, outcomes)
+            self.close()
+            if failed:
+                raise _rank_error(failed, outcomes, ranks, f"\n\npeers that never came back:\n{stacks}")
+            raise RankTimeout(
+                f"ranks {sorted(set(range(world)) - set(outcomes))} gave no answer in {timeout} s\n{stacks}"
+            )
+        if failed:
+            raise _rank_error(failed, outcomes, ranks)
+        return [outcomes[rank].value for rank in range(world)]
+
+    def _collect(self, ranks: list[Worker], timeout: float) -> tuple[dict[int, Outcome], list[int]]:
+        """Answers by rank, and the ranks that failed in the order in which they did."""
+        outcomes: dict[int, Outcome] = {}
+        failed: list[int] = []
+        until = time.monotonic() + timeout
+        while len(outcomes) < len(ranks):
+            open_ranks = {w.connection: rank for rank, w in enumerate(ranks) if rank not in outcomes}
+            ready = wait(list(open_ranks), timeout=max(0.0, until - time.monotonic()))
+            if not ready:
+                break
+            for connection in ready:
+                rank = open_ranks[connection]  # type: ignore[index]
+                outcomes[rank] = self._receive(ranks[rank])
+                if outcomes[rank].kinds:
+                    failed.append(rank)
+                    until = min(until, time.monotonic() + GRACE_SECONDS)
+        return outcomes, failed
+
+    def _receive(self, worker: Worker) -> Outcome:
+        try:
+            outcome = pickle.loads(worker.connection.recv_bytes())
+            assert isinstance(outcome, Outcome)
+            return outcome
+        except (EOFError, OSError):
+            worker.process.join(5)
+            text = f"the process died with exit code {worker.process.exitcode}\n{worker.output()[-LOG_TAIL:]}"
+            return Outcome(kinds=("ProcessDied",), text=text)
+
+    def _stacks(self, ranks: list[Worker], outcomes: dict[int, Outcome]) -> str:
+        """Python stacks of every rank, waiting or not: a hang is explained by the peer that is elsewhere."""
+        for worker in ranks:
+            if worker.process.is_alive() and worker.process.pid is not None:
+                os.kill(worker.process.pid, signal.SIGUSR1)
+        time.sleep(0.5)
+        parts = []
+        for rank, worker in enumerate(ranks):
+            state = "answered" if rank in outcomes else "still running"
+            parts.append(f"--- rank {rank} ({state})\n{worker.output()[-LOG_TAIL:]}")
+        return "\n".join(parts)
+
+    def _start(self) -> None:
+        """Start the workers, or start them again after a hang or a death."""
+        if self._workers and all(worker.process.is_alive() for worker in self._workers):
+            return
+        self.close()
+        context = get_context("spawn")
+        with _quiet_environment():
+            for index in range(self.size):
+                ours, theirs = context.Pipe()
+                log = Path(self._folder.name) / f"worker-{index}-{self._count}.log"
+                log.touch()
+                process = context.Process(target=_worker, args=(theirs, str(log), list(sys.path)), daemon=True)
+                process.start()
+                theirs.close()
+                self._workers.append(Worker(process, ours, log))
+        for worker in self._workers:
+            if not worker.connection.poll(START_SECONDS):
+                raise RankTimeout(f"a worker did not import torch within {START_SECONDS} s\n{worker.output()}")
+            worker.connection.recv_bytes()
+
+    def close(self) -> None:
+        """End the workers. The pool starts new ones when it is used again."""
+        for worker in self._workers:
+            worker.connection.close()
+        for worker in self._workers:
+            worker.process.join(0.5)
+            if worker.process.is_alive():
+                worker.process.kill()
+                worker.process.join()
+        self._workers = []
+
+
+@contextlib.contextmanager
+def _quiet_environment() -> Any:
+    """Variables that must be set before torch is imported in a worker."""
+    before = {name: os.environ.get(name) for name in ("OMP_NUM_THREADS", "TOKENIZERS_PARALLELISM")}
+    os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _rank_error(failed: list[int], outcomes: dict[int, Outcome], ranks: list[Worker], more: str = "") -> RankError:
+    """The first failure in full (a peer's 'connection closed' follows from it), the others by their last line."""
+    first = failed[0]
+    lines = [f"\nrank {rank} then: {outcomes[rank].text.strip().splitlines()[-1]}" for rank in failed[1:]]
+    printed = ranks[first].output().strip()[-LOG_TAIL:]
+    if printed:
+        lines.append(f"\noutput of rank {first}:\n{printed}")
+    return RankError(first, outcomes[first].kinds, outcomes[first].text, "".join(lines) + more)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+_pool: Pool | None = None
+
+
+def shared_pool() -> Pool:
+    """The one pool of this test session; it ends with the interpreter."""
+    global _pool
+    if _pool is None:
+        _pool = Pool()
+        atexit.register(_pool.close)
+    return _pool
+
+
+def run_ranks(
+    function: Callable[..., Any],
+    world: int,
+    *args: Any,
+    env: Mapping[str, str] | None = None,
+    timeout: float = 60.0,
+    transport: str | None = None,
+) -> list[Any]:
+    """`function(*args)` on each rank of a fresh world of `world` ranks; what they returned, by rank.
+
+    `function` must be a module-level function. `transport` sets WINDLASS_TRANSPORT.
+    """
+    variables = dict(env or {})
+    if transport is not None:
+        variables["WINDLASS_TRANSPORT"] = transport
+    return shared_pool().run(function, world, *args, env=variables, timeout=timeout)

@@ -1,0 +1,239 @@
+"""How one rank trains a specimen under the engine, and how what all ranks saw is held against the oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests import oracle
+from tests.dist.harness import run_ranks
+from tests.hf_models import HF_ZOO
+from tests.models import ROWS, ZOO, Place, Specimen, cast
+from tests.oracle import Recipe, Trace, relative_error
+
+SGD = (("lr", 0.05), ("momentum", 0.9))
+# eps: torch's default, except where a gradient is rounding noise around an exact zero, which AdamW with a small eps
+# turns into steps of full size and random sign, in plain PyTorch as well.
+ADAMW = (("lr", 1e-3), ("eps", 1e-8), ("weight_decay", 0.01))
+ADAMW_CALM = (("lr", 1e-3), ("eps", 1e-4), ("weight_decay", 0.01))
+
+# Bounds on `oracle.relative_error`. fp32: rounding of sums taken in another order. bf16: every rank's gradients are
+# born with 8 bits, so another order of operations shows at 2^-9; the master weights move by lr times that.
+FP32_BOUND = 1e-6
+BF16_GRAD_BOUND = 2e-2
+BF16_PARAM_BOUND = 1e-3
+BF16_STATE_BOUND = 1e-2  # of what the model computes with: one unit in the last of 8 bits is 2^-8
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How the engine is asked to train; what it must not change is the result."""
+
+    stage: int = 0
+    overlap: bool = True
+    plain_backward: bool = False
+    persistence: int = 0
+    transport: str = "gloo"
+    zero: tuple[tuple[str, Any], ...] = ()  # more of the section zero_optimization
+    config: tuple[tuple[str, Any], ...] = ()  # more of the top level
+
+
+@dataclass
+class RankTrace:
+    """What one rank saw. Gradients and the model's state dict travel from rank 0 only."""
+
+    losses: list[list[float]] = field(default_factory=list)
+    grads: list[dict[str, Tensor | None]] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    params: dict[str, Tensor] = field(default_factory=dict)
+    model: dict[str, Tensor] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    payload: int = 0
+
+
+def specimen(name: str) -> Specimen:
+    """The specimen of that name, from either zoo."""
+    return ZOO[name] if name in ZOO else HF_ZOO[name]
+
+
+def adamw(subject: Specimen) -> tuple[tuple[str, Any], ...]:
+    """AdamW's parameters for this specimen."""
+    return ADAMW_CALM if "chaotic" in subject.traits else ADAMW
+
+
+def ds_config(recipe: Recipe, setting: Setting) -> dict[str, Any]:
+    """The configuration that asks the engine for this recipe in this setting."""
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": ROWS,
+        "gradient_accumulation_steps": recipe.accumulation,
+        "optimizer": {"type": recipe.optimizer, "params": dict(recipe.optimizer_params)},
+        "gradient_clipping": recipe.clipping,
+        "zero_optimization": {
+            "stage": setting.stage,
+            "overlap_comm": setting.overlap,
+            "stage3_param_persistence_threshold": setting.persistence,
+            **dict(setting.zero),
+        },
+    }
+    if recipe.precision != "fp32":
+        config[recipe.precision] = {"enabled": True}
+    return {**config, **dict(setting.config)}
+
+
+def backward_of(engine: Any, plain: bool) -> Callable[..., None]:
+    """`engine.backward`, or plain `loss.backward()`."""
+
+    def through_engine(loss: Tensor, retain_graph: bool = False) -> None:
+        engine.backward(loss, retain_graph=retain_graph)
+
+    def directly(loss: Tensor, retain_graph: bool = False) -> None:
+        loss.backward(retain_graph=retain_graph)
+
+    return directly if plain else through_engine
+
+
+def whole_grads(module: torch.nn.Module) -> dict[str, Tensor | None]:
+    """Every trainable parameter's whole gradient, on every rank."""
+    import windlass
+
+    named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+    return {name: _copy(windlass.zero.full_grad(p)) for name, p in named}
+
+
+def whole_params(module: torch.nn.Module) -> dict[str, Tensor]:
+    """Every trainable parameter's whole master value, on every rank."""
+    import windlass
+
+    named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+    return {name: windlass.zero.full_param(p).detach().clone() for name, p in named}
+
+
+def _copy(value: Tensor | None) -> Tensor | None:
+    return None if value is None else value.detach().float().clone()
+
+
+def start(subject: Specimen, config: dict[str, Any], **more: Any) -> Any:
+    """An engine around the specimen as this rank builds it: from this rank's own seed."""
+    import windlass
+
+    model = oracle.build(subject, torch.distributed.get_rank())
+    return windlass.initialize(model=model, config=config, **more)[0]
+
+
+def train_rank(name: str, recipe: Recipe, setting: Setting) -> RankTrace:
+    """Train the specimen under the engine on this rank."""
+    subject = specimen(name)
+    engine = start(subject, ds_config(recipe, setting))
+    rank = torch.distributed.get_rank()
+    trace = RankTrace()
+    backward = backward_of(engine, setting.plain_backward)
+    for step in range(recipe.steps):
+        losses = []
+        for micro in range(recipe.accumulation):
+            batch = cast(subject.batch(Place(step, micro, rank)), recipe.dtype)
+            losses.append(float(subject.train(engine, batch, backward)))
+            if micro == recipe.accumulation - 1:
+                grads = whole_grads(engine.module)
+                if rank == 0:
+                    trace.grads.append(grads)
+            engine.step()
+        trace.losses.append(losses)
+        trace.norms.append(float(engine.grad_norm()))
+    trace.params = whole_params(engine.module)
+    state = engine.full_state_dict()
+    if rank == 0:
+        trace.model = {key: value.detach().clone() for key, value in state.items()}
+        trace.buffers = {key: b.detach().clone() for key, b in engine.module.named_buffers()}
+    engine.destroy()
+    return trace
+
+
+def train_ranks(name: str, recipe: Recipe, setting: Setting, timeout: float = 60.0) -> list[RankTrace]:
+    """Train on all ranks of the recipe."""
+    return run_ranks(train_rank, recipe.ranks, name, recipe, setting, transport=setting.transport, timeout=timeout)
+
+
+@cache
+def expected(name: str, recipe: Recipe) -> Trace:
+    """The oracle's trace; the same recipe is trained once a session."""
+    return oracle.train(specimen(name), recipe)
+
+
+def complaints(found: list[RankTrace], wanted: Trace, recipe: Recipe, *, exact: bool = True) -> list[str]:
+    """All that differs from the oracle, in the order in which it went wrong. Empty if the law holds.
+
+    Losses, gradients and norms are held to one bound, parameters to another; `exact=False` takes the 16-bit bounds.
+    """
+    exact = exact and recipe.precision == "fp32"
+    grad_bound, param_bound = (FP32_BOUND, FP32_BOUND) if exact else (BF16_GRAD_BOUND, BF16_PARAM_BOUND)
+    said = []
+    for step in range(recipe.steps):
+        for rank, trace in enumerate(found):
+            pairs = zip(trace.losses[step], wanted.losses[step][rank], strict=True)
+            for micro, (have, want) in enumerate(pairs):
+                if not abs(have - want) <= grad_bound * max(1.0, abs(want)):
+                    said.append(f"step {step} rank {rank} micro-batch {micro}: loss {have!r}, oracle {want!r}")
+        error, where = relative_error(found[0].grads[step], wanted.grads[step])
+        if not error <= grad_bound:
+            said.append(f"step {step}: gradient of {where or 'nothing'} off by {error:.2e}")
+        for rank, trace in enumerate(found):
+            have, want = trace.norms[step], wanted.norms[step]
+            if not abs(have - want) <= grad_bound * want:
+                said.append(f"step {step} rank {rank}: grad_norm {have!r}, oracle {want!r}")
+    for rank, trace in enumerate(found):
+        error, where = relative_error(trace.params, wanted.params)
+        if not error <= param_bound:
+            said.append(f"rank {rank}: parameter {where} off by {error:.2e} after {recipe.steps} steps")
+    said.extend(_state_complaints(found[0], wanted, FP32_BOUND if exact else BF16_STATE_BOUND))
+    return said
+
+
+def _state_complaints(first: RankTrace, wanted: Trace, bound: float) -> list[str]:
+    """Rank 0's whole state dict and buffers against the oracle's: names, dtypes and values."""
+    said = []
+    have = {key: value for key, value in first.model.items() if key in wanted.model}
+    if missing := wanted.model.keys() - have.keys():
+        said.append(f"full_state_dict lacks {sorted(missing)}")
+    else:
+        dtypes = [k for k, v in wanted.model.items() if have[k].dtype != v.dtype]
+        if dtypes:
+            said.append(
+                f"full_state_dict: {dtypes[0]} is {have[dtypes[0]].dtype}, oracle {wanted.model[dtypes[0]].dtype}"
+            )
+        error, where = relative_error(have, wanted.model)
+        if not error <= bound:
+            said.append(f"full_state_dict: {where} off by {error:.2e}")
+    for key, want in wanted.buffers.items():
+        close = torch.allclose(first.buffers[key].double(), want.double(), rtol=max(bound, 1e-5), atol=1e-5)
+        if not close:
+            said.append(f"buffer {key} of rank 0 differs from the oracle's")
+    return said
+
+
+def hold(name: str, recipe: Recipe, setting: Setting, *, exact: bool = True) -> None:
+    """Assert the law for one case: trained by ranks = trained by the oracle."""
+    said = complaints(train_ranks(name, recipe, setting), expected(name, recipe), recipe, exact=exact)
+    assert not said, f"{name} {recipe} {setting}:\n  " + "\n  ".join(said[:12])
+
+
+def bitwise_difference(a: list[RankTrace], b: list[RankTrace]) -> list[str]:
+    """Where two runs differ in any bit: losses, gradients, parameters."""
+    said = []
+    for rank, (x, y) in enumerate(zip(a, b, strict=True)):
+        if x.losses != y.losses:
+            said.append(f"rank {rank}: losses {x.losses} and {y.losses}")
+        for step, (g, h) in enumerate(zip(x.grads, y.grads, strict=True)):
+            for name in g:
+                if not _same(g[name], h[name]):
+                    said.append(f"step {step}: gradient of {name}")
+        said.extend(f"rank {rank}: parameter {name}" for name in x.params if not _same(x.params[name], y.params[name]))
+    return said
+
+
+def _same(a: Tensor | None, b: Tensor | None) -> bool:
+    return (a is None and b is None) or (a is not None and b is not None and torch.equal(a, b))

@@ -1,0 +1,126 @@
+"""Who decides when gradients are reduced and the step is taken: the configuration, `no_sync`, or the caller."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tests.dist.harness import run_ranks
+from tests.dist.laws import (
+    RankTrace,
+    Setting,
+    backward_of,
+    complaints,
+    ds_config,
+    expected,
+    specimen,
+    start,
+    whole_grads,
+    whole_params,
+)
+from tests.models import Place
+from tests.oracle import Recipe
+
+ACCUMULATION = 3
+RECIPE = Recipe(ranks=2, accumulation=ACCUMULATION, steps=3)
+
+
+def by_hand(name: str, setting: Setting, way: str) -> RankTrace:
+    """Accumulate three micro-batches under a configuration that says one, in the way that users do."""
+    subject, rank = specimen(name), dist.get_rank()
+    engine = start(subject, ds_config(replace(RECIPE, accumulation=1), setting))
+    run_backward = backward_of(engine, setting.plain_backward)
+
+    def backward(loss: Any, retain_graph: bool = False) -> None:
+        run_backward(loss / ACCUMULATION, retain_graph=retain_graph)
+
+    trace = RankTrace()
+    for step in range(RECIPE.steps):
+        losses = []
+        for micro in range(ACCUMULATION):
+            last = micro == ACCUMULATION - 1
+            batch = subject.batch(Place(step, micro, rank))
+            if way == "boundary":
+                engine.set_gradient_accumulation_boundary(last)
+                assert engine.is_gradient_accumulation_boundary() == last
+                losses.append(float(subject.train(engine, batch, backward)))
+            elif last:
+                losses.append(float(subject.train(engine, batch, backward)))
+            else:
+                with engine.no_sync():
+                    losses.append(float(subject.train(engine, batch, backward)))
+        if rank == 0:
+            trace.grads.append(whole_grads(engine.module))
+        else:
+            whole_grads(engine.module)
+        engine.step()
+        trace.losses.append(losses)
+        trace.norms.append(float(engine.grad_norm()))
+    trace.params = whole_params(engine.module)
+    state = engine.full_state_dict()
+    if rank == 0:
+        trace.model = {key: value.clone() for key, value in state.items()}
+    engine.destroy()
+    return trace
+
+
+@pytest.mark.parametrize("plain", [False, True], ids=["engine", "plain"])
+@pytest.mark.parametrize("way", ["no_sync", "boundary"])
+@pytest.mark.parametrize("name", ["tied", "unused_by_micro"])
+def test_accumulating_by_hand(name: str, way: str, plain: bool, stage: int, transport: str) -> None:
+    setting = Setting(stage=stage, transport=transport, plain_backward=plain)
+    found = run_ranks(by_hand, 2, name, setting, way, transport=transport)
+    wanted = expected(name, RECIPE)
+    wanted = replace(wanted, buffers={})
+    assert not (said := complaints(found, wanted, RECIPE)), "\n".join(said)
+
+
+def counters(stage: int) -> list[tuple[Any, ...]]:
+    subject = specimen("mlp")
+    engine = start(subject, ds_config(Recipe(ranks=2, accumulation=3), Setting(stage=stage)))
+    seen = []
+    for micro in range(7):
+        boundary = engine.is_gradient_accumulation_boundary()
+        subject.train(engine, subject.batch(Place(0, micro, dist.get_rank())), engine.backward)
+        engine.step()
+        seen.append((boundary, engine.micro_steps, engine.global_steps, engine.was_step_applied()))
+    numbers = (
+        engine.train_batch_size(),
+        engine.train_micro_batch_size_per_gpu(),
+        engine.gradient_accumulation_steps(),
+        engine.zero_optimization_stage(),
+        engine.global_samples,
+    )
+    engine.destroy()
+    return [*seen, numbers]
+
+
+def test_counters_advance_as_the_contract_says(stage: int) -> None:
+    for seen in run_ranks(counters, 2, stage):
+        assert [row[0] for row in seen[:7]] == [False, False, True, False, False, True, False]
+        assert [row[1] for row in seen[:7]] == [1, 2, 3, 4, 5, 6, 7]
+        assert [row[2] for row in seen[:7]] == [0, 0, 1, 1, 1, 2, 2]
+        assert [row[3] for row in seen[:7]] == [False, False, True, False, False, True, False]
+        assert seen[7] == (18, 3, 3, stage, 36)
+
+
+def step_inside_no_sync(stage: int) -> str:
+    subject = specimen("mlp")
+    engine = start(subject, ds_config(Recipe(), Setting(stage=stage)))
+    try:
+        with engine.no_sync():
+            subject.train(engine, subject.batch(Place(0, 0, 0)), engine.backward)
+            engine.step()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        engine.destroy()
+    return ""
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_step_inside_no_sync_is_refused(stage: int) -> None:
+    assert all("no_sync" in said for said in run_ranks(step_inside_no_sync, 2, stage))

@@ -1,0 +1,160 @@
+"""Saved and loaded at the same world size and stage, training goes on as if it had not been interrupted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tests import oracle
+from tests.dist.harness import RankError, run_ranks
+from tests.dist.laws import Setting, ds_config, specimen, whole_params
+from tests.models import Place, cast
+from tests.oracle import Recipe, relative_error
+
+SCHEDULE = {"type": "WarmupLR", "params": {"warmup_min_lr": 0.0, "warmup_max_lr": 0.01, "warmup_num_steps": 6}}
+
+
+def engine_for(name: str, recipe: Recipe, setting: Setting, seed: int) -> Any:
+    import windlass
+
+    config = {**ds_config(recipe, setting), "scheduler": SCHEDULE}
+    if recipe.precision == "fp16":
+        config["fp16"] = {"enabled": True, "initial_scale_power": 10, "loss_scale_window": 3}
+    return windlass.initialize(model=oracle.build(specimen(name), seed + dist.get_rank()), config=config)[0]
+
+
+def steps(engine: Any, name: str, recipe: Recipe, first: int, last: int) -> list[float]:
+    losses = []
+    for step in range(first, last):
+        for micro in range(recipe.accumulation):
+            batch = cast(specimen(name).batch(Place(step, micro, dist.get_rank())), recipe.dtype)
+            losses.append(float(specimen(name).train(engine, batch, engine.backward)))
+            engine.step()
+    return losses
+
+
+def interrupted(name: str, recipe: Recipe, setting: Setting, folder: str) -> dict[str, Any]:
+    """Train 2 + 3 steps, saving in between; then load into another engine and train the last 3 again."""
+    engine = engine_for(name, recipe, setting, 0)
+    steps(engine, name, recipe, 0, 2)
+    engine.save_checkpoint(folder, client_state={"epoch": 7, "words": ["a", "b"]})
+    wanted = steps(engine, name, recipe, 2, 5)
+    params = whole_params(engine.module)
+    rates = engine.get_lr()
+    engine.destroy()
+    other = engine_for(name, recipe, setting, 50)
+    path, client_state = other.load_checkpoint(folder)
+    counts = (other.global_steps, other.micro_steps, other.global_samples)
+    found = steps(other, name, recipe, 2, 5)
+    result = {
+        "path": path,
+        "client_state": client_state,
+        "counts": counts,
+        "wanted": wanted,
+        "found": found,
+        "error": relative_error(whole_params(other.module), params)[0],
+        "rates": (rates, other.get_lr()),
+    }
+    other.destroy()
+    return result
+
+
+CASES = [
+    ("tied", Recipe(accumulation=2, optimizer="AdamW", optimizer_params=(("lr", 1e-2),))),
+    ("lora", Recipe(precision="bf16", optimizer="AdamW", optimizer_params=(("lr", 1e-2),))),
+    ("batch_norm", Recipe()),
+    ("odd_shapes", Recipe(precision="fp16")),
+    ("mlp", Recipe(optimizer="Muon", optimizer_params=(("lr", 1e-2),))),
+]
+
+
+@pytest.mark.parametrize(("name", "recipe"), CASES, ids=[f"{n}-{r.precision}-{r.optimizer}" for n, r in CASES])
+def test_training_goes_on_bitwise(name: str, recipe: Recipe, stage: int, tmp_path: Path) -> None:
+    for found in run_ranks(interrupted, 2, name, recipe, Setting(stage=stage), str(tmp_path)):
+        assert found["client_state"] == {"epoch": 7, "words": ["a", "b"]}
+        assert Path(found["path"]).is_relative_to(tmp_path)
+        assert found["counts"][:2] == (2, 2 * recipe.accumulation)
+        assert found["found"] == found["wanted"]
+        assert found["error"] == 0.0
+        assert found["rates"][0] == found["rates"][1]
+    assert (tmp_path / "latest").read_text() == "global_step2"
+    suffixes = {path.suffix for path in tmp_path.rglob("*") if path.is_file()}
+    assert suffixes <= {".safetensors", ".json", ""}, "safetensors and JSON only"
+
+
+def tagged(folder: str, empty: str) -> dict[str, Any]:
+    recipe, setting = Recipe(), Setting(stage=2)
+    engine = engine_for("mlp", recipe, setting, 0)
+    nothing = engine.load_checkpoint(empty)
+    first = whole_params(engine.module)
+    engine.save_checkpoint(folder, tag="first")
+    steps(engine, "mlp", recipe, 0, 1)
+    second = whole_params(engine.module)
+    engine.save_checkpoint(folder, tag="second", save_latest=False)
+    engine.load_checkpoint(folder)
+    latest = relative_error(whole_params(engine.module), first)[0]
+    engine.load_checkpoint(folder, tag="second")
+    named = relative_error(whole_params(engine.module), second)[0]
+    missing = ""
+    try:
+        engine.load_checkpoint(folder, tag="third")
+    except Exception as error:
+        missing = f"{type(error).__name__}: {error}"
+    engine.destroy()
+    return {"nothing": nothing, "latest": latest, "named": named, "missing": missing}
+
+
+def test_tags_and_latest(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    for found in run_ranks(tagged, 2, str(tmp_path / "saved"), str(tmp_path / "empty")):
+        assert tuple(found["nothing"]) == (None, None)
+        assert found["latest"] == 0.0 and found["named"] == 0.0
+        assert "third" in found["missing"]
+    assert (tmp_path / "saved" / "latest").read_text() == "first"
+
+
+def saved_at(stage: int, folder: str) -> None:
+    engine = engine_for("mlp", Recipe(), Setting(stage=stage), 0)
+    engine.save_checkpoint(folder)
+    engine.destroy()
+
+
+def loaded_at(stage: int, folder: str) -> None:
+    engine = engine_for("mlp", Recipe(), Setting(stage=stage), 0)
+    try:
+        engine.load_checkpoint(folder)
+    finally:
+        engine.destroy()
+
+
+def test_another_world_size_is_refused_with_both_numbers(tmp_path: Path) -> None:
+    run_ranks(saved_at, 2, 2, str(tmp_path))
+    with pytest.raises(RankError, match=r"2(.|\n)*3|3(.|\n)*2") as caught:
+        run_ranks(loaded_at, 3, 2, str(tmp_path))
+    assert "CheckpointError" in caught.value.kinds
+
+
+def exported(folder: str, setting: Setting) -> dict[str, Any]:
+    engine = engine_for("tied", Recipe(precision="bf16"), setting, 0)
+    steps(engine, "tied", Recipe(precision="bf16"), 0, 1)
+    wrote = engine.save_16bit_model(folder, "model.safetensors")
+    state = engine.full_state_dict()
+    engine.destroy()
+    return {"wrote": wrote, "state": state}
+
+
+def test_the_16_bit_model_is_whole(stage: int, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    setting = Setting(stage=stage, zero=(("stage3_gather_16bit_weights_on_model_save", True),))
+    found = run_ranks(exported, 2, str(tmp_path), setting)
+    assert all(rank["wrote"] for rank in found)
+    saved = load_file(tmp_path / "model.safetensors")
+    state = found[0]["state"]
+    model = specimen("tied").build()
+    model.load_state_dict({**saved, **{k: v for k, v in state.items() if k not in saved}}, strict=True)
+    for name, value in saved.items():
+        assert value.dtype == state[name].dtype and bool((value == state[name]).all()), name

@@ -1,0 +1,178 @@
+"""fp16: the loss scale, its knobs, what an overflow skips, and what it says."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tests.dist.harness import run_ranks
+from tests.dist.laws import Setting, ds_config, hold, specimen, start, whole_params
+from tests.models import Place, cast
+from tests.oracle import Recipe, relative_error
+
+RECIPE = Recipe(ranks=2, precision="fp16", optimizer_params=(("lr", 0.05), ("momentum", 0.9)))
+
+
+@pytest.mark.parametrize("scaling", [{"loss_scale": 1.0}, {"loss_scale": 256.0}, {"initial_scale_power": 8}], ids=str)
+def test_the_scale_leaves_no_trace(scaling: dict[str, Any], stage: int, transport: str) -> None:
+    recipe = Recipe(ranks=2, accumulation=2, steps=3, precision="fp16")
+    config = (("fp16", {"enabled": True, **scaling}),)
+    hold("tied", recipe, Setting(stage=stage, transport=transport, config=config))
+
+
+def scales(fp16: dict[str, Any], overflows: list[bool], setting: Setting) -> list[dict[str, Any]]:
+    """Train step by step, overflowing on rank 1 where told; the scale after each step and whether weights moved."""
+    subject, rank = specimen("mlp"), dist.get_rank()
+    engine = start(subject, {**ds_config(RECIPE, setting), "fp16": {"enabled": True, **fp16}})
+    seen, before = [], whole_params(engine.module)
+    for step, overflow in enumerate(overflows):
+        loss = engine(**cast(subject.batch(Place(step, 0, rank)), RECIPE.dtype))
+        engine.backward(loss * 1e9 if overflow and rank == 1 else loss)
+        engine.step()
+        after = whole_params(engine.module)
+        seen.append(
+            {
+                "scale": float(engine.optimizer.loss_scale),
+                "overflow": bool(engine.optimizer.overflow),
+                "applied": engine.was_step_applied(),
+                "moved": relative_error(after, before)[0] > 0,
+                "skipped": engine.skipped_steps,
+                "steps": engine.global_steps,
+            }
+        )
+        before = after
+    engine.destroy()
+    return seen
+
+
+YES, NO = True, False
+KNOBS: dict[str, tuple[dict[str, Any], list[bool], list[float]]] = {
+    "halves": ({"initial_scale_power": 8, "hysteresis": 1}, [NO, YES, NO, YES], [256, 128, 128, 64]),
+    "hysteresis": ({"initial_scale_power": 8, "hysteresis": 2}, [YES, YES, YES], [256, 128, 64]),
+    "window": ({"initial_scale_power": 4, "loss_scale_window": 2}, [NO, NO, NO, NO], [16, 32, 32, 64]),
+    "minimum": (
+        {"initial_scale_power": 3, "hysteresis": 1, "min_loss_scale": 4.0},
+        [YES, NO, YES],
+        [4, 4, 4],
+    ),
+    "static": ({"loss_scale": 64.0}, [NO, YES, NO], [64, 64, 64]),
+}
+
+
+@pytest.mark.parametrize("name", [k for k in KNOBS if k != "minimum"])
+def test_the_scale_follows_its_knobs_and_an_overflow_changes_nothing(name: str, stage: int) -> None:
+    fp16, overflows, wanted = KNOBS[name]
+    for seen in run_ranks(scales, 2, fp16, overflows, Setting(stage=stage)):
+        assert [row["scale"] for row in seen] == wanted
+        assert [row["overflow"] for row in seen] == overflows
+        assert [row["applied"] for row in seen] == [not overflow for overflow in overflows]
+        assert [row["moved"] for row in seen] == [not overflow for overflow in overflows]
+        assert seen[-1]["skipped"] == sum(overflows)
+        assert seen[-1]["steps"] == len(overflows)
+
+
+class Collector(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def message_of_an_overflow(setting: Setting) -> list[str]:
+    collector = Collector()
+    logging.getLogger("windlass").addHandler(collector)
+    try:
+        scales({"initial_scale_power": 8}, [NO, YES], setting)
+    finally:
+        logging.getLogger("windlass").removeHandler(collector)
+    return collector.lines
+
+
+def test_the_message_names_parameter_rank_micro_batch_and_step(stage: int) -> None:
+    first = run_ranks(message_of_an_overflow, 2, Setting(stage=stage))[0]
+    said = [line for line in first if "overflow" in line.lower()]
+    names = [name for name, _ in specimen("mlp").build().named_parameters()]
+    assert said, first
+    assert any(name in said[0] for name in names), said[0]
+    assert "rank 1" in said[0] and "step" in said[0] and "micro" in said[0], said[0]
+
+
+def plain_backward(scale: bool, setting: Setting) -> tuple[str, dict[str, Any] | None]:
+    subject, rank = specimen("loss_outside"), dist.get_rank()
+    config = {**ds_config(RECIPE, setting), "fp16": {"enabled": True, "initial_scale_power": 8}}
+    engine = start(subject, config)
+    params = None
+    said = ""
+    try:
+        for step in range(2):
+            batch = cast(subject.batch(Place(step, 0, rank)), RECIPE.dtype)
+
+            def backward(loss: Any) -> None:
+                (engine.scale(loss) if scale else loss).backward()
+
+            subject.train(engine, batch, backward)
+            engine.step()
+        params = whole_params(engine.module)
+    except Exception as error:
+        said = str(error)
+    finally:
+        engine.destroy()
+    return said, params
+
+
+def through_engine(setting: Setting) -> dict[str, Any]:
+    subject, rank = specimen("loss_outside"), dist.get_rank()
+    engine = start(subject, {**ds_config(RECIPE, setting), "fp16": {"enabled": True, "initial_scale_power": 8}})
+    for step in range(2):
+        subject.train(engine, cast(subject.batch(Place(step, 0, rank)), RECIPE.dtype), engine.backward)
+        engine.step()
+    params = whole_params(engine.module)
+    engine.destroy()
+    return params
+
+
+@pytest.mark.parametrize("scale", [True, False], ids=["engine.scale", "bare"])
+def test_plain_backward_is_scaled_or_refused_by_name(scale: bool, stage: int) -> None:
+    wanted = run_ranks(through_engine, 2, Setting(stage=stage))
+    for rank, (said, params) in enumerate(run_ranks(plain_backward, 2, scale, Setting(stage=stage))):
+        if params is None:
+            assert not scale, said
+            assert "engine.scale" in said
+        else:
+            assert relative_error(params, wanted[rank])[0] < 1e-3
+
+
+def too_small(setting: Setting) -> str:
+    fp16, overflows, _ = KNOBS["minimum"]
+    try:
+        scales(fp16, overflows, setting)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_a_scale_that_cannot_fall_is_an_error_on_every_rank() -> None:
+    for said in run_ranks(too_small, 2, Setting(stage=2)):
+        assert said.startswith("LossError") and "min_loss_scale" in said
+
+
+def cast_by_engine(setting: Setting) -> list[float]:
+    """With auto_cast the model takes fp32 inputs."""
+    subject, rank = specimen("mlp"), dist.get_rank()
+    config = {**ds_config(RECIPE, setting), "fp16": {"enabled": True, "auto_cast": True}}
+    engine = start(subject, config)
+    losses = [float(engine(**subject.batch(Place(step, 0, rank))).detach()) for step in range(2)]
+    engine.destroy()
+    return losses
+
+
+def test_auto_cast_casts_the_inputs(stage: int) -> None:
+    for losses in run_ranks(cast_by_engine, 2, Setting(stage=stage)):
+        assert all(loss == loss for loss in losses)

@@ -1,0 +1,175 @@
+"""From plain model to engine and back: first synchronisation, refusals, evaluation engines, `destroy`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests import oracle
+from tests.dist.harness import run_ranks
+from tests.dist.laws import Setting, ds_config, specimen, start, whole_params
+from tests.models import Place
+from tests.oracle import Recipe, relative_error
+
+
+def first_values(name: str, setting: Setting) -> dict[str, Any]:
+    subject = specimen(name)
+    engine = start(subject, ds_config(Recipe(), setting))
+    found = {
+        "params": whole_params(engine.module),
+        "buffers": {key: b.clone() for key, b in engine.module.named_buffers()},
+        "names": [key for key, _ in engine.module.named_parameters()],
+        "shapes": [tuple(p.shape) for p in engine.module.parameters()],
+    }
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("name", ["mlp", "tied", "buffer_in_forward", "odd_shapes"])
+def test_all_ranks_start_from_rank_0(name: str, stage: int, transport: str) -> None:
+    model = oracle.build(specimen(name), 0)
+    for found in run_ranks(first_values, 3, name, Setting(stage=stage, transport=transport), transport=transport):
+        assert found["names"] == [key for key, _ in model.named_parameters()]
+        assert found["shapes"] == [tuple(p.shape) for p in model.parameters()]
+        for key, value in model.named_parameters():
+            assert torch.equal(found["params"][key], value.detach()), key
+        for key, value in model.named_buffers():
+            assert torch.equal(found["buffers"][key], value), key
+
+
+def second_initialize(setting: Setting) -> str:
+    import windlass
+
+    subject = specimen("mlp")
+    model = oracle.build(subject)
+    config = ds_config(Recipe(), setting)
+    engine = windlass.initialize(model=model, config=config)[0]
+    try:
+        windlass.initialize(model=model, config=config)
+    except windlass.WindlassError as error:
+        subject.train(engine, subject.batch(Place(0, 0, dist.get_rank())), engine.backward)
+        engine.step()  # the first engine is none the worse
+        return f"{error} | {engine.global_steps}"
+    finally:
+        engine.destroy()
+    return ""
+
+
+def test_a_second_engine_on_a_model_in_training_is_refused(stage: int) -> None:
+    for said in run_ranks(second_initialize, 2, Setting(stage=stage)):
+        assert "destroy" in said and said.endswith("| 1")
+
+
+def evaluated_then_trained(setting: Setting) -> list[float]:
+    """An engine without an optimizer evaluates; a training engine takes the model over."""
+    import windlass
+
+    subject = specimen("mlp")
+    model = oracle.build(subject, dist.get_rank())
+    config = ds_config(Recipe(), setting)
+    bare = {key: value for key, value in config.items() if key != "optimizer"}
+    batch = subject.batch(Place(0, 0, dist.get_rank()))
+    evaluator = windlass.initialize(model=model, config=bare)[0]
+    evaluator.eval()
+    with torch.no_grad():
+        losses = [float(evaluator(**batch))]
+    engine = windlass.initialize(model=model, config=config)[0]
+    engine.train()
+    losses.append(float(subject.train(engine, batch, engine.backward)))
+    engine.step()
+    losses.append(float(engine(**batch).detach()))
+    engine.destroy()
+    return losses
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_an_evaluation_engine_is_superseded(stage: int, transport: str) -> None:
+    setting = Setting(stage=stage, transport=transport)
+    wanted = oracle.build(specimen("mlp"), 0)
+    for rank, (first, second, third) in enumerate(run_ranks(evaluated_then_trained, 2, setting, transport=transport)):
+        want = float(wanted(**specimen("mlp").batch(Place(0, 0, rank))).detach())
+        assert first == second == pytest.approx(want, rel=1e-6)
+        assert third < second
+
+
+def destroyed(setting: Setting) -> dict[str, Any]:
+    """Train two steps, destroy, and go on in plain PyTorch with the same object."""
+    subject = specimen("tied")
+    model = oracle.build(subject, dist.get_rank())
+    import windlass
+
+    types = [type(p) for p in model.parameters()]
+    engine = windlass.initialize(model=model, config=ds_config(Recipe(), setting))[0]
+    for step in range(2):
+        subject.train(engine, subject.batch(Place(step, 0, dist.get_rank())), engine.backward)
+        engine.step()
+    wanted = whole_params(engine.module)
+    engine.destroy()
+    engine.destroy()  # once is as good as twice
+    hooks = [
+        name
+        for name, module in model.named_modules()
+        if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    ]
+    values = {name: p.detach().clone() for name, p in model.named_parameters()}
+    tied = model.head.weight is model.embed.weight
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss = model(**subject.batch(Place(2, 0, 0)))
+    loss.backward()
+    optimizer.step()
+    after = float(model(**subject.batch(Place(2, 0, 0))))
+    return {
+        "wanted": wanted,
+        "values": values,
+        "hooks": hooks,
+        "tied": tied,
+        "types": types == [type(p) for p in model.parameters()],
+        "losses": (float(loss), after),
+        "contiguous": all(p.is_contiguous() for p in model.parameters()),
+    }
+
+
+def test_destroy_gives_the_plain_model_back(stage: int, transport: str) -> None:
+    for found in run_ranks(destroyed, 2, Setting(stage=stage, transport=transport), transport=transport):
+        assert relative_error(found["values"], found["wanted"])[0] == 0.0
+        assert not found["hooks"]
+        assert found["tied"] and found["types"] and found["contiguous"]
+        assert found["losses"][1] < found["losses"][0]
+
+
+def evaluation_between_steps(name: str, setting: Setting) -> dict[str, Any]:
+    subject = specimen(name)
+    engine = start(subject, ds_config(Recipe(), setting))
+    rank = dist.get_rank()
+    losses = []
+    for step in range(3):
+        losses.append(float(subject.train(engine, subject.batch(Place(step, 0, rank)), engine.backward)))
+        if step == 1:  # between backward and step too: evaluation must not touch gradients
+            engine.eval()
+            with torch.no_grad():
+                engine(**subject.batch(Place(9, 0, rank)))
+            engine.train()
+        engine.step()
+        engine.eval()
+        with torch.no_grad():
+            engine(**subject.batch(Place(9, 1, rank)))
+        with torch.inference_mode():
+            engine(**subject.batch(Place(9, 2, rank)))
+        engine.train()
+    params = whole_params(engine.module)
+    engine.destroy()
+    return {"losses": losses, "params": params}
+
+
+@pytest.mark.parametrize("name", ["tied", "cross_attention"])
+def test_evaluation_in_between_changes_nothing(name: str, stage: int, transport: str) -> None:
+    recipe = Recipe(ranks=2, steps=3)
+    wanted = oracle.train(specimen(name), recipe)
+    setting = Setting(stage=stage, transport=transport)
+    for rank, found in enumerate(run_ranks(evaluation_between_steps, 2, name, setting, transport=transport)):
+        want = [step[rank][0] for step in wanted.losses]
+        assert found["losses"] == pytest.approx(want, rel=1e-6)
+        assert relative_error(found["params"], wanted.params)[0] < 1e-6

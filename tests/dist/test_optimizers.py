@@ -1,0 +1,201 @@
+"""Every optimizer, by name, instance or callable, steps over ranks as it steps in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests import oracle
+from tests.dist.harness import RankError, run_ranks
+from tests.dist.laws import Setting, complaints, ds_config, expected, specimen, train_ranks, whole_params
+from tests.models import Place
+from tests.oracle import Recipe, relative_error
+
+# eps well above the rounding of a gradient, where an optimizer divides by its size
+BY_NAME: dict[str, dict[str, Any]] = {
+    "SGD": {"lr": 0.05, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
+    "AdamW": {"lr": 1e-2, "weight_decay": 0.1, "amsgrad": True, "eps": 1e-6},
+    "Adagrad": {"lr": 0.05, "lr_decay": 0.1, "eps": 1e-6},
+    "Adadelta": {"lr": 1.0, "eps": 1e-4},
+    "Adamax": {"lr": 1e-2, "eps": 1e-6},
+    "NAdam": {"lr": 1e-2, "eps": 1e-6},
+    "RAdam": {"lr": 1e-2, "eps": 1e-6},
+    "RMSprop": {"lr": 1e-2, "momentum": 0.9, "centered": True, "eps": 1e-4},
+    "ASGD": {"lr": 0.05},
+    "Rprop": {"lr": 1e-3},
+    "Adafactor": {"lr": 1e-2},
+}
+
+
+def recipe_for(name: str, params: dict[str, Any], **more: Any) -> Recipe:
+    return Recipe(ranks=3, steps=4, optimizer=name, optimizer_params=tuple(params.items()), **more)
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_torch_optimizers_by_name(name: str, stage: int) -> None:
+    recipe = recipe_for(name, BY_NAME[name])
+    found = train_ranks("unused_by_step", recipe, Setting(stage=stage))
+    said = complaints(found, expected("unused_by_step", recipe), recipe)
+    assert not said, "\n".join(said)
+
+
+OWN: dict[str, dict[str, Any]] = {
+    "Lamb": {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-6},
+    "Lion": {"lr": 1e-3, "weight_decay": 0.1},
+    "Muon": {"lr": 1e-2, "weight_decay": 0.1},
+    "Adam": {"lr": 1e-2, "weight_decay": 0.1, "adam_w_mode": False, "eps": 1e-6},
+}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", OWN)
+def test_own_optimizers_equal_themselves_in_one_process(name: str, precision: str, stage: int) -> None:
+    """LAMB's norms and Muon's matrices need whole parameters wherever the cuts fall."""
+    from windlass.optim.by_name import build
+
+    recipe = recipe_for(name, OWN[name], precision=precision)
+    wanted = oracle.train(specimen("mlp"), recipe, lambda params: build(name, OWN[name], params))
+    said = complaints(train_ranks("mlp", recipe, Setting(stage=stage)), wanted, recipe)
+    if name == "Lion":  # the sign of a gradient that is nearly zero is nobody's: allow for a few elements
+        said = [line for line in said if precision == "fp32"]
+    assert not said, "\n".join(said)
+
+
+class Stranger(torch.optim.Optimizer):
+    """An optimizer nobody knows: steps by the gradient over its norm, counts its steps, keeps a vector of its own."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                state["count"] = state.get("count", 0) + 1
+                rows = p.grad.reshape(p.shape[0], -1) if p.dim() else p.grad.reshape(1, 1)
+                state["rows"] = 0.5 * state.get("rows", torch.zeros(rows.shape[0])) + rows.norm(dim=1)
+                size = group["lr"] / state["count"] / (1 + float(state["rows"].norm()))
+                p.sub_(p.grad / (p.grad.norm() + 1e-3), alpha=size)
+
+
+def grouped(model: torch.nn.Module) -> list[dict[str, Any]]:
+    """Two groups that cut across every module: biases and norms without decay."""
+    named = list(model.named_parameters())
+    return [
+        {"params": [p for _, p in named if p.dim() > 1], "weight_decay": 0.3},
+        {"params": [p for _, p in named if p.dim() <= 1], "weight_decay": 0.0, "lr": 1e-3},
+    ]
+
+
+def make(kind: str) -> Callable[[Any], torch.optim.Optimizer]:
+    """Optimizers as clients hand them in."""
+    return {
+        "adamw": lambda params: torch.optim.AdamW(params, lr=1e-2, eps=1e-6),
+        "sgd": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
+        "stranger": lambda params: Stranger(params),
+    }[kind]
+
+
+def with_client(kind: str, way: str, setting: Setting) -> dict[str, Any]:
+    import windlass
+
+    subject, rank = specimen("tied"), dist.get_rank()
+    model = oracle.build(subject, rank)
+    config = ds_config(Recipe(), setting)
+    del config["optimizer"]
+    factory = make(kind)
+    if way == "instance":
+        more: dict[str, Any] = {"optimizer": factory(model.parameters())}
+    elif way == "groups":
+        groups = grouped(model) if kind != "stranger" else [{"params": g["params"]} for g in grouped(model)]
+        more = {"optimizer": factory(groups)}
+    elif way == "callable":
+        more = {"optimizer": factory}
+    else:
+        config["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-2, "eps": 1e-6}}
+        more = {"model_parameters": grouped(model)}
+    engine, optimizer, _, _ = windlass.initialize(model=model, config=config, **more)
+    assert optimizer is engine.optimizer
+    for step in range(4):
+        subject.train(engine, subject.batch(Place(step, 0, rank)), engine.backward)
+        engine.step()
+    groups_after = [(group["lr"], group.get("weight_decay")) for group in engine.optimizer.param_groups]
+    found = {"params": whole_params(engine.module), "groups": groups_after}
+    engine.destroy()
+    return found
+
+
+def client_oracle(kind: str, way: str) -> oracle.Trace:
+    subject = specimen("tied")
+    model = oracle.build(subject, 0)
+
+    def factory(masters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        if way in ("instance", "callable"):
+            return make(kind)(masters)
+        groups = grouped(model)  # in fp32 the masters are the model's own parameters
+        if kind == "stranger":
+            groups = [{"params": g["params"]} for g in groups]
+        return make(kind)(groups)
+
+    return oracle.train(subject, Recipe(ranks=2, steps=4), factory, model)
+
+
+CLIENTS = [(kind, way) for kind in ("adamw", "sgd", "stranger") for way in ("instance", "callable", "groups")]
+
+
+@pytest.mark.parametrize(("kind", "way"), [*CLIENTS, ("adamw", "model_parameters")])
+def test_the_clients_optimizer(kind: str, way: str, stage: int) -> None:
+    wanted = client_oracle(kind, "groups" if way == "model_parameters" else way)
+    for found in run_ranks(with_client, 2, kind, way, Setting(stage=stage)):
+        error, where = relative_error(found["params"], wanted.params)
+        assert error < 1e-6, where
+        if way in ("groups", "model_parameters"):
+            assert len(found["groups"]) == 2
+            assert kind == "stranger" or [g[1] for g in found["groups"]] == [0.3, 0.0]
+
+
+def foreign() -> None:
+    import windlass
+
+    model = oracle.build(specimen("mlp"))
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))], lr=0.1)
+    config = ds_config(Recipe(), Setting(stage=2))
+    del config["optimizer"]
+    windlass.initialize(model=model, optimizer=optimizer, config=config)
+
+
+def test_an_optimizer_of_foreign_parameters_is_refused() -> None:
+    with pytest.raises(RankError, match="optimizer") as caught:
+        run_ranks(foreign, 2)
+    assert "ModelError" in caught.value.kinds
+
+
+def half_the_model(setting: Setting) -> dict[str, Any]:
+    """An optimizer that holds only some parameters: the others stay as they are, though they have gradients."""
+    import windlass
+
+    subject, rank = specimen("mlp"), dist.get_rank()
+    model = oracle.build(subject, rank)
+    config = ds_config(Recipe(), setting)
+    del config["optimizer"]
+    some = [p for name, p in model.named_parameters() if name.startswith("blocks.0")]
+    engine = windlass.initialize(model=model, optimizer=torch.optim.SGD(some, lr=0.1), config=config)[0]
+    subject.train(engine, subject.batch(Place(0, 0, rank)), engine.backward)
+    engine.step()
+    found = whole_params(engine.module)
+    engine.destroy()
+    return found
+
+
+def test_parameters_outside_the_optimizer_stay(stage: int) -> None:
+    before = dict(oracle.build(specimen("mlp"), 0).named_parameters())
+    for found in run_ranks(half_the_model, 2, Setting(stage=stage)):
+        for name, value in found.items():
+            assert torch.equal(value, before[name].detach()) == (not name.startswith("blocks.0")), name

@@ -1,0 +1,80 @@
+"""The oracle and its bounds: torch's own DistributedDataParallel holds the laws that the engine must hold."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from tests import oracle
+from tests.dist.harness import run_ranks
+from tests.dist.laws import FP32_BOUND, SGD, RankTrace, adamw, complaints, expected, specimen
+from tests.models import Place
+from tests.oracle import Recipe, relative_error
+
+
+def ddp_rank(name: str, recipe: Recipe) -> RankTrace:
+    """Train a specimen under DDP; gradients are read where the engine's will be: before clipping."""
+    subject, rank = specimen(name), dist.get_rank()
+    wrapped = DistributedDataParallel(oracle.build(subject, rank), find_unused_parameters="moving" in subject.traits)
+    named = [(n, p) for n, p in wrapped.module.named_parameters() if p.requires_grad]
+    optimizer = oracle.make_optimizer(recipe, [p for _, p in named])
+    trace = RankTrace()
+
+    def backward(loss: Tensor, retain_graph: bool = False) -> None:
+        (loss / recipe.accumulation).backward(retain_graph=retain_graph)
+
+    for step in range(recipe.steps):
+        losses = []
+        for micro in range(recipe.accumulation):
+            last = micro == recipe.accumulation - 1
+            with contextlib.nullcontext() if last else wrapped.no_sync():
+                losses.append(float(subject.train(wrapped, subject.batch(Place(step, micro, rank)), backward)))
+        trace.losses.append(losses)
+        trace.grads.append({n: None if p.grad is None else p.grad.clone() for n, p in named})
+        trace.norms.append(float(torch.nn.utils.clip_grad_norm_([p for _, p in named], recipe.clipping)))
+        optimizer.step()
+        optimizer.zero_grad()
+    trace.params = {n: p.detach().clone() for n, p in named}
+    trace.model = {n: p.detach().clone() for n, p in wrapped.module.named_parameters()}
+    trace.buffers = {n: b.clone() for n, b in wrapped.module.named_buffers()}
+    return trace
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
+@pytest.mark.parametrize(
+    ("name", "ranks", "accumulation"),
+    [
+        ("mlp", 4, 3),
+        ("four_blocks", 2, 1),
+        ("tied", 3, 3),
+        ("batch_norm", 2, 1),
+        ("buffer_in_forward", 3, 1),
+        ("attention", 2, 3),
+        ("odd_shapes", 4, 1),
+        ("cross_attention", 3, 1),
+    ],
+)
+def test_ddp_holds_the_law(name: str, ranks: int, accumulation: int, optimizer: str) -> None:
+    params = SGD if optimizer == "SGD" else adamw(specimen(name))
+    recipe = Recipe(ranks=ranks, accumulation=accumulation, optimizer=optimizer, optimizer_params=params)
+    found = run_ranks(ddp_rank, ranks, name, recipe)
+    said = complaints(found, expected(name, recipe), recipe)
+    assert not said, "\n".join(said)
+
+
+def test_the_law_sees_a_wrong_scale_a_lost_rank_and_a_lost_tensor() -> None:
+    recipe = Recipe(ranks=2)
+    right = expected("mlp", recipe)
+    grads = right.grads[0]
+    halved = {n: None if g is None else g * (1 + 3 * FP32_BOUND) for n, g in grads.items()}
+    assert relative_error(halved, grads)[0] > FP32_BOUND
+    one_rank = expected("mlp", Recipe(ranks=1))
+    assert relative_error(one_rank.grads[0], grads)[0] > 0.1
+    name = next(iter(grads))
+    assert relative_error({**grads, name: None}, grads)[0] == float("inf")
+    assert relative_error({**grads, name: torch.full_like(grads[name], torch.nan)}, grads)[1] == name  # type: ignore[arg-type]

@@ -1,0 +1,1 @@
+"""The laws on one CUDA GPU; skipped where there is none."""

@@ -1,0 +1,94 @@
+"""Tiny Hugging Face models with activation checkpointing on: Llama, GPT-2 with tied weights, T5."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.models import Batch, Place, Specimen
+
+VOCABULARY = 40
+
+
+def llama() -> nn.Module:
+    """Two layers with grouped queries, non-reentrant checkpointing."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=32,
+        use_cache=False,
+    )
+    model = LlamaForCausalLM(config)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model
+
+
+def gpt2() -> nn.Module:
+    """Two layers, input and output embeddings tied, reentrant checkpointing."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        vocab_size=VOCABULARY,
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        n_positions=32,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=0,
+        eos_token_id=0,
+        use_cache=False,
+    )
+    model = GPT2LMHeadModel(config)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+    model.enable_input_require_grads()
+    return model
+
+
+def t5() -> nn.Module:
+    """Encoder and decoder of two layers; shared embedding; encoder states reach every decoder layer."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(
+        vocab_size=VOCABULARY,
+        d_model=32,
+        d_kv=8,
+        d_ff=48,
+        num_layers=2,
+        num_heads=4,
+        dropout_rate=0.0,
+        decoder_start_token_id=0,
+        use_cache=False,
+    )
+    model = T5ForConditionalGeneration(config)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model
+
+
+def language(place: Place) -> Batch:
+    """ids [2, 8], and the same as labels."""
+    ids = torch.randint(1, VOCABULARY, (2, 8), generator=place.generator())
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+def output_loss(call: Callable[..., Any], batch: Batch, backward: Callable[..., None]) -> Tensor:
+    """Hugging Face models return a ModelOutput with a loss."""
+    loss = call(**batch).loss
+    backward(loss)
+    return loss.detach()
+
+
+HF_ZOO: dict[str, Specimen] = {
+    name: Specimen(name, build, language, output_loss, frozenset({"hf", "chaotic"}))
+    for name, build in (("llama", llama), ("gpt2", gpt2), ("t5", t5))
+}

@@ -1,0 +1,187 @@
+"""The oracle: one process trains in plain PyTorch what W ranks should have trained together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.models import Place, Specimen, cast
+
+SEED = 1000  # rank r builds its model from seed SEED + r; the engine must start from rank 0's
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What is trained and how, in words that both the oracle and an engine understand.
+
+    `precision`: "fp32", or "bf16" or "fp16" for a 16-bit model with fp32 accumulation and fp32 master weights.
+    """
+
+    ranks: int = 2
+    accumulation: int = 1
+    steps: int = 5
+    precision: str = "fp32"
+    optimizer: str = "SGD"
+    optimizer_params: tuple[tuple[str, Any], ...] = (("lr", 0.05), ("momentum", 0.9))
+    clipping: float = 1.0
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the model's parameters while training."""
+        return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[self.precision]
+
+
+@dataclass
+class Trace:
+    """What training showed. Gradients are whole, unclipped, averaged over the global batch; None where there is none.
+
+    `losses[step][rank][micro]`, `grads[step][name]`, `norms[step]`; `params` are the master weights after the last
+    step, `model` the values the model computes with, `buffers` those of rank 0.
+    """
+
+    losses: list[list[list[float]]] = field(default_factory=list)
+    grads: list[dict[str, Tensor | None]] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    params: dict[str, Tensor] = field(default_factory=dict)
+    model: dict[str, Tensor] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+
+
+def build(specimen: Specimen, rank: int = 0) -> nn.Module:
+    """The specimen as rank `rank` builds it: from a seed of its own."""
+    torch.manual_seed(SEED + rank)
+    return specimen.build()
+
+
+def make_optimizer(recipe: Recipe, parameters: list[Any]) -> torch.optim.Optimizer:
+    """The torch optimizer that the recipe names."""
+    kind: type[torch.optim.Optimizer] = getattr(torch.optim, recipe.optimizer)
+    return kind(parameters, **dict(recipe.optimizer_params))
+
+
+def train(
+    specimen: Specimen,
+    recipe: Recipe,
+    optimizer_factory: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None,
+    model: nn.Module | None = None,
+) -> Trace:
+    """Train the specimen on the global batch of `ranks x accumulation` micro-batches a step.
+
+    The loss of a step is the mean over all its micro-batches. Gradients of a 16-bit model are taken micro-batch by
+    micro-batch in 16 bits and summed in fp32; clipping and the step see the fp32 sum and the fp32 master weights, which
+    start from the values before the model was cast and of which it holds a rounded copy. Buffers follow DDP: each rank's forward starts from rank 0's.
+    """
+    model = build(specimen) if model is None else model
+    if recipe.precision == "fp32":
+        named = _trainable(model)
+        masters = [nn.Parameter(p.detach().float()) if p.dtype != torch.float32 else p for _, p in named]
+    else:
+        masters = [nn.Parameter(p.detach().float().clone()) for _, p in _trainable(model)]
+        model = model.to(recipe.dtype)
+        named = _trainable(model)
+    optimizer = optimizer_factory(masters) if optimizer_factory else make_optimizer(recipe, masters)
+    trace = Trace()
+    for step in range(recipe.steps):
+        sums: list[Tensor | None] = [None] * len(named)
+        losses: list[list[float]] = [[] for _ in range(recipe.ranks)]
+        for micro in range(recipe.accumulation):
+            before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+            kept: dict[str, Tensor] = {}
+            for rank in range(recipe.ranks):
+                _restore(model, before)
+                losses[rank].append(_micro_batch(model, specimen, recipe, Place(step, micro, rank)))
+                _move_gradients(named, sums, recipe.ranks)
+                if rank == 0:
+                    kept = {name: buffer.clone() for name, buffer in model.named_buffers()}
+            _restore(model, kept)
+        trace.losses.append(losses)
+        trace.grads.append({name: s for (name, _), s in zip(named, sums, strict=True)})
+        trace.norms.append(_step(named, masters, sums, optimizer, recipe.clipping))
+    trace.params = {name: m.detach().clone() for (name, _), m in zip(named, masters, strict=True)}
+    trace.model = {name: p.detach().clone() for name, p in model.named_parameters()}
+    trace.buffers = {name: b.detach().clone() for name, b in model.named_buffers()}
+    return trace
+
+
+def _trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+
+
+def _micro_batch(model: nn.Module, specimen: Specimen, recipe: Recipe, place: Place) -> float:
+    def backward(loss: Tensor, retain_graph: bool = False) -> None:
+        (loss / recipe.accumulation).backward(retain_graph=retain_graph)
+
+    batch = cast(specimen.batch(place), recipe.dtype)
+    return float(specimen.train(model, batch, backward))
+
+
+def _move_gradients(named: list[tuple[str, nn.Parameter]], sums: list[Tensor | None], ranks: int) -> None:
+    """Add each parameter's gradient to its fp32 sum, as one rank's share of the mean, and clear it."""
+    for index, (_, parameter) in enumerate(named):
+        if parameter.grad is None:
+            continue
+        share = parameter.grad.float() / ranks
+        total = sums[index]
+        sums[index] = share if total is None else total + share
+        parameter.grad = None
+
+
+def _step(
+    named: list[tuple[str, nn.Parameter]],
+    masters: list[nn.Parameter],
+    sums: list[Tensor | None],
+    optimizer: torch.optim.Optimizer,
+    clipping: float,
+) -> float:
+    """Clip, step and copy back; the norm before clipping. A parameter without a gradient is left alone."""
+    for master, total in zip(masters, sums, strict=True):
+        master.grad = None if total is None else total.clone()
+    limit = clipping if clipping > 0 else float("inf")
+    norm = float(nn.utils.clip_grad_norm_(masters, limit))
+    optimizer.step()
+    with torch.no_grad():
+        for (_, parameter), master in zip(named, masters, strict=True):
+            if parameter is not master:
+                parameter.copy_(master)
+            master.grad = None
+    return norm
+
+
+def _restore(model: nn.Module, values: dict[str, Tensor]) -> None:
+    for name, buffer in model.named_buffers():
+        if name in values:
+            buffer.copy_(values[name])
+
+
+def relative_error(found: Mapping[str, Tensor | None], wanted: Mapping[str, Tensor | None]) -> tuple[float, str]:
+    """The largest error of any tensor, and its name.
+
+    The error of a tensor is |found - wanted| / max(|wanted|, rms * sqrt(numel)), with | | the 2-norm and rms that of
+    all wanted elements together: relative to the tensor itself, or to one of typical elements if this one is smaller.
+    A tensor present on one side only is an infinite error.
+    """
+    if found.keys() != wanted.keys():
+        return float("inf"), f"names {sorted(found.keys() ^ wanted.keys())} on one side only"
+    present = [w for w in wanted.values() if w is not None]
+    count = max(1, sum(w.numel() for w in present))
+    rms = (sum(float(w.double().square().sum()) for w in present) / count) ** 0.5
+    worst, where = 0.0, ""
+    for name, want in wanted.items():
+        have = found[name]
+        if have is None or want is None:
+            if (have is None) != (want is None):
+                return float("inf"), f"{name}: {'no value' if have is None else 'a value where none is expected'}"
+            continue
+        if have.shape != want.shape:
+            return float("inf"), f"{name}: shape {tuple(have.shape)} where {tuple(want.shape)} is expected"
+        if want.numel() == 0:
+            continue
+        difference = float((have.double() - want.double()).norm())
+        error = difference / max(float(want.double().norm()), rms * want.numel() ** 0.5, 1e-30)
+        if not error <= worst:  # NaN counts as worst
+            worst, where = error, name
+    return worst, where

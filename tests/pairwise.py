@@ -1,0 +1,84 @@
+"""A small deterministic generator of covering arrays: every pair of values of two factors occurs in some row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import combinations
+from typing import Any
+
+Row = dict[str, Any]
+Pair = tuple[str, int, str, int]
+
+
+def pairwise(factors: Mapping[str, Sequence[Any]], allowed: Callable[[Row], bool] = lambda row: True) -> list[Row]:
+    """Rows that together cover every pair of values which some allowed row can hold.
+
+    Greedy: each row starts from the first pair not yet covered and takes, factor by factor, the value that covers most.
+    `allowed` also sees partial rows, and must judge them by the factors they have.
+    """
+    names = list(factors)
+    left = _all_pairs(factors, names, allowed)
+    rows: list[Row] = []
+    while left:
+        first = next(iter(left))
+        indices = _fill(factors, names, allowed, left, first)
+        if indices is None:  # no allowed row holds this pair
+            del left[first]
+            continue
+        for pair in _pairs_of(names, indices):
+            left.pop(pair, None)
+        rows.append({name: factors[name][indices[name]] for name in names})
+    return rows
+
+
+def _all_pairs(
+    factors: Mapping[str, Sequence[Any]], names: list[str], allowed: Callable[[Row], bool]
+) -> dict[Pair, None]:
+    """An ordered set of the pairs to cover."""
+    pairs: dict[Pair, None] = {}
+    for a, b in combinations(names, 2):
+        for i, x in enumerate(factors[a]):
+            for j, y in enumerate(factors[b]):
+                if allowed({a: x, b: y}):
+                    pairs[(a, i, b, j)] = None
+    return pairs
+
+
+def _fill(
+    factors: Mapping[str, Sequence[Any]],
+    names: list[str],
+    allowed: Callable[[Row], bool],
+    left: Mapping[Pair, None],
+    first: Pair,
+) -> dict[str, int] | None:
+    """An allowed row around the pair `first`; None if there is none. Backtracks only when a rule forces it to."""
+    chosen = {first[0]: first[1], first[2]: first[3]}
+    rest = [name for name in names if name not in chosen]
+
+    def gain(name: str, index: int, row: dict[str, int]) -> int:
+        return sum(_pair(names, name, index, other, at) in left for other, at in row.items())
+
+    def extend(position: int, row: dict[str, int]) -> dict[str, int] | None:
+        if position == len(rest):
+            return row
+        name = rest[position]
+        # Ties are broken by a rotation, so that values nobody asks for are still spread over the rows.
+        count = len(factors[name])
+        order = sorted(range(count), key=lambda i: (-gain(name, i, row), (i + len(left)) % count))
+        for index in order:
+            longer = {**row, name: index}
+            if allowed({n: factors[n][i] for n, i in longer.items()}):
+                done = extend(position + 1, longer)
+                if done is not None:
+                    return done
+        return None
+
+    return extend(0, chosen)
+
+
+def _pair(names: list[str], a: str, i: int, b: str, j: int) -> Pair:
+    return (a, i, b, j) if names.index(a) < names.index(b) else (b, j, a, i)
+
+
+def _pairs_of(names: list[str], row: Mapping[str, int]) -> list[Pair]:
+    return [(a, row[a], b, row[b]) for a, b in combinations(names, 2)]

@@ -1,0 +1,215 @@
+"""One process: what is saved is loaded, in any cut, and everything else is told by name."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+
+from tests.unit.checkpoint import states
+from windlass.base.errors import CheckpointError
+from windlass.checkpoint import FlatShard, SavedState, load, read_full, read_latest, read_plain, save, tags
+from windlass.checkpoint.state import holdings
+from windlass.checkpoint.storage import SafetensorsReader, SafetensorsWriter
+from windlass.checkpoint.tensor_file import TensorFile
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    save(tmp_path, "global_step12", states.state(0, 1))
+    return tmp_path
+
+
+def test_a_state_comes_back(saved: Path) -> None:
+    into = states.empty()
+    loaded = load(saved, None, into)
+    states.assert_loaded(into)
+    assert loaded.plain == states.state(0, 1).plain
+    assert loaded.rank_plain is not None and torch.equal(loaded.rank_plain["rng"], torch.zeros(3, dtype=torch.uint8))
+    assert (loaded.tag, loaded.path, loaded.saved_world_size) == ("global_step12", saved / "global_step12", 1)
+    assert (loaded.matched, loaded.missing, loaded.unexpected) == (len(states.SHAPES) + 2, (), ())
+    assert read_latest(saved) == "global_step12"
+    assert {path.name for path in loaded.path.iterdir()} == {"checkpoint.json", "rank_00000.safetensors"}
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(shape=st.lists(st.integers(1, 5), max_size=4), cuts=st.lists(st.integers(0, 625), max_size=4), data=st.data())
+def test_any_ranges_load_into_any_other(tmp_path: Path, shape: list[int], cuts: list[int], data: st.DataObject) -> None:
+    numel = math.prod(shape)
+    values = torch.arange(numel, dtype=torch.int32)
+
+    def ranges(points: list[int]) -> list[tuple[int, int]]:
+        ends = sorted({0, numel, *(point % (numel + 1) for point in points)})
+        return list(zip(ends, ends[1:], strict=False))
+
+    given_shards = [FlatShard("x", tuple(shape), start, values[start:stop]) for start, stop in ranges(cuts)]
+    save(tmp_path, "t", SavedState(shards=given_shards))
+    other = data.draw(st.lists(st.integers(0, 625), max_size=4))
+    into = [FlatShard("x", tuple(shape), a, torch.full((b - a,), -1, dtype=torch.int32)) for a, b in ranges(other)]
+    load(tmp_path, "t", SavedState(shards=into))
+    assert torch.equal(torch.cat([shard.tensor for shard in into]), values)
+    assert torch.equal(dict(read_full(tmp_path, "t"))["x"], values.view(shape))
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.int64, torch.bool],
+)
+def test_every_bit_of_every_dtype_survives(tmp_path: Path, dtype: torch.dtype) -> None:
+    bits = torch.randint(0, 2, (64 * dtype.itemsize,), dtype=torch.uint8)
+    value = (bits if dtype == torch.bool else bits * 173).view(dtype)
+    save(tmp_path, "t", SavedState(tensors={"x": value}))
+    into = torch.empty_like(value)
+    load(tmp_path, "t", SavedState(tensors={"x": into}))
+    assert torch.equal(into.view(torch.uint8), value.view(torch.uint8))
+
+
+def test_memory_that_is_not_contiguous_is_saved_and_filled(tmp_path: Path) -> None:
+    value = torch.arange(12.0).view(3, 4).t()
+    save(tmp_path, "t", SavedState(tensors={"x": value}))
+    into = torch.zeros(3, 4).t()
+    load(tmp_path, "t", SavedState(tensors={"x": into}))
+    assert torch.equal(into, value)
+
+
+def test_autograd_notices_that_a_saved_tensor_was_loaded_over(tmp_path: Path) -> None:
+    weight = torch.ones(2, requires_grad=True)
+    save(tmp_path, "t", SavedState(tensors={"x": weight}))
+    loss = (weight * weight).sum()
+    load(tmp_path, "t", SavedState(tensors={"x": weight}))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.backward(loss)
+
+
+def test_an_equal_cut_is_read_straight_into_its_memory(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    filled: list[int] = []
+    real = TensorFile.read_into
+
+    def spy(self: TensorFile, entry: str, tensor: torch.Tensor, crc32: int) -> None:
+        filled.append(tensor.data_ptr())
+        real(self, entry, tensor, crc32)
+
+    monkeypatch.setattr(TensorFile, "read_into", spy)
+    into = states.empty()
+    load(saved, None, into)
+    assert {shard.tensor.data_ptr() for shard in into.shards if shard.tensor.numel()} <= set(filled)
+
+
+def test_missing_and_unexpected_names_are_errors_unless_allowed(saved: Path) -> None:
+    into = states.empty()
+    into.tensors = {"buffer/running_mean": torch.zeros(4), "buffer/new": torch.zeros(2)}
+    with pytest.raises(CheckpointError, match=r"1 missing \(buffer/new\); 1 unexpected \(buffer/count\)"):
+        load(saved, None, into)
+    loaded = load(saved, None, into, strict=False)
+    assert (loaded.missing, loaded.unexpected) == (("buffer/new",), ("buffer/count",))
+    assert loaded.matched == len(states.SHAPES) + 1
+    assert torch.equal(into.tensors["buffer/running_mean"], torch.arange(4.0))
+
+
+def test_names_can_be_left_out_by_prefix(saved: Path) -> None:
+    into = SavedState(shards=[shard for shard in states.shards(0, 1, fill=False) if shard.name.startswith("param/")])
+    with pytest.raises(CheckpointError, match="4 unexpected"):
+        load(saved, None, into)
+    assert load(saved, None, into, ignore=("state/", "master/", "buffer/")).unexpected == ()
+
+
+def test_another_shape_or_dtype_is_an_error_that_names_all(saved: Path) -> None:
+    into = SavedState(
+        shards=[FlatShard("param/bias", (12,), 0, torch.zeros(12, dtype=torch.bfloat16))],
+        tensors={"buffer/running_mean": torch.zeros(4, dtype=torch.float64)},
+    )
+    with pytest.raises(
+        CheckpointError, match=r"'param/bias' has shape \(11,\).*'buffer/running_mean' is torch.float32"
+    ):
+        load(saved, None, into, strict=False)
+    into = SavedState(tensors={"buffer/running_mean": torch.zeros(4, dtype=torch.float64)})
+    load(saved, None, into, strict=False, cast=True)
+    assert torch.equal(into.tensors["buffer/running_mean"], torch.arange(4.0, dtype=torch.float64))
+
+
+def test_whole_tensors_are_read_without_a_process_group(saved: Path) -> None:
+    names = [*states.SHAPES, "buffer/running_mean", "buffer/count"]
+    found = dict(read_full(saved))
+    assert list(found) == names
+    assert all(torch.equal(found[name], states.whole(name)) for name in states.SHAPES)
+    assert [name for name, _ in read_full(saved, "global_step12", ["param/bias"])] == ["param/bias"]
+    assert read_plain(saved)["step"] == 12
+    with pytest.raises(CheckpointError, match="no tensor named 'param/absent'"):
+        read_full(saved, None, ["param/absent"])
+
+
+def test_the_data_files_are_ordinary_safetensors(saved: Path) -> None:
+    with safe_open(saved / "global_step12" / "rank_00000.safetensors", framework="pt") as file:
+        assert torch.equal(file.get_tensor("param/embed.weight"), states.whole("param/embed.weight"))
+        assert torch.equal(file.get_tensor("param/scale"), states.whole("param/scale"))
+        assert file.get_tensor("param/empty").shape == (0, 3)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_torchs_own_planners_use_the_storage(saved: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    name = "param/embed.weight"
+    target = {name: torch.zeros(7, 5, dtype=torch.bfloat16)}
+    reader = SafetensorsReader(saved / "global_step12")
+    planner = DefaultLoadPlanner(flatten_state_dict=False)
+    state_dict_loader.load(target, storage_reader=reader, planner=planner, no_dist=True)
+    assert torch.equal(target[name], states.whole(name))
+    path = tmp_path_factory.mktemp("plain") / "t"
+    path.mkdir()
+    state_dict_saver.save({"w": torch.ones(3)}, storage_writer=SafetensorsWriter(path), no_dist=True)
+    assert torch.equal(dict(read_full(path.parent, "t"))["w"], torch.ones(3))
+    with pytest.raises(BaseException, match="never a pickle"):
+        state_dict_saver.save({"w": object()}, storage_writer=SafetensorsWriter(path), no_dist=True)
+
+
+def test_a_tag_is_replaced_and_tags_are_listed_oldest_first(saved: Path) -> None:
+    save(saved, "b", states.state(0, 1, offset=1))
+    save(saved, "a", states.state(0, 1, offset=2), save_latest=False)
+    assert read_latest(saved) == "b"
+    save(saved, "global_step12", states.state(0, 1, offset=3))
+    assert tags(saved) == ["b", "a", "global_step12"]
+    into = states.empty()
+    load(saved, "global_step12", into)
+    states.assert_loaded(into, offset=3)
+    assert {path.name for path in saved.iterdir()} == {"a", "b", "global_step12", "latest"}
+
+
+def test_ranges_must_cover_each_tensor_once(tmp_path: Path) -> None:
+    part = FlatShard("x", (4, 2), 0, torch.zeros(3))
+    with pytest.raises(CheckpointError, match="no rank holds element 3 of 'x'"):
+        save(tmp_path, "t", SavedState(shards=[part]))
+    with pytest.raises(CheckpointError, match="gives element 2 of 'x' twice"):
+        save(tmp_path, "t", SavedState(shards=[part, FlatShard("x", (4, 2), 2, torch.zeros(6))]))
+    with pytest.raises(CheckpointError, match="every rank's range of 'x' is empty"):
+        save(tmp_path, "t", SavedState(shards=[FlatShard("x", (4, 2), 8, torch.zeros(0))]))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_bad_shards_and_names_are_refused() -> None:
+    with pytest.raises(CheckpointError, match="contiguous 1-D"):
+        FlatShard("x", (4,), 0, torch.zeros(8)[::2])
+    with pytest.raises(CheckpointError, match=r"elements \[2, 5\), but shape \(2, 2\) has 4"):
+        FlatShard("x", (2, 2), 2, torch.zeros(3))
+    for name in ("", "plain/x", "rank/0/x"):
+        with pytest.raises(CheckpointError, match="cannot name a tensor"):
+            holdings([], {name: torch.zeros(1)})
+    with pytest.raises(CheckpointError, match="different shapes or dtypes"):
+        holdings([FlatShard("x", (4,), 0, torch.zeros(1)), FlatShard("x", (5,), 1, torch.zeros(1))], {})
+    with pytest.raises(CheckpointError, match="give it once"):
+        holdings([FlatShard("x", (1,), 0, torch.zeros(1))], {"x": torch.zeros(1)})
+    with pytest.raises(CheckpointError, match="cannot hold tensors of dtype torch.complex128"):
+        save("/nowhere", "t", SavedState(tensors={"x": torch.zeros(1, dtype=torch.complex128)}))
+
+
+def test_shards_are_views_not_copies() -> None:
+    flat = torch.zeros(10)
+    held = holdings([FlatShard("x", (5, 3), 2, flat)], {})
+    for piece in held["x"].pieces:
+        piece.tensor.fill_(1)
+    assert flat.eq(1).all()

@@ -1,0 +1,78 @@
+"""`windlass check` as a command: everything wrong at once, the resolved table, and the exit code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from windlass.cli.check import check
+
+app = typer.Typer()
+app.command()(check)
+
+
+def run(*arguments: str, world: str = "") -> tuple[int, str]:
+    result = CliRunner().invoke(app, list(arguments), env={"WORLD_SIZE": world}, catch_exceptions=False)
+    return result.exit_code, result.output
+
+
+def write(folder: Path, text: str) -> str:
+    path = folder / "ds.json"
+    path.write_text(text)
+    return str(path)
+
+
+def test_a_good_configuration_prints_the_resolved_table(tmp_path: Path) -> None:
+    path = write(
+        tmp_path,
+        '{"train_batch_size": 32, "bf16": {"enabled": true}, "zero_optimization": {"stage": 3, "mics_shard_size": 2},'
+        ' "optimizer": {"type": "Adam", "params": {"lr": 0.1, "torch_adam": true}}}',
+    )
+    code, text = run(path, "--world-size", "4")
+    assert code == 0
+    for words in (
+        "world size  4 (--world-size)",
+        "batch       32 = micro 8 x accumulation 1 x 4 ranks",
+        "data axes   dp_replicate 2 x dp_shard 2",
+        "stage       3",
+        "parameter bf16, compute bf16, accumulate fp32, reduce fp32, master fp32, state fp32",
+        "parameters device, optimizer states device",
+        "reduce 500,000,000",
+        "AdamW weight_decay=0.0, lr=0.1",
+        "optimizer.params.torch_adam: ",
+    ):
+        assert words in text, words
+
+
+def test_everything_wrong_is_printed_at_once(tmp_path: Path) -> None:
+    path = write(
+        tmp_path,
+        '{"train_batch_size": 3, "zero_optimisation": {}, "fp16": {"enabled": true, "hysteresis": 1.5},\n'
+        '"bf16": {"enabled": true}, "elasticity": {"enabled": true}, "zero_optimization": {"mics_shard_size": 3}}',
+    )
+    code, text = run(path, world="2")
+    assert code == 1
+    for words in (
+        "unknown key (1)",
+        "zero_optimisation: unknown key; nearest is zero_optimization (line 1)",
+        "fp16.hysteresis: 1.5 does not fit",
+        "contradiction (1)",
+        "elasticity.enabled = true: not yet built",
+        "train_batch_size 3 is not divisible",
+        "WORLD_SIZE in the environment",
+        "mics_shard_size = 3 does not divide the world size 2",
+        "6 to mend",
+        "stage       0",
+    ):
+        assert words in text, words
+
+
+@pytest.mark.parametrize("text", [None, "{", "[]"])
+def test_what_cannot_be_read_is_one_message(tmp_path: Path, text: str | None) -> None:
+    path = write(tmp_path, text) if text is not None else str(tmp_path / "missing.json")
+    code, output = run(path)
+    assert code == 1
+    assert path in output and "Traceback" not in output

@@ -1,0 +1,105 @@
+"""The composition matrix: symmetric, complete, agreeing with the schema's refusals, and countable by tests."""
+
+from __future__ import annotations
+
+from itertools import combinations, product
+from typing import Any
+
+import pytest
+
+from windlass.config import composition, load
+from windlass.config.composition import AXES, EXCEPTIONS, describe, pairs, refused, uncovered, verdict, working_pairs
+
+UNBUILT: dict[tuple[str, str], dict[str, Any]] = {
+    ("param_home", "host"): {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}},
+    ("param_home", "nvme"): {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "x"}}},
+    ("state_home", "host"): {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
+    ("state_home", "nvme"): {"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": "x"}}},
+    ("optimizer", "onebit"): {"optimizer": {"type": "OneBitAdam"}},
+    ("parallel", "tensor"): {"tensor_parallel": {"autotp_size": 2}},
+    ("parallel", "pipeline"): {"pipeline": {"activation_checkpoint_interval": 1}},
+    ("parallel", "sequence"): {"sequence_parallel_size": 2},
+    ("parallel", "expert"): {"expert_parallel": {"enabled": True}},
+    ("checkpointing", "host"): {"activation_checkpointing": {"cpu_checkpointing": True}},
+}
+BUILT: dict[tuple[str, str], dict[str, Any]] = {
+    **{("stage", str(stage)): {"zero_optimization": {"stage": stage}} for stage in range(4)},
+    ("optimizer", "elementwise"): {"optimizer": {"type": "sgd"}},
+    ("optimizer", "whole"): {"optimizer": {"type": "lamb"}},
+    ("precision", "fp32"): {},
+    ("precision", "bf16"): {"bf16": {"enabled": True}},
+    ("precision", "fp16"): {"fp16": {"enabled": True}},
+    ("precision", "autocast"): {"torch_autocast": {"enabled": True}},
+    ("accumulation", "one"): {"gradient_accumulation_steps": 1},
+    ("accumulation", "many"): {"gradient_accumulation_steps": 2},
+    ("parallel", "data"): {"zero_optimization": {"stage": 2, "zero_hpz_partition_size": 2}},
+    ("parallel", "mics"): {"zero_optimization": {"stage": 1, "mics_shard_size": 2}},
+    ("parallel", "hpz"): {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}},
+    ("transport", "shm"): {},
+    ("transport", "gloo"): {"comm": {"transport": "gloo"}},
+    ("transport", "nccl"): {"comm": {"transport": "nccl"}},
+    ("overlap", "on"): {"zero_optimization": {"stage": 3}},
+    ("overlap", "off"): {"zero_optimization": {"stage": 3, "overlap_comm": False}},
+}
+
+
+@pytest.mark.parametrize(("choice", "source"), [*UNBUILT.items(), *BUILT.items()])
+def test_a_configuration_is_described_by_its_choices(choice: tuple[str, str], source: dict[str, Any]) -> None:
+    axis, value = choice
+    config = load(source)
+    assert describe(config)[axis] == value
+    assert bool(config.refusals()) == (choice in UNBUILT)
+
+
+def test_the_schema_refuses_what_the_matrix_does_not_offer() -> None:
+    assert {(a, v) for a, values in AXES.items() for v, value in values.items() if value.unbuilt} == set(UNBUILT)
+
+
+def test_every_pair_has_one_verdict_in_both_orders() -> None:
+    sizes = [len(values) for values in AXES.values()]
+    assert len(pairs()) == sum(a * b for a, b in combinations(sizes, 2))
+    for pair in pairs():
+        turned = verdict(pair.second, pair.first)
+        assert (turned.works, turned.because) == (pair.works, pair.because)
+        assert pair.works == (not pair.because)
+
+
+def test_exceptions_name_choices_that_exist() -> None:
+    for pair in EXCEPTIONS:
+        assert len({axis for axis, _ in pair}) == 2
+        assert all(value in AXES[axis] for axis, value in pair)
+
+
+def test_nothing_is_left_uncovered_by_everything_that_is_offered() -> None:
+    offered = {axis: [name for name, value in values.items() if not value.unbuilt] for axis, values in AXES.items()}
+    cases = [dict(zip(offered, choice, strict=True)) for choice in product(*offered.values())]
+    assert uncovered(cases, available={"gpu"}) == []
+    assert all(pair.needs == set() for pair in working_pairs())
+    assert {pair.needs for pair in working_pairs({"gpu"})} == {frozenset(), frozenset({"gpu"})}
+
+
+def test_one_case_covers_just_its_own_pairs() -> None:
+    case = describe(load({"zero_optimization": {"stage": 1}}), adapters="frozen base", backward="plain")
+    missing = uncovered([case])
+    assert len(working_pairs()) - len(missing) == len(list(combinations(case, 2)))
+    assert refused(case) == []
+
+
+def test_a_refused_pair_is_a_refusal_of_the_configuration() -> None:
+    config = load({"zero_optimization": {"stage": 2}})
+    case = describe(config, parallel="hpz")
+    assert [pair.because for pair in refused(case)] == [EXCEPTIONS[frozenset({("stage", "2"), ("parallel", "hpz")})]]
+
+
+def test_an_unknown_axis_or_value_is_an_error() -> None:
+    for facts in ({"weather": "fine"}, {"adapters": "many"}):
+        with pytest.raises(KeyError):
+            describe(load({}), **facts)
+    with pytest.raises(KeyError):
+        uncovered([{"stage": "4"}])
+
+
+def test_elementwise_is_what_the_optimizers_say() -> None:
+    from windlass.optim import elementwise
+
+    assert {cls.__name__ for cls in elementwise._ELEMENTWISE} == composition.ELEMENTWISE

@@ -1,0 +1,71 @@
+"""Each cross-section rule fires on the pair it is about, and on nothing that is fine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from windlass.config import examine
+from windlass.config.contradictions import RULES
+from windlass.config.problems import Kind
+
+WARMUP = {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-3}}
+BROKEN: list[tuple[str, dict[str, Any]]] = [
+    ("fp16.enabled", {"fp16": {"enabled": True}, "bf16": {"enabled": True}}),
+    ("fp16.enabled", {"fp16": {"enabled": True}, "torch_autocast": {"enabled": True}}),
+    ("bf16.enabled", {"bf16": {"enabled": True}, "torch_autocast": {"enabled": True}}),
+    ("data_types.param_dtype", {"bf16": {"enabled": True}, "data_types": {"param_dtype": "fp32"}}),
+    ("gradient_predivide_factor", {"prescale_gradients": True, "gradient_predivide_factor": 2.0}),
+    ("zero_optimization.offload_param", {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}),
+    (
+        "zero_optimization.offload_param.nvme_path",
+        {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}},
+    ),
+    (
+        "zero_optimization.cpu_offload",
+        {"zero_optimization": {"cpu_offload": True, "offload_optimizer": {"device": "cpu"}}},
+    ),
+    ("zero_optimization.mics_shard_size", {"zero_optimization": {"mics_shard_size": 2, "zero_hpz_partition_size": 2}}),
+    (
+        "zero_optimization.compute_grad_norm",
+        {"gradient_clipping": 1.0, "zero_optimization": {"compute_grad_norm": False}},
+    ),
+    ("scheduler.params.warmup_max_lr", {"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}, "scheduler": WARMUP}),
+    (
+        "scheduler.params.warmup_min_lr",
+        {"scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 1, "warmup_max_lr": 0.5}}},
+    ),
+    (
+        "activation_checkpointing.contiguous_memory_optimization",
+        {"activation_checkpointing": {"contiguous_memory_optimization": True}},
+    ),
+]
+
+FINE: list[dict[str, Any]] = [
+    {},
+    {"bf16": {"enabled": True}, "data_types": {"param_dtype": "bf16"}},
+    {"prescale_gradients": True, "gradient_predivide_factor": 1.0},
+    {"zero_optimization": {"stage": 2, "offload_param": {"device": "none"}, "stage3_max_live_parameters": 5}},
+    {"zero_optimization": {"compute_grad_norm": False}},
+    {"zero_optimization": {"compute_grad_norm": False}, "gradient_clipping": 0},
+    {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "scheduler": WARMUP},
+    {"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}, "scheduler": WARMUP},
+    {"optimizer": {"type": "AdamW"}, "scheduler": WARMUP},
+]
+
+
+@pytest.mark.parametrize(("key", "source"), BROKEN)
+def test_a_contradiction_is_found_and_names_its_key(key: str, source: dict[str, Any]) -> None:
+    problems = examine(source).problems
+    assert [(problem.kind, problem.path) for problem in problems] == [(Kind.CONTRADICTION, key)]
+
+
+@pytest.mark.parametrize("source", FINE)
+def test_what_only_looks_like_one_is_fine(source: dict[str, Any]) -> None:
+    assert examine(source).problems == []
+
+
+def test_every_rule_is_reached_by_a_case_above() -> None:
+    configs = [examine(source).config for _, source in BROKEN]
+    assert all(any(list(rule(config)) for config in configs) for rule in RULES)

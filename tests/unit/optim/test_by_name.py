@@ -1,0 +1,145 @@
+"""Names and parameters of a configuration's `optimizer` section."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from windlass.base.errors import ConfigError
+from windlass.optim import Lamb, Lion, Muon, by_name
+from windlass.optim.elementwise import is_elementwise, prefer_fused
+
+REFUSED = {"LBFGS": "closure", "SparseAdam": "sparse", "OneBitAdam": "not yet built", "ZeroOneAdam": "not yet built",
+           "OneBitLamb": "not yet built", "MuAdam": "mup", "MuAdamW": "mup", "MuSGD": "mup"}  # fmt: skip
+
+
+def parameters() -> list[torch.Tensor]:
+    return [torch.zeros(3, 2, requires_grad=True), torch.zeros(2, requires_grad=True)]
+
+
+@pytest.mark.parametrize("name", by_name.names())
+@pytest.mark.parametrize("spell", [str, str.lower, str.upper])
+def test_every_name_builds_and_steps_in_any_case(name: str, spell: Any) -> None:
+    weights = [torch.zeros(3, 2, requires_grad=True)]
+    optimizer = by_name.build(spell(name), {"lr": 0.1}, weights)
+    weights[0].grad = torch.ones(3, 2)
+    optimizer.step()
+    assert not torch.equal(weights[0].detach(), torch.zeros(3, 2))
+    assert {group["lr"] for group in optimizer.param_groups} == {0.1}
+
+
+def test_the_names_are_all_of_torchs_and_ours() -> None:
+    of_torch = {n for n, c in vars(torch.optim).items() if isinstance(c, type) and issubclass(c, torch.optim.Optimizer)}
+    assert set(by_name.names()) == (of_torch | {"Lion", "Lamb", "Muon"}) - {"Optimizer", "LBFGS", "SparseAdam"}
+    classes = {"lion": Lion, "lamb": Lamb, "muon": Muon, "SGD": torch.optim.SGD, "Adagrad": torch.optim.Adagrad}
+    assert {name: by_name.resolve_class(name) for name in classes} == classes
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_names_say_why(name: str) -> None:
+    with pytest.raises(ConfigError, match=REFUSED[name]):
+        by_name.build(name, {}, parameters())
+
+
+def test_an_unknown_name_gets_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="did you mean AdamW"):
+        by_name.resolve_class("AdamWw")
+
+
+@pytest.mark.parametrize("mode", [None, True, False])
+def test_adam_decouples_its_decay_unless_told_otherwise(mode: bool | None) -> None:
+    params = {"lr": 0.1, "weight_decay": 0.5} | ({} if mode is None else {"adam_w_mode": mode})
+    reference_class = torch.optim.Adam if mode is False else torch.optim.AdamW
+    ours, theirs = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    optimizer = by_name.build("Adam", params, [ours])
+    reference = reference_class([theirs], lr=0.1, weight_decay=0.5)
+    for _ in range(3):
+        ours.grad, theirs.grad = torch.full((2,), 0.3), torch.full((2,), 0.3)
+        optimizer.step()
+        reference.step()
+    assert type(optimizer) is reference_class
+    assert torch.equal(ours, theirs)
+
+
+def test_deepspeeds_parameters_without_effect_are_taken() -> None:
+    adam = {
+        "torch_adam": True,
+        "adam_w_mode": True,
+        "bias_correction": True,
+        "set_grad_none": True,
+        "betas": [0.8, 0.9],
+    }
+    optimizer = by_name.build("Adam", {**adam, "fp32_optimizer_states": True, "fused": True}, parameters())
+    assert optimizer.param_groups[0]["betas"] == (0.8, 0.9) and optimizer.param_groups[0]["fused"] is True
+    by_name.build("AdamW", adam, parameters())
+    muon = {"ns_method": "gram", "per_head_muon": False, "torch_adam": True, "adam_w_mode": True, "momentum": 0.9}
+    groups = by_name.build("Muon", {**muon, "lr": 1.0, "muon_lr": 0.2, "adam_lr": 0.3}, parameters()).param_groups
+    assert [(group["use_muon"], group["lr"]) for group in groups] == [(True, 0.2), (False, 0.3)]
+    lamb = {"eps_inside_sqrt": True, "max_grad_norm": 0.0, "amsgrad": False, "max_coeff": 5, "min_coeff": 0.1}
+    by_name.build("Lamb", lamb, parameters())
+    by_name.build("Lion", {"set_grad_none": True}, parameters())
+    by_name.build("Adagrad", {"amsgrad": False}, parameters())
+
+
+@pytest.mark.parametrize(
+    ("type", "params", "words"),
+    [
+        (
+            "AdamW",
+            {"learning_rate": 1, "weight_dekay": 0},
+            ["learning_rate", "weight_dekay", "did you mean weight_decay?"],
+        ),
+        ("Adam", {"bias_correction": False}, ["bias_correction is False", "delete it"]),
+        ("AdamW", {"adam_w_mode": False}, ['type "Adam"']),
+        ("Adam", {"max_grad_norm": 1.0}, ["gradient_clipping"]),
+        ("Muon", {"per_head_muon": True}, ["not yet built"]),
+        ("Muon", {"ns_method": "svd"}, ["ns_method is 'svd'"]),
+        ("Adam", {"lr": "auto", "betas": "auto"}, ["lr is 'auto'", "betas is 'auto'"]),
+        ("Adam", {"lr": -1.0}, ["refused by AdamW", "-1.0"]),
+        ("SGD", {"nesterov": True}, ["refused by SGD"]),
+        ("Lamb", {"amsgrad": True}, ["AMSGrad"]),
+        ("SGD", {"params": []}, ["params.params"]),
+    ],
+)
+def test_wrong_parameters_are_named_all_at_once(type: str, params: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        by_name.build(type, params, parameters())
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_defaults_are_torchs_but_for_the_documented_one() -> None:
+    for name in by_name.names():
+        cls = by_name.resolve_class(name)
+        signature = inspect.signature(cls.__init__).parameters
+        accepted = by_name.accepted_params(name)
+        differing = {key for key, value in accepted.items() if key in signature and value != signature[key].default}
+        assert differing == ({"weight_decay"} if name == "Adam" else set())
+        group = by_name.build(name, {}, parameters()).param_groups[0]
+        for key, value in accepted.items():
+            if key in group and key != "foreach":
+                assert group[key] == value, (name, key)
+
+
+def test_the_documents_table_states_what_is_in_force() -> None:
+    text = (Path(__file__).parents[3] / "docs" / "optimizers.md").read_text(encoding="utf-8")
+    rows = {}
+    for line in text.splitlines():
+        cells = [cell.strip().strip("`") for cell in line.strip("|").split("|")]
+        if len(cells) == 5:
+            rows[cells[0]] = cells[1:]
+    for name in by_name.names():
+        documented, defaults, spans, fused = rows[name]
+        optimizer = by_name.build(name, {}, [torch.zeros(3, 2, requires_grad=True)])
+        assert documented.rpartition(".")[2] == type(optimizer).__name__
+        accepted = by_name.accepted_params(name)
+        told = dict(pair.split("=") for pair in defaults.split("; "))
+        assert told == {key: str(accepted[key]) for key in told}, name
+        assert len(told) >= 3, name
+        if type(optimizer).__module__.startswith("windlass"):
+            assert set(told) == set(inspect.signature(type(optimizer)).parameters) - {"params"}
+        assert is_elementwise(optimizer) == (spans == "yes"), name
+        assert prefer_fused(optimizer) == (fused == "yes"), name

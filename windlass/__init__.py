@@ -1,0 +1,53 @@
+"""The public names of windlass, each imported when it is first used: `import windlass` itself does not import torch."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from windlass import optim as optim
+    from windlass import zero as zero
+    from windlass.comm.bootstrap import init_distributed as init_distributed
+    from windlass.engine.train import Engine as Engine
+    from windlass.initialize import initialize as initialize
+    from windlass.launch.arguments import add_config_arguments as add_config_arguments
+
+__version__ = "0.1.0"
+
+__all__ = ["Engine", "__version__", "add_config_arguments", "init_distributed", "initialize", "optim", "zero"]
+
+_HOMES = {
+    "Engine": "windlass.engine.train",
+    "add_config_arguments": "windlass.launch.arguments",
+    "init_distributed": "windlass.comm.bootstrap",
+    "initialize": "windlass.initialize",
+}
+_PACKAGES = ("optim", "zero")
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        value = getattr(importlib.import_module(_HOMES[name]), name)
+    elif name in _PACKAGES:
+        value = importlib.import_module(f"windlass.{name}")
+    else:
+        raise AttributeError(f"module 'windlass' has no attribute {name!r}; its public names are {', '.join(__all__)}")
+    globals()[name] = value  # asked for once
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+class _Package(ModuleType):
+    """Python binds a submodule to its package under its own name; `windlass.initialize` stays the function all the same."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value.initialize if name == "initialize" and isinstance(value, ModuleType) else value)
+
+
+sys.modules[__name__].__class__ = _Package

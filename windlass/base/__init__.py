@@ -1,0 +1,1 @@
+"""The ground floor: errors, log, dtypes, pending, device, tree."""

@@ -1,0 +1,39 @@
+"""Names of floating-point types as configurations spell them."""
+
+from __future__ import annotations
+
+import torch
+
+from windlass.base.errors import ConfigError
+
+_NAMES: dict[str, torch.dtype] = {
+    "fp32": torch.float32,
+    "float32": torch.float32,
+    "float": torch.float32,
+    "bf16": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+    "fp16": torch.float16,
+    "float16": torch.float16,
+    "half": torch.float16,
+}
+
+
+def parse_dtype(name: str | torch.dtype) -> torch.dtype:
+    """The dtype that a configuration names (`"bf16"`, `"torch.float32"`, ...).
+
+    Raises:
+        ConfigError: the name is none of fp32, bf16, fp16 and their long forms.
+    """
+    if isinstance(name, torch.dtype):
+        return name
+    dtype = _NAMES.get(str(name).lower().removeprefix("torch."))
+    if dtype is None:
+        raise ConfigError(f"unknown dtype {name!r}; use one of fp32, bf16, fp16")
+    return dtype
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The short name that tables print: `fp32`, `bf16`, `fp16`, else torch's own."""
+    return {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}.get(
+        dtype, str(dtype).removeprefix("torch.")
+    )

@@ -1,0 +1,35 @@
+"""The errors that windlass raises on purpose; each says what, where and how to mend it."""
+
+from __future__ import annotations
+
+
+class WindlassError(Exception):
+    """Base of every error raised on purpose. The command line prints its text without a traceback."""
+
+
+class ConfigError(WindlassError, ValueError):
+    """A configuration that cannot be honoured: unknown key, wrong type, contradiction, impossible batch triangle."""
+
+
+class DataError(WindlassError, ValueError):
+    """Training data or a tokenizer that is missing, unreadable, empty or damaged."""
+
+
+class ModelError(WindlassError, ValueError):
+    """A model or optimizer that cannot be trained as given: no trainable parameter, wrong device, foreign parameters."""
+
+
+class CheckpointError(WindlassError, RuntimeError):
+    """A checkpoint that cannot be written or read: missing, damaged, of another layout, disk full."""
+
+
+class CommunicationError(WindlassError, RuntimeError):
+    """Ranks that cannot talk to each other: a peer died, a wait timed out, a transport was refused."""
+
+
+class ReleasedParameterError(WindlassError, RuntimeError):
+    """A parameter whose values are spread over ranks was used where they are not gathered."""
+
+
+class LossError(WindlassError, ArithmeticError):
+    """A loss or gradient that is not finite, or a loss scale that cannot fall further."""

@@ -1,0 +1,56 @@
+"""Work that was started and may not be finished: a gather, a reduction, a transfer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+
+class Pending(Protocol):
+    """Something started. `poll` finishes it if that needs no waiting; `wait` finishes it whatever it takes."""
+
+    def poll(self) -> bool:
+        """Finish if possible without blocking; True once finished."""
+        ...
+
+    def wait(self) -> None:
+        """Block until finished. Waiting again does nothing."""
+        ...
+
+
+class Done:
+    """Pending work that was finished when it was made."""
+
+    def poll(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        return
+
+
+DONE = Done()
+
+
+class Step:
+    """Pending work in two halves: a condition that others fulfil, then something to do here, once.
+
+    Args:
+        ready: True when `finish` may run without blocking; None where that can't be asked.
+        block: waits until `ready`.
+        finish: runs once after that.
+    """
+
+    def __init__(self, ready: Callable[[], bool] | None, block: Callable[[], None], finish: Callable[[], None]) -> None:
+        self._ready, self._block, self._finish = ready, block, finish
+        self._finished = False
+
+    def poll(self) -> bool:
+        if not self._finished and self._ready is not None and self._ready():
+            self.wait()
+        return self._finished
+
+    def wait(self) -> None:
+        if not self._finished:
+            self._block()
+            self._finished = True  # before `finish`: what fails must not run a second time and add twice
+            self._finish()

@@ -1,0 +1,86 @@
+"""Ranks that agree: a step that fails on one rank raises the same error on all, so that none is left waiting."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from windlass.base.errors import CheckpointError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks that save or load together; one alone where there is no process group."""
+
+    group: dist.ProcessGroup | None
+    rank: int
+    world_size: int
+    alone: bool
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup | None) -> Ranks:
+        """The ranks of `group`, by default of the default group, or this process alone where there is none.
+
+        Raises:
+            CheckpointError: this rank is not in the group.
+        """
+        if not (dist.is_available() and dist.is_initialized()):
+            return cls(None, 0, 1, alone=True)
+        rank = dist.get_rank(group)
+        if rank < 0:
+            raise CheckpointError(f"rank {dist.get_rank()} is not in the process group given; call on its ranks only")
+        return cls(group, rank, dist.get_world_size(group), alone=False)
+
+    def each(self, step: str, work: Callable[[], T]) -> list[T]:
+        """Runs `work` on every rank and returns the results of all, in rank order. Collective.
+
+        Raises:
+            CheckpointError: on every rank and with the same text, where `work` raised on any; the text names the rank
+                and `step`.
+        """
+        result: T | None = None
+        failure: Exception | None = None
+        try:
+            result = work()
+        except Exception as error:
+            if self.world_size == 1 and isinstance(error, CheckpointError):
+                raise
+            failure = error
+        outcomes = self._gather((None if failure is None else told(failure), result))
+        failures = {rank: text for rank, (text, _) in enumerate(outcomes) if text is not None}
+        if failures:
+            raise CheckpointError(told_together(step, failures, self.world_size)) from failure
+        return [found for _, found in outcomes]
+
+    def first(self, step: str, work: Callable[[], T]) -> T:
+        """Runs `work` on rank 0 alone and returns its result on every rank. Collective; raises as `each` does."""
+        results = self.each(step, lambda: work() if self.rank == 0 else None)
+        return results[0]  # type: ignore[return-value]
+
+    def _gather(self, item: Any) -> list[Any]:
+        if self.world_size == 1:
+            return [item]
+        items: list[Any] = [None] * self.world_size
+        dist.all_gather_object(items, item, group=self.group)
+        return items
+
+
+def told_together(step: str, failures: Mapping[int, str], world_size: int) -> str:
+    """One text for what went wrong on some ranks: each text once, after the ranks that it comes from."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, text in sorted(failures.items()):
+        ranks_of.setdefault(text, []).append(rank)
+    if world_size == 1:
+        return f"{step} failed: {next(iter(ranks_of))}"
+    told = [f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {text}" for text, ranks in ranks_of.items()]
+    return f"{step} failed on {'; '.join(told)}"
+
+
+def told(error: BaseException) -> str:
+    """The text of an error; of one that is not ours, with its type."""
+    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"

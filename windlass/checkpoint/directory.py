@@ -1,0 +1,202 @@
+"""The checkpoint directory: tags, `latest`, and how a checkpoint appears whole or not at all."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from windlass.base.errors import CheckpointError
+from windlass.base.log import logger
+
+METADATA = "checkpoint.json"
+LATEST = "latest"
+
+# [Note: a checkpoint appears whole or not at all]
+# Data is written under the hidden name `.TAG.writing`; every file and then the directory is fsynced, `checkpoint.json`
+# last of all, and a rename makes it `TAG`. Only then does `latest` change, itself by a rename. Saving a tag again moves
+# the old one to `.TAG.replaced` first: whoever finds `TAG` missing after a crash between the two renames reads that.
+
+
+def check_tag(tag: str) -> str:
+    """The tag itself, once it is a name that stays inside the checkpoint directory.
+
+    Raises:
+        CheckpointError: an empty, hidden, reserved or too long name, or one with a path separator or control character.
+    """
+    broken = not tag or tag.startswith(".") or tag in (LATEST, METADATA) or len(tag.encode()) > 200
+    if broken or any(letter in "/\\" or not letter.isprintable() for letter in tag):
+        raise CheckpointError(
+            f"the checkpoint tag {tag!r:.80} cannot be used: a tag is one visible file name of at most 200 bytes, "
+            f"without / or \\, and not {LATEST!r}"
+        )
+    return tag
+
+
+def read_latest(directory: str | os.PathLike[str]) -> str | None:
+    """The tag that `latest` names; None where there is no such file.
+
+    Raises:
+        CheckpointError: the file cannot be read, or names something outside `directory`.
+    """
+    path = Path(directory) / LATEST
+    try:
+        tag = path.read_text(encoding="utf-8").strip()
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error}); write a tag into it, or pass the tag") from error
+    try:
+        return check_tag(tag)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path} is refused: {error}") from error
+
+
+def write_latest(directory: Path, tag: str) -> None:
+    """Makes `latest` name `tag`, at once and durably."""
+    temporary = directory / f".{LATEST}.writing"
+    with disk_errors(temporary, len(tag)):
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.write(tag)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, directory / LATEST)
+        sync_directory(directory)
+
+
+def tags(directory: str | os.PathLike[str]) -> list[str]:
+    """The tags of the finished checkpoints in `directory`, oldest first."""
+    try:
+        finished = [path for path in Path(directory).iterdir() if _is_checkpoint(path) and path.name[0] != "."]
+    except OSError:
+        return []
+    return [path.name for path in sorted(finished, key=lambda path: (path / METADATA).stat().st_mtime_ns)]
+
+
+def find(directory: str | os.PathLike[str], tag: str | None) -> tuple[str, Path]:
+    """Tag and directory of the checkpoint `tag`, or of the one that `latest` names where `tag` is None.
+
+    Raises:
+        CheckpointError: there is none, or it lies outside `directory`.
+    """
+    root = Path(directory)
+    if not root.is_dir():
+        raise CheckpointError(f"the checkpoint directory {root} does not exist; pass the directory given to the save")
+    name = read_latest(root) if tag is None else check_tag(tag)
+    if name is None:
+        raise CheckpointError(f"{root} has no {LATEST!r} file; pass a tag. {_known(root)}")
+    path = root / name
+    if not path.exists() and _is_checkpoint(_replaced(root, name)):
+        path = _replaced(root, name)
+        logger.warning("%s was being replaced when its writer died; reading the former one, %s", name, path)
+    if not path.resolve().is_relative_to(root.resolve()):
+        raise CheckpointError(f"{path} leads outside {root}, to {path.resolve()}; pass that directory itself")
+    if not path.is_dir():
+        raise CheckpointError(f"there is no checkpoint {name!r} in {root}. {_known(root)}")
+    if not _is_checkpoint(path):
+        raise CheckpointError(
+            f"{path} is not a windlass checkpoint: it has no {METADATA}; a save that did not finish? {_known(root)}"
+        )
+    return name, path
+
+
+def begin(directory: Path, tag: str) -> Path:
+    """Makes the empty, hidden directory in which the checkpoint `tag` is written, and returns it.
+
+    Raises:
+        CheckpointError: it cannot be made, or `tag` is there and is no checkpoint.
+    """
+    staging = directory / f".{tag}.writing"
+    final, replaced = directory / tag, _replaced(directory, tag)
+    with disk_errors(staging, 0):
+        directory.mkdir(parents=True, exist_ok=True)
+        if final.exists() and not _is_checkpoint(final) and not (final.is_dir() and not any(final.iterdir())):
+            raise CheckpointError(f"{final} exists and is not a windlass checkpoint; remove it or choose another tag")
+        if replaced.exists() and not final.exists():
+            os.rename(replaced, final)
+        for stale in (staging, replaced):
+            if stale.exists():
+                shutil.rmtree(stale)
+        staging.mkdir()
+    return staging
+
+
+def commit(directory: Path, tag: str) -> Path:
+    """Gives what `begin` made its name. A former checkpoint of that name stays good until the new one has it."""
+    staging, final, replaced = directory / f".{tag}.writing", directory / tag, _replaced(directory, tag)
+    with disk_errors(final, 0):
+        sync_directory(staging)
+        if final.exists():
+            os.rename(final, replaced)
+        os.rename(staging, final)
+        sync_directory(directory)
+        if replaced.exists():
+            shutil.rmtree(replaced)
+    return final
+
+
+def discard(directory: Path, tag: str) -> None:
+    """Removes what `begin` made, after a save that failed; says so where even that fails."""
+    staging = directory / f".{tag}.writing"
+    try:
+        shutil.rmtree(staging)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        logger.warning("the unfinished checkpoint %s could not be removed (%s); remove it by hand", staging, error)
+
+
+def require_space(path: Path, needed: int) -> None:
+    """Raises CheckpointError unless the file system of `path` has `needed` bytes free."""
+    free = shutil.disk_usage(path).free
+    if free < needed:
+        raise CheckpointError(
+            f"no room for the checkpoint {path}: it needs {needed} bytes, {free} are free; nothing was written, former "
+            "checkpoints are untouched. Free some space or save to another disk"
+        )
+
+
+@contextmanager
+def disk_errors(path: Path, needed: int) -> Iterator[None]:
+    """Turns an OSError while writing `path` into a CheckpointError that says path, bytes needed and bytes free."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise CheckpointError(
+                f"disk full while writing {path}: it needs {needed} bytes, {_free(path)} are free; former checkpoints "
+                "are untouched. Free some space or save to another disk"
+            ) from error
+        raise CheckpointError(f"{path} cannot be written: {error.strerror or error}; check path and rights") from error
+
+
+def sync_directory(directory: Path) -> None:
+    """Makes the names in `directory` durable. Windows cannot open a directory, and needs no such call."""
+    if os.name == "nt":
+        return
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _replaced(directory: Path, tag: str) -> Path:
+    return directory / f".{tag}.replaced"
+
+
+def _is_checkpoint(path: Path) -> bool:
+    return (path / METADATA).is_file()
+
+
+def _known(root: Path) -> str:
+    known = tags(root)
+    return f"Checkpoints there: {', '.join(known[-5:])}" if known else "There is no finished checkpoint there"
+
+
+def _free(path: Path) -> int:
+    parent = next(parent for parent in path.resolve().parents if parent.exists())
+    return shutil.disk_usage(parent).free

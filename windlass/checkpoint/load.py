@@ -1,0 +1,133 @@
+"""Loading a checkpoint into tensors in place: any other cut, any other number of ranks."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from windlass.base.errors import CheckpointError
+from windlass.base.log import logger
+from windlass.checkpoint import plain
+from windlass.checkpoint.agree import Ranks
+from windlass.checkpoint.directory import find
+from windlass.checkpoint.index import Index, read_index
+from windlass.checkpoint.state import RESERVED, Holding, LoadedState, Piece, SavedState, holdings
+from windlass.checkpoint.tensor_file import dtype_of
+
+
+def load(
+    directory: str | os.PathLike[str],
+    tag: str | None,
+    into: SavedState,
+    *,
+    process_group: dist.ProcessGroup | None = None,
+    strict: bool = True,
+    ignore: tuple[str, ...] = (),
+    cast: bool = False,
+) -> LoadedState:
+    """Fills the tensors of `into` in place from `directory`/`tag`. Every rank of the group must call it.
+
+    `into.shards` and `into.tensors` may be cut in any way and on any number of ranks; ranks need not cover a tensor.
+    Its plain data is not looked at: what the checkpoint holds is returned.
+
+    Args:
+        tag: None for the one that `latest` names.
+        process_group: as in `save`.
+        strict: whether missing and unexpected names are errors; else they are only reported.
+        ignore: prefixes of names in the checkpoint that are not expected to be asked for, such as `("state/",)`.
+        cast: whether values of another dtype are converted; else another dtype is an error.
+
+    Raises:
+        CheckpointError: the same on all ranks: no such checkpoint, damaged files, another shape or dtype, names that
+            differ. Before data is read all of this but damage is known; after damage the tensors' values are undefined.
+    """
+    ranks = Ranks.of(process_group)
+    name, path = ranks.first("looking for the checkpoint", lambda: find(directory, tag))
+    wanted: list[_Wanted] = []
+    matches = ranks.each("preparing to load", lambda: _prepare(wanted, path, into, ranks.rank, cast))
+    mine = wanted[0]
+    asked = {name for names, _ in matches for name in names}
+    missing = tuple(sorted({name for _, names in matches for name in names}))
+    unexpected = tuple(
+        name for name in mine.index.tensors if name not in asked and not name.startswith(RESERVED + tuple(ignore))
+    )
+    if strict and (missing or unexpected):
+        raise CheckpointError(
+            f"{path} does not match: {_listed('missing', missing)}; {_listed('unexpected', unexpected)}. Load with "
+            "strict=False to take what matches, or ignore names by prefix"
+        )
+    # Imported here: the first import of torch.distributed.checkpoint costs as much as torch's own.
+    from windlass.checkpoint import transfer
+
+    transfer.read(path, mine.index, mine.held, ranks)
+    matched = len(asked) - len(missing)
+    counts = matched, len(missing), len(unexpected)
+    logger.info("loaded %s: %d tensors matched, %d missing, %d unexpected", path, *counts)
+    own = mine.index.ranks[ranks.rank] if ranks.rank < mine.index.world_size else None
+    return LoadedState(
+        tag=name,
+        path=path,
+        plain=plain.decode(mine.index.plain, mine.set_aside),
+        rank_plain=None if own is None else plain.decode(own, mine.set_aside),
+        saved_world_size=mine.index.world_size,
+        matched=matched,
+        missing=missing,
+        unexpected=unexpected,
+    )
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    index: Index
+    held: dict[str, Holding]
+    set_aside: dict[str, torch.Tensor]
+
+
+def _prepare(wanted: list[_Wanted], path: Path, into: SavedState, rank: int, cast: bool) -> tuple[list[str], list[str]]:
+    """Puts what this rank is to read into `wanted`; returns the names it asks for, and those that are missing."""
+    index = read_index(path)
+    held = holdings(into.shards, into.tensors)
+    missing = [name for name in held if name not in index.tensors]
+    present = {name: holding for name, holding in held.items() if name in index.tensors}
+    problems = [text for name, holding in present.items() if (text := _problem(name, holding, index, cast))]
+    if problems:
+        rest = f"; and {len(problems) - 10} more" if len(problems) > 10 else ""
+        raise CheckpointError(f"{path} does not fit: {'; '.join(problems[:10])}{rest}")
+    set_aside = _set_aside(index, rank)
+    for name, tensor in set_aside.items():
+        shape = tuple(tensor.shape)
+        present[name] = Holding(shape, tensor.dtype, [Piece((0,) * len(shape), shape, tensor)])
+    wanted.append(_Wanted(index, present, set_aside))
+    return list(held), missing
+
+
+def _problem(name: str, holding: Holding, index: Index, cast: bool) -> str:
+    record = index.tensors[name]
+    if record.shape != holding.shape:
+        return f"{name!r} has shape {record.shape} in the checkpoint, {holding.shape} here"
+    dtype = dtype_of(record.dtype)
+    if dtype != holding.dtype and not cast:
+        return f"{name!r} is {dtype} in the checkpoint, {holding.dtype} here (cast=True converts)"
+    return ""
+
+
+def _set_aside(index: Index, rank: int) -> dict[str, torch.Tensor]:
+    """Memory for the tensors that the plain data refers to: the shared, and this rank's own."""
+    values: list[Any] = [index.plain, *index.ranks[rank : rank + 1]]
+    found = {}
+    for name in (name for value in values for name in plain.tensor_names(value)):
+        if name not in index.tensors:
+            raise CheckpointError(f"plain data of the checkpoint refers to the tensor {name!r}, which it does not hold")
+        record = index.tensors[name]
+        found[name] = torch.empty(record.shape, dtype=dtype_of(record.dtype))
+    return found
+
+
+def _listed(word: str, names: tuple[str, ...]) -> str:
+    shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+    return f"{len(names)} {word} ({shown})" if names else f"0 {word}"

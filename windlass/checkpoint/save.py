@@ -1,0 +1,82 @@
+"""Saving a checkpoint: collective, whole or not at all, `latest` last."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from windlass.base.errors import CheckpointError
+from windlass.checkpoint import plain
+from windlass.checkpoint.agree import Ranks
+from windlass.checkpoint.directory import begin, check_tag, commit, discard, write_latest
+from windlass.checkpoint.state import Holding, Piece, SavedState, holdings
+
+
+def save(
+    directory: str | os.PathLike[str],
+    tag: str,
+    state: SavedState,
+    *,
+    process_group: dist.ProcessGroup | None = None,
+    save_latest: bool = True,
+) -> Path:
+    """Writes `state` as `directory`/`tag` and returns that path. Every rank of the group must call it.
+
+    Data lands under a hidden name, is fsynced and renamed once whole; `latest` is written after that. A checkpoint of
+    the same tag is replaced; whatever goes wrong, former checkpoints stay good. Memory: one box of a tensor at a time,
+    and only for those that do not lie on the CPU.
+
+    Args:
+        process_group: the ranks that save together, gloo or nccl; the default group where None, and this process alone
+            where torch.distributed is not initialized.
+        save_latest: whether `latest` is to name this tag.
+
+    Raises:
+        CheckpointError: the same on all ranks: a disk without room, a bad tag, a tensor that the ranks' ranges do not
+            cover exactly, plain data that is no plain data, ranks that disagree.
+    """
+    root = Path(directory)
+    ranks = Ranks.of(process_group)
+    held: dict[str, Holding] = {}
+    told = ranks.each("preparing to save", lambda: _prepare(held, root, tag, state, ranks.rank))
+    _check_same(told)
+    staging = ranks.first("preparing to save", lambda: begin(root, tag))
+    try:
+        # Imported here: the first import of torch.distributed.checkpoint costs as much as torch's own.
+        from windlass.checkpoint import transfer
+
+        transfer.write(staging, held, ranks, told[0][1], [own for _, _, own in told])
+        return ranks.first("finishing the save", lambda: _finish(root, tag, save_latest))
+    except BaseException:
+        if ranks.rank == 0:
+            discard(root, tag)
+        raise
+
+
+def _prepare(held: dict[str, Holding], root: Path, tag: str, state: SavedState, rank: int) -> tuple[str, Any, Any]:
+    """Fills `held` with this rank's boxes; returns what the other ranks must know of it."""
+    where = str(root / check_tag(tag))
+    held.update(holdings(state.shards, state.tensors))
+    shared, found = plain.encode(dict(state.plain), "plain/")
+    own, found_own = plain.encode(dict(state.rank_plain), f"rank/{rank}/")
+    # Rank 0's plain data is kept; the others' is only looked at, so that a value that cannot be kept is always told.
+    for name, tensor in ({**found, **found_own} if rank == 0 else found_own).items():
+        shape = tuple(tensor.shape)
+        held[name] = Holding(shape, tensor.dtype, [Piece((0,) * len(shape), shape, tensor.detach())])
+    return where, shared if rank == 0 else None, own
+
+
+def _check_same(told: list[tuple[str, Any, Any]]) -> None:
+    if len({where for where, _, _ in told}) > 1:
+        places = "; ".join(f"rank {rank}: {where}" for rank, (where, _, _) in enumerate(told))
+        raise CheckpointError(f"ranks save to different places ({places}); give all the same directory and tag")
+
+
+def _finish(root: Path, tag: str, save_latest: bool) -> Path:
+    path = commit(root, tag)
+    if save_latest:
+        write_latest(root, tag)
+    return path

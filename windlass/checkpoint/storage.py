@@ -1,0 +1,241 @@
+"""Storage under `torch.distributed.checkpoint`: safetensors files and a JSON index; no pickle is written or read."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
+
+from windlass.base.errors import CheckpointError
+from windlass.checkpoint.directory import METADATA, disk_errors, require_space
+from windlass.checkpoint.index import FORMAT, FORMAT_VERSION, Chunk, Index, TensorRecord, read_index, to_text
+from windlass.checkpoint.shards import Where, data_of, nbytes_of
+from windlass.checkpoint.tensor_file import Entry, TensorFile, code_of, dtype_of, write_tensor_file
+
+
+@dataclass(frozen=True)
+class Written:
+    """Where one box went: what a rank tells the coordinator."""
+
+    file: str
+    file_bytes: int
+    entry: str
+    crc32: int
+
+
+class SafetensorsWriter(StorageWriter):
+    """Writes one data file a rank into the existing directory `path`, and from rank 0 `checkpoint.json`.
+
+    Args:
+        rank: this rank; its file is `rank_<rank>.safetensors`.
+        plain: what all ranks share, as `windlass.checkpoint.plain` encodes it.
+        ranks: one such value a rank.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], rank: int = 0, plain: Any = None, ranks: Iterable[Any] = ({},)):
+        self.path = Path(path)
+        self._rank = rank
+        self._plain = {} if plain is None else plain
+        self._ranks = tuple(ranks)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        if checkpoint_id is not None:
+            self.path = Path(checkpoint_id)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Nothing: the directory is there."""
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        for item in plan.items:
+            if item.type == WriteItemType.BYTE_IO:
+                raise CheckpointError(
+                    f"{item.index.fqn!r} is no tensor: this storage writes tensors and JSON, never a pickle; give it "
+                    "as plain data"
+                )
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Checks, before a byte is written, that the bytes of all ranks fit on the disk of rank 0."""
+        require_space(self.path, nbytes_of(plans))
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(self._write(plan.items, planner) if plan.items else [])
+        return future
+
+    def _write(self, items: list[WriteItem], planner: SavePlanner) -> list[WriteResult]:
+        named = {_entry_name(item): item for item in items}
+        path = self.path / f"rank_{self._rank:05d}.safetensors"
+        entries = {name: _entry(item, planner) for name, item in named.items()}
+        sums = write_tensor_file(path, entries)
+        size = path.stat().st_size
+        return [
+            WriteResult(item.index, entries[name].nbytes, Written(path.name, size, name, sums[name]))
+            for name, item in named.items()
+        ]
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Writes the index, durably: from here on the directory holds a whole checkpoint."""
+        written: dict[Where, Written] = {
+            (result.index.fqn, tuple(result.index.offset or ())): result.storage_data
+            for of_rank in results
+            for result in of_rank
+        }
+        index = Index(
+            format=FORMAT,
+            format_version=FORMAT_VERSION,
+            world_size=len(self._ranks),
+            files={one.file: one.file_bytes for one in written.values()},
+            tensors={name: _record(name, found, written) for name, found in metadata.state_dict_metadata.items()},
+            plain=self._plain,
+            ranks=self._ranks,
+        )
+        path, text = self.path / METADATA, to_text(index)
+        with disk_errors(path, len(text)), open(path, "w", encoding="utf-8", newline="\n") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return "://" not in str(checkpoint_id)
+
+
+class SafetensorsReader(StorageReader):
+    """Reads the checkpoint directory `path`: only the chunks that are asked for, each once and checked by its crc32."""
+
+    def __init__(self, path: str | os.PathLike[str], index: Index | None = None):
+        self.path = Path(path)
+        self._index = index
+        self._chunks: dict[Where, tuple[Chunk, torch.dtype]] = {}
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        if checkpoint_id is not None:
+            self.path, self._index = Path(checkpoint_id), None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        if self._index is None:
+            self._index = read_index(self.path)
+        self._chunks = {
+            (name, chunk.offsets): (chunk, dtype_of(record.dtype))
+            for name, record in self._index.tensors.items()
+            for chunk in record.chunks
+        }
+        return Metadata({name: _described(record) for name, record in self._index.tensors.items()})
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Nothing: files are opened when they are read."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        by_chunk: dict[Where, list[ReadItem]] = defaultdict(list)
+        for item in plan.items:
+            by_chunk[item.storage_index.fqn, tuple(item.storage_index.offset or ())].append(item)
+        by_file: dict[str, list[tuple[Chunk, torch.dtype, list[ReadItem]]]] = defaultdict(list)
+        for where, items in by_chunk.items():
+            chunk, dtype = self._chunks[where]
+            by_file[chunk.file].append((chunk, dtype, items))
+        for file_name, wanted in by_file.items():
+            with TensorFile(self.path / file_name) as file:
+                for chunk, dtype, items in wanted:
+                    _read_chunk(file, chunk, dtype, items, planner)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return (Path(checkpoint_id) / METADATA).is_file()
+
+
+def _entry_name(item: WriteItem) -> str:
+    """A whole tensor is stored under its own name, a box of it with its offsets behind an @."""
+    data = data_of(item)
+    if data.chunk.sizes == data.size:
+        return item.index.fqn
+    return f"{item.index.fqn}@{','.join(map(str, data.chunk.offsets))}"
+
+
+def _entry(item: WriteItem, planner: SavePlanner) -> Entry:
+    data = data_of(item)
+
+    def fetch() -> torch.Tensor:
+        tensor = planner.resolve_data(item)
+        assert isinstance(tensor, torch.Tensor)
+        return tensor
+
+    return Entry(data.properties.dtype, tuple(data.chunk.sizes), fetch)
+
+
+def _record(name: str, found: object, written: dict[Where, Written]) -> TensorRecord:
+    assert isinstance(found, TensorStorageMetadata)
+    chunks = []
+    for chunk in found.chunks:
+        where = written[name, tuple(chunk.offsets)]
+        chunks.append(
+            Chunk(
+                offsets=tuple(chunk.offsets),
+                sizes=tuple(chunk.sizes),
+                file=where.file,
+                entry=where.entry,
+                crc32=where.crc32,
+            )
+        )
+    return TensorRecord(shape=tuple(found.size), dtype=code_of(found.properties.dtype), chunks=tuple(chunks))
+
+
+def _described(record: TensorRecord) -> TensorStorageMetadata:
+    return TensorStorageMetadata(
+        TensorProperties(dtype=dtype_of(record.dtype)),
+        torch.Size(record.shape),
+        [ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)) for chunk in record.chunks],
+    )
+
+
+def _read_chunk(
+    file: TensorFile, chunk: Chunk, dtype: torch.dtype, items: list[ReadItem], planner: LoadPlanner
+) -> None:
+    """Fills every destination that wants part of `chunk`; the whole chunk is read, since its crc32 covers all of it."""
+    if len(items) == 1 and tuple(items[0].lengths) == chunk.sizes:
+        target = planner.resolve_tensor(items[0]).detach()
+        if target.device.type == "cpu" and target.dtype == dtype and target.is_contiguous():
+            file.read_into(chunk.entry, target, chunk.crc32)
+            planner.commit_tensor(items[0], target)
+            return
+    whole = torch.empty(chunk.sizes, dtype=dtype)
+    file.read_into(chunk.entry, whole, chunk.crc32)
+    for item in items:
+        part = whole
+        for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+            part = part.narrow(dim, offset, length)
+        target = planner.resolve_tensor(item).detach()
+        target.copy_(part)
+        planner.commit_tensor(item, target)

@@ -1,0 +1,192 @@
+"""One safetensors file, written front to back and read entry by entry, with a crc32 for each entry."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import math
+import os
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+from windlass.base.errors import CheckpointError
+from windlass.checkpoint.directory import disk_errors
+
+# safetensors' own reader is not used: it maps the file, where this one reads straight into the destination, knows the
+# bytes' crc32 and holds one entry at a time. The files are ordinary safetensors files (a test reads them with it).
+_CODES: dict[torch.dtype, str] = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_DTYPES = {code: dtype for dtype, code in _CODES.items()}
+# safetensors' own limit on its header, which keeps a damaged length from asking for all memory.
+_LONGEST_HEADER = 100_000_000
+
+
+def code_of(dtype: torch.dtype) -> str:
+    """safetensors' name of a dtype, such as `BF16`. Raises CheckpointError for one that it cannot store."""
+    if dtype not in _CODES:
+        raise CheckpointError(f"a checkpoint cannot hold tensors of dtype {dtype}; cast to one of {list(_CODES)}")
+    return _CODES[dtype]
+
+
+def dtype_of(code: str) -> torch.dtype:
+    """The dtype that safetensors names so. Raises CheckpointError for a name that is not known."""
+    if code not in _DTYPES:
+        raise CheckpointError(f"the checkpoint holds tensors of dtype {code!r}, which this version cannot read")
+    return _DTYPES[code]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of a file that is to be written; `fetch` gives it when its turn comes, on any device."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    fetch: Callable[[], torch.Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def write_tensor_file(path: Path, entries: Mapping[str, Entry]) -> dict[str, int]:
+    """Writes `entries` to `path`, durably and one at a time, and returns the crc32 of each one's bytes.
+
+    Raises:
+        CheckpointError: the disk is full or the path cannot be written.
+    """
+    # Wide dtypes first, so that every entry is aligned.
+    order = sorted(entries, key=lambda name: -entries[name].dtype.itemsize)
+    header = _header({name: entries[name] for name in order})
+    needed = len(header) + sum(entry.nbytes for entry in entries.values())
+    sums: dict[str, int] = {}
+    with disk_errors(path, needed), open(path, "wb") as file:
+        file.write(header)
+        for name in order:
+            entry = entries[name]
+            tensor = entry.fetch().detach().to(device="cpu", dtype=entry.dtype).contiguous()
+            raw = _bytes_of(tensor)
+            file.write(raw)
+            sums[name] = zlib.crc32(raw)
+        file.flush()
+        os.fsync(file.fileno())
+    return sums
+
+
+class TensorFile:
+    """A safetensors file, open for reading. Use it in a `with` statement.
+
+    Raises:
+        CheckpointError: it cannot be opened, or is not a safetensors file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._file = open(path, "rb")  # noqa: SIM115 (closed by __exit__)
+        except OSError as error:
+            raise CheckpointError(f"the checkpoint file {path} cannot be opened: {error.strerror}") from error
+        try:
+            self._entries, self._data = self._read_header()
+        except BaseException:
+            self._file.close()
+            raise
+
+    def __enter__(self) -> TensorFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+    def read_into(self, entry: str, tensor: torch.Tensor, crc32: int) -> None:
+        """Fills `tensor`, contiguous and on the CPU, with the whole entry, whose bytes must have this crc32.
+
+        Raises:
+            CheckpointError: no such entry, another size, or other bytes than were written. The tensor's values are
+                then undefined.
+        """
+        begin, end = self._span(entry)
+        size = tensor.numel() * tensor.element_size()
+        if end - begin != size:
+            raise CheckpointError(
+                f"the checkpoint file {self.path} is damaged: entry {entry!r} has {end - begin} bytes, the index says "
+                f"{size}; restore it or load another checkpoint"
+            )
+        raw = _bytes_of(tensor)
+        self._file.seek(self._data + begin)
+        count = self._file.readinto(raw) if size else 0
+        if not tensor.is_inference():
+            # Reading into the memory goes past autograd, which must know that what it saved is stale.
+            torch.autograd.graph.increment_version(tensor)
+        found = zlib.crc32(raw)
+        if count != size or found != crc32:
+            raise CheckpointError(
+                f"the checkpoint file {self.path} is damaged: entry {entry!r} has crc32 {found:08x}, {crc32:08x} was "
+                "written; restore it or load another checkpoint"
+            )
+
+    def _span(self, entry: str) -> tuple[int, int]:
+        try:
+            begin, end = self._entries[entry]["data_offsets"]
+            return int(begin), int(end)
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"the checkpoint file {self.path} has no entry {entry!r} that can be read; restore it or load another "
+                "checkpoint"
+            ) from error
+
+    def _read_header(self) -> tuple[dict[str, dict[str, list[int]]], int]:
+        length = int.from_bytes(self._file.read(8), "little")
+        text = self._file.read(length) if length <= _LONGEST_HEADER else b""
+        try:
+            entries = json.loads(text)
+        except ValueError:
+            entries = None
+        if len(text) != length or not isinstance(entries, dict):
+            raise CheckpointError(
+                f"{self.path} is damaged or not a safetensors file; it was not read further. Restore it or load "
+                "another checkpoint"
+            )
+        return entries, 8 + length
+
+
+def _header(entries: Mapping[str, Entry]) -> bytes:
+    fields: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    position = 0
+    for name, entry in entries.items():
+        span = [position, position + entry.nbytes]
+        fields[name] = {"dtype": code_of(entry.dtype), "shape": list(entry.shape), "data_offsets": span}
+        position = span[1]
+    text = json.dumps(fields, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _bytes_of(tensor: torch.Tensor) -> ctypes.Array[ctypes.c_ubyte]:
+    """The tensor's memory as a buffer, without numpy, which is optional; the caller keeps the tensor alive."""
+    size = tensor.numel() * tensor.element_size()
+    if size == 0:
+        return (ctypes.c_ubyte * 0)()
+    return (ctypes.c_ubyte * size).from_address(tensor.data_ptr())

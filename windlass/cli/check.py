@@ -1,0 +1,147 @@
+"""`windlass check`: what a configuration says and all that is wrong with it, without device or process group."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from windlass.base.errors import ConfigError
+from windlass.config.loading import Examination, examine
+from windlass.config.problems import Kind, show
+from windlass.config.root import Config
+from windlass.config.section import Section
+from windlass.config.table import TRAINING, find
+from windlass.config.verdict import Verdict
+
+
+def check(
+    config: Annotated[str, typer.Argument(help="Path of the configuration, or base64 of it.")],
+    world_size: Annotated[int | None, typer.Option(help="Ranks that will train; WORLD_SIZE, else 1.")] = None,
+) -> None:
+    """Print every unknown key, wrong type, contradiction and unsupported request in CONFIG, and the resolved table."""
+    console = Console(soft_wrap=True, highlight=False, markup=False)
+    try:
+        found = examine(config)
+    except ConfigError as error:
+        console.print(str(error))
+        raise typer.Exit(1) from error
+    world, source = _world(world_size)
+    wrong = report_problems(console, found)
+    wrong += report_resolved(console, found.config, world, source)
+    report_accepted(console, found)
+    console.print(f"\n{config}: {'fine' if not wrong else f'{wrong} to mend'}")
+    if wrong:
+        raise typer.Exit(1)
+
+
+def _world(option: int | None) -> tuple[int, str]:
+    if option is not None:
+        return option, "--world-size"
+    environment = os.environ.get("WORLD_SIZE", "")
+    if environment.isdigit():
+        return int(environment), "WORLD_SIZE in the environment"
+    return 1, "assumed; give --world-size"
+
+
+def report_problems(console: Console, found: Examination) -> int:
+    """Print problems and refusals by kind; returns how many there are."""
+    for kind in Kind:
+        problems = [problem for problem in found.problems if problem.kind is kind]
+        _print_list(console, kind.value, problems)
+    refusals = found.config.refusals()
+    _print_list(console, "not supported", refusals)
+    return len(found.problems) + len(refusals)
+
+
+def report_accepted(console: Console, found: Examination) -> None:
+    """Print the keys that are there, are understood, and change nothing, each with the reason."""
+    lines = [
+        f"{path}: {row.because}"
+        for path in _keys(found.config)
+        if (row := find(TRAINING, path)) and row.verdict is Verdict.ACCEPTED
+    ]
+    if found.config.optimizer:
+        owner = found.config.optimizer.type
+        for name in found.config.optimizer.params:
+            row = find(TRAINING, f"optimizer.params.{name}", owner)
+            if row and row.verdict is Verdict.ACCEPTED:
+                lines.append(f"{row.path}: {row.because}")
+    _print_list(console, "accepted without effect", lines)
+
+
+def _print_list(console: Console, title: str, items: Sequence[object]) -> None:
+    if items:
+        console.print(f"{title} ({len(items)})", style="bold")
+    for item in items:
+        console.print(f"  {item}")
+
+
+def _keys(section: Section, path: str = "") -> Iterator[str]:
+    """Dotted keys that were given, those of sections included, in the order of the schema."""
+    for name in type(section).model_fields:
+        if name in section.model_fields_set:
+            inner = f"{path}.{name}".lstrip(".")
+            yield inner
+            value = getattr(section, name)
+            if isinstance(value, Section):
+                yield from _keys(value, inner)
+
+
+def report_resolved(console: Console, config: Config, world: int, source: str) -> int:
+    """Print what follows from the configuration; returns the number of things that do not follow."""
+    rows = [("world size", f"{world} ({source})")]
+    failures = []
+    try:
+        batch = config.resolve_batch(world, source)
+        rows.append(
+            ("batch", f"{batch.train} = micro {batch.micro} x accumulation {batch.accumulation} x {world} ranks")
+        )
+    except ConfigError as error:
+        failures.append(error)
+    try:
+        axes = config.data_axes(world)
+        rows.append(("data axes", f"dp_replicate {axes.replicate} x dp_shard {axes.shard}"))
+    except ConfigError as error:
+        failures.append(error)
+    for failure in failures:
+        console.print(str(failure))
+    console.print("resolved", style="bold")
+    for what, value in rows + resolved_rows(config):
+        console.print(f"  {what:<12}{value}")
+    return len(failures)
+
+
+def resolved_rows(config: Config) -> list[tuple[str, str]]:
+    """What follows from a configuration on any number of ranks: (what, its value)."""
+    zero = config.zero_optimization
+    optimizer = config.optimizer.resolved() if config.optimizer else None
+    rows = [
+        ("stage", f"{zero.stage}"),
+        ("precision", str(config.dtype_table())),
+        ("homes", f"parameters {_home(zero.offload_param)}, optimizer states {_home(zero.offload_optimizer)}"),
+        ("buckets", f"reduce {zero.reduce_bucket_size:,}, all-gather {zero.allgather_bucket_size:,} elements"),
+        ("step", f"at most {zero.sub_group_size:,} elements at once"),
+        ("optimizer", f"{optimizer.name} {_arguments(optimizer.arguments)}" if optimizer else "the caller's"),
+        ("schedule", f"{config.scheduler.type} {_arguments(config.scheduler.params)}" if config.scheduler else "none"),
+        ("clipping", f"norm {config.gradient_clipping:g}" if config.gradient_clipping else "off"),
+        ("overlap", "on" if zero.overlaps else "off"),
+        ("transport", config.comm.transport),
+    ]
+    if zero.stage == 3:
+        prefetch = f"prefetch {zero.stage3_prefetch_bucket_size:,}, live {zero.stage3_max_live_parameters:,}"
+        kept = f"persistent below {zero.stage3_param_persistence_threshold:,} elements"
+        rows.insert(4, ("gathering", f"{prefetch}, {kept}"))
+    return rows
+
+
+def _home(section: object) -> str:
+    device = getattr(section, "device", "none")
+    return {"none": "device", "cpu": "host"}.get(device, device)
+
+
+def _arguments(arguments: dict[str, object]) -> str:
+    return ", ".join(f"{name}={show(value)}" for name, value in arguments.items())

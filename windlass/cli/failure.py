@@ -1,0 +1,36 @@
+"""What the command line says about an error instead of a traceback."""
+
+from __future__ import annotations
+
+import errno
+
+from windlass.base.errors import WindlassError
+
+# Top-level packages that come with an extra, so that a missing one names the line that installs it.
+_EXTRAS = {
+    "transformers": "hf",
+    "tokenizers": "hf",
+    "datasets": "hf",
+    "pyarrow": "hf",
+    "tensorboard": "monitor",
+    "wandb": "monitor",
+    "matplotlib": "plot",
+}
+
+
+def explain(error: BaseException) -> str | None:
+    """One message that says what, where and what to do; None for an error nobody foresaw, which is a bug with a traceback."""
+    if isinstance(error, WindlassError):
+        return str(error)
+    if isinstance(error, ModuleNotFoundError) and (error.name or "").split(".")[0] in _EXTRAS:
+        package = (error.name or "").split(".")[0]
+        return f"this needs {package}, which is not installed: pip install 'windlass[{_EXTRAS[package]}]'"
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        return f"the disk is full{_where(error)}; free some space or write elsewhere"
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.strerror}{_where(error)}; check that it exists and that you may use it"
+    return None
+
+
+def _where(error: OSError) -> str:
+    return f": {error.filename}" if error.filename is not None else ""

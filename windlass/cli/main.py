@@ -1,0 +1,117 @@
+"""`windlass`: which commands there are, and how an error reaches the user: one message, no traceback unless `--debug`."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+import windlass
+from windlass.cli.failure import explain
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A command, and where it is found once it is asked for."""
+
+    name: str
+    module: str
+    attribute: str
+    summary: str
+    settings: Mapping[str, Any] = field(default_factory=dict)  # of the command's context
+
+    def load(self) -> Any:
+        """The command (or group of commands), imported now."""
+        found = getattr(importlib.import_module(self.module), self.attribute)
+        if isinstance(found, typer.Typer):
+            return typer.main.get_command(found)
+        alone = typer.Typer(add_completion=False)
+        alone.command(self.name, context_settings=dict(self.settings))(found)
+        return typer.main.get_command(alone)
+
+
+COMMANDS = (
+    # Its options end where the script begins: what follows is the script's.
+    Entry("run", "windlass.cli.run", "run", "Start a script on N ranks of this machine.", {"allow_interspersed_args": False}),
+    Entry("train", "windlass.cli.train", "train", "Train a causal language model on text, with ZeRO."),
+    Entry("generate", "windlass.cli.generate", "generate", "Continue a text with a trained model."),
+    Entry("check", "windlass.cli.check", "check", "Say what a configuration means and everything that is wrong with it."),
+    Entry("bench", "windlass.cli.bench", "bench_app", "The experiments that tutorials print: zero-memory, stages, precision."),
+    Entry("env", "windlass.cli.env", "env", "Print versions, hardware, transports and limits: what a bug report needs."),
+)
+_BY_NAME = {entry.name: entry for entry in COMMANDS}
+
+
+class _Commands(TyperGroup):
+    """Imports a command when it is called, so that help is instant and a missing extra breaks only what needs it."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(_BY_NAME)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        entry = _BY_NAME.get(cmd_name)
+        return TyperCommand(entry.name, help=entry.summary) if entry else None
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name, command, rest = super().resolve_command(ctx, args)
+        if name in _BY_NAME:
+            command = _BY_NAME[name].load()
+            rest = _take_debug(command, rest)
+        return name, command, rest
+
+
+app = typer.Typer(
+    cls=_Commands,
+    name="windlass",
+    help="Train, fine-tune and serve models bigger than their hardware.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@app.callback()
+def _options(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and end.", is_eager=True)] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks; also WINDLASS_DEBUG=1.")] = False,
+) -> None:
+    if version:
+        typer.echo(windlass.__version__)
+        raise typer.Exit
+    if debug:
+        _ask_for_debug()
+
+
+def _ask_for_debug() -> None:
+    os.environ["WINDLASS_DEBUG"] = "1"  # ranks inherit it
+
+
+def _take_debug(command: Any, arguments: list[str]) -> list[str]:
+    """`--debug` may stand after any command; those that declare it themselves, and scripts of `run`, get it unchanged."""
+    if command.name == "run" or "--debug" not in arguments:
+        return arguments
+    _ask_for_debug()
+    if any("--debug" in parameter.opts for parameter in command.params):
+        return arguments
+    return [argument for argument in arguments if argument != "--debug"]
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line and end the process with its exit code."""
+    try:
+        app(args=arguments, prog_name="windlass")
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except Exception as error:
+        message = explain(error)
+        if message is None or os.environ.get("WINDLASS_DEBUG", "0") not in ("", "0"):
+            raise
+        print(f"windlass: {message}", file=sys.stderr)
+        sys.exit(1)

@@ -1,0 +1,94 @@
+"""The numbers of a run: a CSV file that the picture is drawn from, and TensorBoard events beside it."""
+
+from __future__ import annotations
+
+import csv
+import math
+import os
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, TextIO
+
+from windlass.base.errors import ConfigError, DataError
+from windlass.base.log import logger
+from windlass.observe.monitor import TensorBoardWriter
+
+
+@dataclass(frozen=True)
+class Row:
+    """One step; `step` counts optimizer steps done, and what was not measured at a step is None."""
+
+    step: int
+    loss: float | None = None  # nats per token, mean over the global batch
+    perplexity: float | None = None
+    learning_rate: float | None = None
+    gradient_norm: float | None = None
+    tokens_per_second: float | None = None
+    memory_bytes: int | None = None
+    held_out_bits_per_byte: float | None = None
+
+
+COLUMNS = [field.name for field in fields(Row)]
+
+
+class Metrics:
+    """Appends rows to `path`, and to TensorBoard in `events` where it is installed; used on one rank."""
+
+    def __init__(self, path: Path, events: Path | None, after_step: int) -> None:
+        """Rows later than `after_step` are dropped first: the steps behind them are about to be done again."""
+        rows = [row for row in read_rows(path) if row.step <= after_step] if after_step and path.is_file() else []
+        partial = path.with_name(f".{path.name}.part")
+        with open(partial, "w", newline="") as stream:
+            writer = csv.DictWriter(stream, COLUMNS)
+            writer.writeheader()
+            writer.writerows(map(asdict, rows))
+        os.replace(partial, path)
+        self._stream: TextIO = open(path, "a", newline="")  # noqa: SIM115  closed in close()
+        self._writer = csv.DictWriter(self._stream, COLUMNS)
+        self._board = _board(events) if events else None
+
+    def add(self, row: Row) -> None:
+        """Writes one row; the file is complete up to it when this returns."""
+        values = asdict(row)
+        self._writer.writerow(values)
+        self._stream.flush()
+        if self._board is not None:
+            shown = {name: value for name, value in values.items() if value is not None and name != "step"}
+            self._board.write([(f"train/{name}", value, row.step) for name, value in shown.items()])
+
+    def close(self) -> None:
+        """Ends both files."""
+        self._stream.close()
+        if self._board is not None:
+            self._board.close()
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The rows of a metrics file.
+
+    Raises:
+        DataError: not such a file.
+    """
+    try:
+        with open(path, newline="") as stream:
+            return [_row(record) for record in csv.DictReader(stream)]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"cannot read the metrics of an earlier run in {path} ({error!r}); move it away") from error
+
+
+def perplexity(loss: float) -> float:
+    """e to the loss, infinite where that overflows."""
+    return math.exp(loss) if loss < 700 else math.inf
+
+
+def _row(record: dict[str, str]) -> Row:
+    numbers: dict[str, Any] = {name: float(record[name]) if record[name] else None for name in COLUMNS[1:]}
+    return Row(step=int(record["step"]), **numbers)
+
+
+def _board(folder: Path) -> TensorBoardWriter | None:
+    try:
+        return TensorBoardWriter(folder)
+    except ConfigError:
+        logger.info("TensorBoard is not installed (pip install 'windlass[monitor]'); metrics go to CSV only")
+        return None

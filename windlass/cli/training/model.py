@@ -1,0 +1,101 @@
+"""Builds the causal language model that a run names."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from windlass.base.errors import ModelError
+from windlass.cli.training.recipe import TINY, tiny_model
+
+_WEIGHTS = ("*.safetensors", "*.bin", "*.index.json")
+
+
+def build_model(name: str, vocab_size: int, seq_len: int, seed: int, eos: int) -> nn.Module:
+    """The model, on the CPU: random from `seed` for `tiny` and bare configurations, else with its own weights.
+
+    Raises:
+        ModelError: transformers is missing, no such model, or its vocabulary is smaller than the tokenizer's.
+    """
+    transformers = _library()
+    torch.manual_seed(seed)
+    if name == TINY:
+        config = transformers.LlamaConfig(**tiny_model(vocab_size, seq_len), bos_token_id=eos, eos_token_id=eos)
+        return _checked(transformers.LlamaForCausalLM(config), name, vocab_size)
+    try:
+        if name.startswith("hub:"):
+            model = transformers.AutoModelForCausalLM.from_pretrained(name.removeprefix("hub:"))
+        elif has_weights(Path(name)):
+            model = transformers.AutoModelForCausalLM.from_pretrained(name)
+        else:
+            config = transformers.AutoConfig.from_pretrained(config_file(name))
+            config.eos_token_id = eos
+            model = transformers.AutoModelForCausalLM.from_config(config)
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise ModelError(
+            f"cannot build model {name!r}: {reason}; give 'tiny', a Hugging Face config.json, a directory, or hub:NAME"
+        ) from error
+    return _checked(model, name, vocab_size)
+
+
+def config_file(name: str) -> Path:
+    """The config.json that `name`, a file or a directory, stands for.
+
+    Raises:
+        ModelError: it does not exist.
+    """
+    path = Path(name)
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        raise ModelError(
+            f"no model at {name!r}: {file} does not exist; give 'tiny', a Hugging Face config.json, a directory "
+            "that holds one, or hub:NAME"
+        )
+    return file
+
+
+def declared_vocab(name: str) -> int | None:
+    """The vocabulary size in the model's own configuration; None where the tokenizer decides (`tiny`, hub models)."""
+    if name == TINY or name.startswith("hub:"):
+        return None
+    file = config_file(name)
+    try:
+        settings = json.loads(file.read_text())
+        return int(settings.get("text_config", settings)["vocab_size"])
+    except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
+        raise ModelError(
+            f"{file} is not the configuration of a language model ({error!r}); it needs at least model_type and "
+            "vocab_size"
+        ) from error
+
+
+def has_weights(path: Path) -> bool:
+    return path.is_dir() and any(next(path.glob(pattern), None) for pattern in _WEIGHTS)
+
+
+def _checked(model: Any, name: str, vocab_size: int) -> nn.Module:
+    rows = model.get_input_embeddings().weight.shape[0]
+    if rows < vocab_size:
+        raise ModelError(
+            f"model {name!r} has a vocabulary of {rows}, the tokenizer one of {vocab_size}; use the model's own "
+            f"tokenizer, or --vocab-size {rows}"
+        )
+    model.config.use_cache = False  # keys and values of past tokens are of no use in training
+    assert isinstance(model, nn.Module)
+    return model
+
+
+def _library() -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        raise ModelError("models need transformers: pip install 'windlass[hf]'") from error
+    talk: Any = transformers.logging
+    talk.set_verbosity_error()
+    talk.disable_progress_bar()
+    return transformers

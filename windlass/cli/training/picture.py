@@ -1,0 +1,68 @@
+"""Draws the loss curve of a run, training and held-out on one scale."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from windlass.base.log import logger
+from windlass.cli.training.metrics import Row
+
+_INK, _FAINT, _MARK = "#1f4e79", "#a9c4de", "#d1495b"
+
+
+def draw_loss(rows: Sequence[Row], path: Path, bytes_per_token: float, title: str) -> bool:
+    """Writes a PNG; False, after one line that says so, where matplotlib is missing.
+
+    The training loss is drawn in bits per byte, too: nats per token over ln 2 and the corpus's bytes per token. That is
+    exact for the corpus as a whole, and near it for one batch.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        logger.info("no picture of the loss: matplotlib is not installed (pip install 'windlass[plot]')")
+        return False
+    scale = 1 / math.log(2) / bytes_per_token
+
+    def to_bits(nats: Any) -> Any:
+        return nats * scale
+
+    def to_nats(bits: Any) -> Any:
+        return bits / scale
+
+    steps = [row.step for row in rows if row.loss is not None]
+    losses = [row.loss * scale for row in rows if row.loss is not None]
+    held = [(row.step, row.held_out_bits_per_byte) for row in rows if row.held_out_bits_per_byte is not None]
+    figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
+    axes = figure.add_subplot()
+    axes.plot(steps, losses, color=_FAINT, linewidth=0.8, label="training, each step")
+    axes.plot(steps, smooth(losses), color=_INK, linewidth=1.8, label="training, smoothed")
+    axes.plot(
+        [step for step, _ in held], [bits for _, bits in held], color=_MARK, marker="o", linewidth=1, label="held out"
+    )
+    for step, bits in held[:1] + held[-1:]:
+        axes.annotate(f"{bits:.2f}", (step, bits), xytext=(4, 7), textcoords="offset points", color=_MARK)
+    axes.set(xlabel="optimizer step", ylabel="bits per byte", title=title)
+    right = axes.secondary_yaxis("right", functions=(to_nats, to_bits))
+    right.set_ylabel("nats per token")
+    axes.grid(alpha=0.25)
+    axes.spines["top"].set_visible(False)
+    axes.legend(frameon=False)
+    partial = path.with_name(f".{path.name}.part")
+    canvas: Any = FigureCanvasAgg(figure)
+    canvas.print_png(str(partial))
+    os.replace(partial, path)
+    return True
+
+
+def smooth(values: Sequence[float], keep: float = 0.95) -> list[float]:
+    """An exponential mean without the pull to zero at its start."""
+    mean, weight, out = 0.0, 0.0, []
+    for value in values:
+        mean, weight = keep * mean + (1 - keep) * value, keep * weight + (1 - keep)
+        out.append(mean / weight)
+    return out

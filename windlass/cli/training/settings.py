@@ -1,0 +1,198 @@
+"""From the options of the command line to a plan: defaults, the configuration, the packed corpus, an earlier run."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from windlass.base.errors import CheckpointError, ConfigError
+from windlass.base.log import logger
+from windlass.cli.training.model import config_file, declared_vocab
+from windlass.cli.training.plan import Plan, read_plan
+from windlass.cli.training.recipe import (
+    SEQ_LEN,
+    STEPS,
+    TINY,
+    VOCAB_SIZE,
+    default_config,
+    default_optimizer,
+    default_rate,
+    fill_auto,
+)
+from windlass.config import load
+from windlass.config.source import read
+from windlass.data.pack import pack
+from windlass.data.token_file import open_tokens
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user said; None where nothing was said, which on `--resume` means "as before"."""
+
+    out: Path
+    config: str | None = None
+    model: str | None = None
+    data: list[str] | None = None
+    tokenizer: Path | None = None
+    vocab_size: int | None = None
+    text_field: str | None = None
+    nproc: int | None = None
+    steps: int | None = None
+    seq_len: int | None = None
+    lr: float | None = None
+    eval_every: int | None = None
+    eval_bytes: int | None = None
+    save_every: int | None = None
+    seed: int | None = None
+    prompt: str | None = None
+    sample_tokens: int | None = None
+    resume: bool = False
+    overwrite: bool = False
+    debug: bool = False
+
+
+def make_plan(options: Options) -> Plan:
+    """Checks the options, packs the corpus, and writes the plan into the run's folder.
+
+    Raises:
+        WindlassError: whatever is wrong with options, configuration, model, data or an earlier run in the folder.
+    """
+    _require_in_range(options)
+    plan = _resumed(options) if options.resume else _fresh(options)
+    if plan.nproc < 1:
+        raise ConfigError(f"--nproc {plan.nproc} must be at least 1")
+    _check_config(plan.config, plan.nproc)
+    try:
+        plan.write()
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write to --out {plan.out}: {error.strerror or error}; choose another folder"
+        ) from error
+    return plan
+
+
+def read_config(source: str | None, steps: int, lr: float) -> dict[str, Any]:
+    """The ds_config of a run: read, checked, and with "auto" filled in.
+
+    Raises:
+        ConfigError: it cannot be read, or something in it is wrong.
+    """
+    if source is None:
+        return fill_auto(default_config(), steps, lr)
+    data = dict(read(source).data)
+    if "optimizer" not in data:
+        logger.info("the configuration names no optimizer; using AdamW")
+        data["optimizer"] = default_optimizer()
+    filled = fill_auto(data, steps, lr)
+    if filled == read(source).data:
+        load(source)  # its errors can name the line of the file
+    return filled
+
+
+def _fresh(options: Options) -> Plan:
+    steps = options.steps or STEPS
+    model = options.model or TINY
+    out = options.out
+    # Cheap checks first: a typing error in the configuration must not cost the minutes of packing a corpus.
+    config = read_config(options.config, steps, options.lr or default_rate(model))
+    _check_config(config, 1 if options.nproc is None else options.nproc)
+    vocab = declared_vocab(model)
+    if (out / "checkpoint").exists() and not options.overwrite:
+        raise CheckpointError(
+            f"{out} already holds a run; add --resume to go on with it, --overwrite to start anew, "
+            "or choose another --out"
+        )
+    tokenizer = options.tokenizer or _own_tokenizer(model)
+    started = time.monotonic()
+    packed = pack(
+        options.data or [],
+        out,
+        tokenizer_dir=tokenizer,
+        vocab_size=options.vocab_size or min(VOCAB_SIZE, vocab or VOCAB_SIZE),
+        text_field=options.text_field or "text",
+        eval_bytes=2**17 if options.eval_bytes is None else options.eval_bytes,
+    )
+    header = packed.header
+    logger.info(
+        "data: %s documents, %.1f MB of text; %s tokens to train on, %s held out (%s)",
+        f"{header.documents:,}",
+        (header.train_bytes + header.eval_bytes) / 1e6,
+        f"{header.train_tokens:,}",
+        f"{header.eval_tokens:,}",
+        "reused" if packed.reused else f"packed in {time.monotonic() - started:.1f} s",
+    )
+    return Plan(
+        out=str(out),
+        config=config,
+        model=model,
+        data=options.data or [],
+        tokenizer=str(packed.tokenizer_dir),
+        nproc=1 if options.nproc is None else options.nproc,
+        steps=steps,
+        seq_len=options.seq_len or SEQ_LEN,
+        eval_every=_default(options.eval_every, max(1, steps // 4)),
+        save_every=options.save_every or 0,
+        seed=options.seed or 0,
+        prompt=options.prompt,
+        sample_tokens=_default(options.sample_tokens, 120),
+        debug=options.debug,
+    )
+
+
+def _resumed(options: Options) -> Plan:
+    old = read_plan(options.out / "run.json")
+    fixed = ("model", "data", "tokenizer", "vocab_size", "text_field", "seq_len", "seed", "eval_bytes", "overwrite")
+    given = [name for name in fixed if getattr(options, name)]
+    if given:
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise ConfigError(f"--resume goes on with the run in {options.out} as it was begun; leave out {flags}")
+    open_tokens(old.tokens, verify=True)
+    steps = options.steps or old.steps
+    changed: dict[str, Any] = {
+        name: value
+        for name in ("nproc", "eval_every", "save_every", "prompt", "sample_tokens")
+        if (value := getattr(options, name)) is not None
+    }
+    if options.config is not None:
+        changed["config"] = read_config(options.config, steps, options.lr or default_rate(old.model))
+    elif options.lr is not None:
+        raise ConfigError("--lr has no effect on a resumed run without --config; leave it out")
+    # The folder may have been moved since; what lies in it moves along.
+    own = Path(old.tokenizer) == Path(old.out) / "tokenizer"
+    tokenizer = str(options.out / "tokenizer") if own else old.tokenizer
+    return replace(
+        old, out=str(options.out), tokenizer=tokenizer, steps=steps, resume=True, debug=options.debug, **changed
+    )
+
+
+def _check_config(config: dict[str, Any], nproc: int) -> None:
+    checked = load(config)
+    refusals = checked.refusals()
+    if refusals:
+        raise ConfigError(
+            "the configuration asks for what is not supported:\n" + "\n".join(f"  {item}" for item in refusals)
+        )
+    checked.resolve_batch(nproc, "--nproc")
+
+
+def _own_tokenizer(model: str) -> Path | None:
+    """The tokenizer that lies beside a model's weights, if one does."""
+    if model == TINY or model.startswith("hub:"):
+        return None
+    folder = config_file(model).parent
+    return folder if os.path.isdir(model) and (folder / "tokenizer.json").is_file() else None
+
+
+def _require_in_range(options: Options) -> None:
+    least = {"steps": 1, "seq_len": 2, "eval_every": 0, "eval_bytes": 1, "save_every": 0, "sample_tokens": 0}
+    for name, bound in least.items():
+        value = getattr(options, name)
+        if value is not None and value < bound:
+            raise ConfigError(f"--{name.replace('_', '-')} {value} must be at least {bound}")
+
+
+def _default(value: int | None, default: int) -> int:
+    return default if value is None else value

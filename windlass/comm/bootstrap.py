@@ -1,0 +1,52 @@
+"""From a launcher's environment to a process group."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from windlass.base.device import local_device
+from windlass.base.errors import CommunicationError
+
+DEFAULT_TIMEOUT = timedelta(minutes=30)
+
+
+def init_distributed(
+    backend: str | None = None, timeout: timedelta = DEFAULT_TIMEOUT, *, port: int | None = None
+) -> None:
+    """Start the default process group unless there is one.
+
+    Reads `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `MASTER_ADDR` and `MASTER_PORT` as torchrun sets them. Without them the
+    group is this process alone, through no socket at all.
+
+    Args:
+        backend: torch's name; by default gloo for CPU tensors and, where CUDA is there, nccl for its tensors.
+        timeout: after which a collective that a peer never joined fails.
+        port: used for `MASTER_PORT` when the environment has none.
+
+    Raises:
+        CommunicationError: the environment is half there, or the ranks could not meet.
+    """
+    if dist.is_initialized():
+        return
+    if backend is None:
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    if torch.cuda.is_available():
+        torch.cuda.set_device(local_device())
+    if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        return
+    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR") if name not in os.environ]
+    if "MASTER_PORT" not in os.environ and port is not None:
+        os.environ["MASTER_PORT"] = str(port)
+    if "MASTER_PORT" not in os.environ:
+        missing.append("MASTER_PORT")
+    if missing:
+        raise CommunicationError(
+            f"the environment names some ranks but not all it takes: {', '.join(missing)} is missing; "
+            "start the script with `windlass run --nproc N script.py` or torchrun"
+        )
+    dist.init_process_group(backend, timeout=timeout)

@@ -1,0 +1,74 @@
+"""The axes of the data-parallel mesh as process groups: dp_replicate x dp_shard."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from windlass.base.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Group:
+    """Some ranks that communicate; `ranks` are global, `index` is this rank's place among them."""
+
+    process_group: dist.ProcessGroup
+    ranks: tuple[int, ...]
+    index: int
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+
+@dataclass(frozen=True)
+class DataMesh:
+    """The data ranks: `data` all of them, `shard` those that cut state among them, `replicate` those with equal cuts.
+
+    `regather` are the neighbours that hold a second copy of the parameters between them (hpZ), or None.
+    """
+
+    data: Group
+    shard: Group
+    replicate: Group
+    regather: Group | None = None
+
+
+def _groups_of(world: list[list[int]], rank: int) -> Group:
+    """This rank's group of a partition of all ranks. Collective: every rank makes every group in the same order."""
+    mine: Group | None = None
+    for ranks in world:
+        process_group = dist.new_group(ranks)
+        if rank in ranks:
+            assert process_group is not None
+            mine = Group(process_group, tuple(ranks), ranks.index(rank))
+    assert mine is not None, f"rank {rank} is in none of {world}"
+    return mine
+
+
+def build_data_mesh(shard_size: int | None = None, regather_size: int | None = None) -> DataMesh:
+    """The mesh over all ranks. Collective.
+
+    Args:
+        shard_size: over how many neighbours state is cut (MiCS, HSDP); None: all.
+        regather_size: how many neighbours hold a second copy of the parameters (hpZ); None: no such copy.
+
+    Raises:
+        ConfigError: a size does not divide the number of ranks.
+    """
+    world, rank = dist.get_world_size(), dist.get_rank()
+    for name, size in (("mics_shard_size", shard_size), ("zero_hpz_partition_size", regather_size)):
+        if size is not None and (size < 1 or world % size):
+            raise ConfigError(f"zero_optimization.{name} = {size} does not divide the {world} data ranks")
+    everyone = list(range(world))
+    data = _groups_of([everyone], rank)
+    if shard_size is None or shard_size == world:
+        shard, replicate = data, Group(data.process_group, (rank,), 0)  # alone: never communicates
+    else:
+        shard = _groups_of([everyone[i : i + shard_size] for i in range(0, world, shard_size)], rank)
+        replicate = _groups_of([everyone[i::shard_size] for i in range(shard_size)], rank)
+    regather = None
+    if regather_size is not None and 1 < regather_size < world:
+        regather = _groups_of([everyone[i : i + regather_size] for i in range(0, world, regather_size)], rank)
+    return DataMesh(data, shard, replicate, regather)

@@ -1,0 +1,68 @@
+"""Adds the ranks' parts of a gradient in rank order, so that every transport gives the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+CHUNK = 1 << 16  # elements: three float32 chunks stay in a core's cache, and a dot of one is exact to 1e-7
+
+
+def ordered_sum(
+    parts: Sequence[torch.Tensor], out: torch.Tensor, *, add: bool, factor: float, measure: bool
+) -> torch.Tensor | None:
+    """`out = factor * (parts[0] + parts[1] + ...)`, or `out +=` that; `out` may be one of the parts.
+
+    16-bit parts are added in float32.
+
+    Args:
+        parts: `[n]` each, in rank order, of one dtype.
+        out: `[n]`.
+        add: add to what `out` holds.
+        factor: of the sum.
+        measure: also return the sum of squares of the final `out`.
+
+    Returns:
+        The sum of squares, a float64 scalar tensor, if it was asked for.
+    """
+    wide = torch.float32 if parts[0].dtype in (torch.float16, torch.bfloat16) else parts[0].dtype
+    step = CHUNK if out.device.type == "cpu" else max(out.numel(), 1)
+    scratch = torch.empty(min(step, out.numel()), dtype=wide, device=out.device)
+    squares: list[torch.Tensor] = []
+    direct = not add and out.dtype == wide and len(parts) <= 2  # with more, `out` may be a part not yet read
+    for start in range(0, out.numel(), step):
+        target = out[start : start + step]
+        pieces = [part[start : start + step] for part in parts]
+        total = target if direct else scratch[: target.numel()]
+        if len(pieces) == 1:
+            if total.data_ptr() != pieces[0].data_ptr():
+                total.copy_(pieces[0])
+        elif pieces[0].dtype == wide:
+            torch.add(pieces[0], pieces[1], out=total)
+        else:
+            total.copy_(pieces[0]).add_(pieces[1])
+        for piece in pieces[2:]:
+            total.add_(piece)
+        if factor != 1.0:
+            total.mul_(factor)
+        if not direct:
+            if add:
+                target.add_(total)
+            else:
+                target.copy_(total)
+        if measure:
+            final = target if target.dtype == wide else target.to(wide)
+            squares.append(torch.dot(final, final))
+    if not measure:
+        return None
+    return torch.stack(squares).double().sum() if squares else torch.zeros((), dtype=torch.float64, device=out.device)
+
+
+def sum_of_squares(flat: torch.Tensor) -> torch.Tensor:
+    """Sum of squares of `flat` `[n]` as a float64 scalar tensor; on a CPU the same bits as `ordered_sum` measures."""
+    wide = flat if flat.dtype in (torch.float32, torch.float64) else flat.float()
+    if wide.device.type != "cpu":
+        return torch.linalg.vector_norm(wide).double().square()
+    squares = [torch.dot(chunk, chunk) for chunk in wide.split(CHUNK)] if wide.numel() else []
+    return torch.stack(squares).double().sum() if squares else torch.zeros((), dtype=torch.float64)

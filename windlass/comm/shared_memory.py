@@ -1,0 +1,183 @@
+"""Memory that the ranks of one host map together, and the counters by which they wait for each other.
+
+[Note: transports] The memory is an anonymous file (`memfd`): it has no name on any file system, so a small /dev/shm
+does not limit it and nothing is left behind when a rank dies. Peers reach it through `/proc/PID/fd/N`, which the kernel
+allows to the same user only. A rank that can't is reason enough for all to use gloo.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import platform
+import socket
+import threading
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from windlass.base.errors import CommunicationError
+from windlass.comm.groups import Group
+
+_fence = threading.Lock()
+
+
+def fence() -> None:
+    """Order memory accesses of this thread: what was written before is seen before what is written after.
+
+    x86 keeps stores in order by itself; Arm does not, and taking a lock carries the barrier there.
+    """
+    with _fence:
+        pass
+
+
+def _agree(group: Group, problem: str | None) -> str | None:
+    """The first problem that any rank has, the same on all ranks; None if there is none."""
+    problems: list[str | None] = [None] * group.size
+    dist.all_gather_object(problems, problem, group=group.process_group)
+    return next((p for p in problems if p is not None), None)
+
+
+def refusal(group: Group) -> str | None:
+    """Why these ranks can't share memory, or None if they can. Collective, and the same on all ranks."""
+    problem = None
+    if not hasattr(os, "memfd_create"):
+        problem = f"{platform.system()} has no anonymous memory files"
+    hosts: list[tuple[str, str]] = [("", "")] * group.size
+    dist.all_gather_object(hosts, (socket.gethostname(), _boot_id()), group=group.process_group)
+    if len(set(hosts)) > 1:
+        problem = f"the ranks are on {len(set(hosts))} hosts"
+    problem = _agree(group, problem)
+    if problem is not None:
+        return problem
+    try:
+        SharedMemory(group, 4096)
+    except CommunicationError as error:
+        return str(error)
+    return None
+
+
+def _boot_id() -> str:
+    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
+        return file.read()
+    return ""
+
+
+class SharedMemory:
+    """One block of bytes for each rank of a group, each mapped by all of them. Making it is collective.
+
+    Args:
+        group: ranks of one host.
+        size: bytes of this rank's own block; ranks may differ.
+
+    Attributes:
+        blocks: `[size]` uint8 tensors, one a rank, in group order.
+        pids: the process that owns each block.
+
+    Raises:
+        CommunicationError: on every rank, if one could not map another's block.
+    """
+
+    def __init__(self, group: Group, size: int) -> None:
+        size = -(-max(size, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
+        own = os.memfd_create("windlass", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(own, size)
+            offers: list[tuple[int, int, int]] = [(0, 0, 0)] * group.size
+            dist.all_gather_object(offers, (os.getpid(), own, size), group=group.process_group)
+            problem, self.blocks = None, []
+            try:
+                self.blocks = [self._map(*offer, own=own) for offer in offers]
+            except OSError as error:
+                problem = f"rank {dist.get_rank()} may not map a peer's memory ({error})"
+            self.pids = [pid for pid, _, _ in offers]
+            problem = _agree(group, problem)  # also the barrier after which no peer needs the descriptor
+            if problem is not None:
+                raise CommunicationError(problem)
+        finally:
+            os.close(own)
+
+    @staticmethod
+    def _map(pid: int, descriptor: int, size: int, *, own: int) -> torch.Tensor:
+        if pid == os.getpid():
+            file = os.dup(own)
+        else:
+            file = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            if os.fstat(file).st_size != size:
+                raise OSError(f"block of process {pid} has {os.fstat(file).st_size} bytes, not {size}")
+            return torch.frombuffer(mmap.mmap(file, size), dtype=torch.uint8)
+        finally:
+            os.close(file)
+
+
+class Counters:
+    """Counters in shared memory: each rank raises its own, everyone reads all. Making them is collective.
+
+    Args:
+        group: ranks of one host.
+        count: counters a rank; all start at 0.
+        timeout: how long `wait` waits for a peer.
+    """
+
+    def __init__(self, group: Group, count: int, timeout: timedelta) -> None:
+        self._memory = SharedMemory(group, 8 * count)
+        self._views = [memoryview(block.numpy()).cast("q") for block in self._memory.blocks]
+        self._own = self._views[group.index]
+        self._peers = [(i, view) for i, view in enumerate(self._views) if i != group.index]
+        self._group, self._timeout = group, timeout.total_seconds()
+
+    def raise_to(self, counter: int, value: int) -> None:
+        """Set this rank's own counter; everything written before is visible to who sees the new value."""
+        fence()
+        self._own[counter] = value
+
+    def reached(self, counter: int, value: int) -> bool:
+        """Whether every peer's counter is at `value` or above."""
+        for _, view in self._peers:
+            if view[counter] < value:
+                return False
+        fence()
+        return True
+
+    def wait(self, counter: int, value: int, what: str) -> None:
+        """Block until `reached`.
+
+        Raises:
+            CommunicationError: a peer died, or the time-out passed; names the rank and `what` was waited for.
+        """
+        if self.reached(counter, value):
+            return
+        start, pause, checked = time.monotonic(), 0.0, 0.0
+        while not self.reached(counter, value):
+            waited = time.monotonic() - start
+            if waited > 0.002:
+                pause = min(0.001, waited / 64)
+            time.sleep(pause)
+            if waited - checked > 0.5:
+                checked = waited
+                self._check_peers(counter, value, what, waited)
+
+    def _check_peers(self, counter: int, value: int, what: str, waited: float) -> None:
+        for index, view in self._peers:
+            if view[counter] >= value:
+                continue
+            rank, pid = self._group.ranks[index], self._memory.pids[index]
+            if not _alive(pid) and view[counter] < value:
+                raise CommunicationError(f"rank {rank} (process {pid}) ended while {what} was waiting for it")
+            if waited > self._timeout:
+                raise CommunicationError(
+                    f"rank {rank} (process {pid}) did not join {what} within {self._timeout:.0f} s; "
+                    "it is alive, so look at what it runs instead (py-spy dump), or raise the time-out of init_distributed"
+                )
+
+
+def _alive(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except OSError:
+        return False

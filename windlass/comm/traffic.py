@@ -1,0 +1,24 @@
+"""Counts what the collectives carry: payload elements by law, bytes by what was really moved."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Traffic:
+    """Totals since `reset`. An all-reduce is a reduction and a gather, so it counts twice; padding is left out."""
+
+    payload: Counter[str] = field(default_factory=Counter)  # elements of parameters, by operation
+    bytes_moved: Counter[str] = field(default_factory=Counter)  # bytes this rank read from others, by operation
+    control: int = 0  # elements of the small control reductions
+
+    def add(self, operation: str, elements: int, moved: int) -> None:
+        self.payload[operation] += elements
+        self.bytes_moved[operation] += moved
+
+    def reset(self) -> None:
+        self.payload.clear()
+        self.bytes_moved.clear()
+        self.control = 0

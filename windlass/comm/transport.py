@@ -1,0 +1,97 @@
+"""What the core asks of a transport: buffers that peers can reach, and three collectives on cuts of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from windlass.base.pending import Pending
+from windlass.comm.groups import Group
+from windlass.comm.traffic import Traffic
+
+
+@dataclass
+class Need:
+    """A buffer to be allocated.
+
+    Args:
+        numel: elements, a multiple of the group's size.
+        dtype: of the elements.
+        common: one buffer for the whole group, each rank owning its cut, where the transport can do that.
+    """
+
+    numel: int
+    dtype: torch.dtype
+    common: bool = False
+
+
+@dataclass
+class Buffer:
+    """A flat buffer of this rank and, where the transport maps them, the same buffer of its peers.
+
+    Attributes:
+        local: `[numel]`, this rank's.
+        parts: every rank's `local` in group order, or empty where peers can't be read.
+        common: `local` is the same memory on all ranks.
+        rounds: how often each operation was started on it, by operation.
+    """
+
+    local: torch.Tensor
+    parts: list[torch.Tensor] = field(default_factory=list)
+    common: bool = False
+    key: int = 0
+    rounds: dict[str, int] = field(default_factory=dict)
+
+
+def cut(flat: torch.Tensor, index: int, count: int) -> torch.Tensor:
+    """The `index`-th of `count` equal parts of a flat tensor, as a view."""
+    size = flat.numel() // count
+    return flat.narrow(0, index * size, size)
+
+
+class Transport(Protocol):
+    """Collectives over one group. All ranks start them in one order; buffers come from `allocate`."""
+
+    name: str
+    group: Group
+    traffic: Traffic
+
+    def allocate(self, needs: list[Need], device: torch.device) -> list[Buffer]:
+        """Buffers for `needs`, zeroed. Collective: ranks ask for the same."""
+        ...
+
+    def reduce(
+        self, buffer: Buffer, out: torch.Tensor, *, add: bool, factor: float, elements: int, wire: torch.dtype
+    ) -> Reduction:
+        """Sum the ranks' `buffer`; this rank's cut of `factor *` the sum goes to (or is added to) `out`.
+
+        Args:
+            out: `[numel / size]`; may be this rank's cut of the buffer.
+            elements: payload to count.
+            wire: dtype in which the parts travel.
+        """
+        ...
+
+    def publish(self, buffer: Buffer) -> None:
+        """Say that this rank's cut of `buffer` is final and may be read until the next `settle`."""
+        ...
+
+    def gather(self, buffer: Buffer, *, elements: int) -> Pending:
+        """Bring the others' published cuts of `buffer`; this rank's own cut is in place already."""
+        ...
+
+    def settle(self, buffer: Buffer) -> None:
+        """Block until no peer still reads what this rank last offered in `buffer`."""
+        ...
+
+
+class Reduction(Protocol):
+    """A reduction under way; `squares` is the sum of squares of `out` once it is finished (float64 scalar)."""
+
+    squares: torch.Tensor | None
+
+    def poll(self) -> bool: ...
+
+    def wait(self) -> None: ...

@@ -1,0 +1,53 @@
+"""How checkpoints are written."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator
+
+from windlass.config.section import Positive, Section
+from windlass.config.verdict import accepted, honoured, refused
+
+_WRITER = "a detail of DeepSpeed's writers; files are safetensors, written through torch.distributed.checkpoint"
+
+
+def _upper(value: Any) -> Any:
+    return value.upper() if isinstance(value, str) else value
+
+
+TagValidation = Annotated[Literal["IGNORE", "WARN", "FAIL"], BeforeValidator(_upper)]
+WriterType = Annotated[Literal["MOCK", "PYTHON", "FAST"], BeforeValidator(_upper)]
+WriterRanks = Annotated[Literal["REPLICA", "SOCKET", "MACHINE"], BeforeValidator(_upper)]
+
+
+class Writer(Section):
+    """DeepSpeed's choice among its checkpoint writers."""
+
+    type: WriterType = accepted("FAST", _WRITER)
+    decoupled: bool = accepted(False, _WRITER)
+    io_buffer_size: Positive = accepted(67_108_864, _WRITER)
+    io_buffer_double: bool = accepted(True, _WRITER)
+    io_multiplier: Positive = accepted(1, _WRITER)
+    show_statistics: bool = accepted(False, _WRITER)
+    data_parallel: WriterRanks | None = accepted(None, _WRITER)
+
+
+class ParallelWrite(Section):
+    """Which ranks write."""
+
+    pipeline_stage: bool = accepted(False, "every rank writes its own cut, so stages of a pipeline would too")
+
+
+class Checkpoint(Section):
+    """Saving and loading."""
+
+    tag_validation: TagValidation = accepted("WARN", "rank 0's tag is the tag of all ranks, so no two can differ")
+    load_universal: bool = refused(False, "not yet built: reading DeepSpeed's universal checkpoints; write false")
+    use_node_local_storage: bool = refused(
+        False, "not yet built: checkpoints go to one folder that all ranks share; write false"
+    )
+    parallel_write: ParallelWrite = honoured(ParallelWrite)
+    """Which ranks write."""
+    checkpoint_serialization: bool = accepted(True, _WRITER)
+    writer: Writer | None = accepted(None, _WRITER)

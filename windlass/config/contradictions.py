@@ -1,0 +1,128 @@
+"""Pairs of keys that cannot both be meant: every cross-section rule, in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from windlass.config.offload import is_away
+from windlass.config.problems import Kind, Problem, show
+from windlass.config.root import Config
+
+Rule = Callable[[Config], Iterator[tuple[str, str]]]
+"""A rule yields (key, sentence) for everything it finds."""
+
+
+def contradictions(config: Config) -> list[Problem]:
+    """Every rule that `config` breaks."""
+    return [Problem(Kind.CONTRADICTION, key, sentence) for rule in RULES for key, sentence in rule(config)]
+
+
+def _one_precision(config: Config) -> Iterator[tuple[str, str]]:
+    on = [name for name in ("fp16", "bf16", "torch_autocast") if getattr(config, name).enabled]
+    if len(on) > 1:
+        yield f"{on[0]}.enabled", f"{' and '.join(on)} are enabled together; leave one true"
+
+
+def _param_dtype(config: Config) -> Iterator[tuple[str, str]]:
+    wanted = config.data_types.param_dtype
+    implied = config.dtype_table().parameter
+    if wanted and wanted != implied:
+        yield (
+            "data_types.param_dtype",
+            f'"{wanted}" disagrees with fp16.enabled and bf16.enabled, which make parameters {implied}; delete one',
+        )
+
+
+def _predivide(config: Config) -> Iterator[tuple[str, str]]:
+    if config.prescale_gradients and config.gradient_predivide_factor != 1.0:
+        yield (
+            "gradient_predivide_factor",
+            f"{config.gradient_predivide_factor} has nothing left to divide, since prescale_gradients divides by the "
+            "whole world size; delete one",
+        )
+
+
+def _offload(config: Config) -> Iterator[tuple[str, str]]:
+    zero = config.zero_optimization
+    if is_away(zero.offload_param) and zero.stage < 3:
+        yield (
+            "zero_optimization.offload_param",
+            f"parameters are released, and so can live elsewhere, only at stage 3, not {zero.stage}; "
+            'write stage 3 or "device": "none"',
+        )
+    for name in ("offload_param", "offload_optimizer"):
+        section = getattr(zero, name)
+        if section is not None and section.device == "nvme" and not section.nvme_path:
+            yield f"zero_optimization.{name}.nvme_path", 'absent, but "device" is "nvme"; add the path of a folder'
+    for old, new in (("cpu_offload", "offload_optimizer"), ("cpu_offload_param", "offload_param")):
+        if getattr(zero, old) is not None and getattr(zero, new) is not None:
+            yield f"zero_optimization.{old}", f"the older spelling of {new}, which is there too; delete {old}"
+
+
+def _two_cuts(config: Config) -> Iterator[tuple[str, str]]:
+    zero = config.zero_optimization
+    if zero.mics_shard_size > 0 and zero.zero_hpz_partition_size > 1:
+        yield (
+            "zero_optimization.mics_shard_size",
+            f"{zero.mics_shard_size} and zero_hpz_partition_size {zero.zero_hpz_partition_size} both choose the ranks "
+            "from which parameters are gathered; delete one",
+        )
+
+
+def _norm(config: Config) -> Iterator[tuple[str, str]]:
+    clips = "gradient_clipping" in config.model_fields_set and config.gradient_clipping > 0
+    if clips and not config.zero_optimization.compute_grad_norm:
+        yield (
+            "zero_optimization.compute_grad_norm",
+            f"false, but gradient_clipping {config.gradient_clipping} needs the norm; write true",
+        )
+
+
+def _learning_rate(config: Config) -> Iterator[tuple[str, str]]:
+    if config.optimizer is None or config.scheduler is None:
+        return
+    base, peak = config.optimizer.params.get("lr"), config.scheduler.params.get("warmup_max_lr")
+    if "auto" in (base, peak) or None in (base, peak) or isinstance(peak, list):
+        return
+    if base != peak:
+        yield (
+            "scheduler.params.warmup_max_lr",
+            f"{show(peak)} and optimizer.params.lr {show(base)} are two learning rates; delete one, or make them equal",
+        )
+
+
+def _schedule_order(config: Config) -> Iterator[tuple[str, str]]:
+    if config.scheduler is None:
+        return
+    params = config.scheduler.params
+    for low, high in (
+        ("warmup_min_lr", "warmup_max_lr"),
+        ("cycle_min_lr", "cycle_max_lr"),
+        ("cycle_min_mom", "cycle_max_mom"),
+        ("warmup_num_steps", "total_num_steps"),
+    ):
+        first, last = params.get(low), params.get(high)
+        if isinstance(first, int | float) and isinstance(last, int | float) and first > last:
+            yield f"scheduler.params.{low}", f"{first} is more than {high} {last}; exchange them"
+
+
+def _contiguous_checkpoints(config: Config) -> Iterator[tuple[str, str]]:
+    section = config.activation_checkpointing
+    if section.contiguous_memory_optimization and not (section.partition_activations and section.number_checkpoints):
+        yield (
+            "activation_checkpointing.contiguous_memory_optimization",
+            "true, but it needs partition_activations true and number_checkpoints; write false",
+        )
+
+
+RULES: tuple[Rule, ...] = (
+    _one_precision,
+    _param_dtype,
+    _predivide,
+    _offload,
+    _two_cuts,
+    _norm,
+    _learning_rate,
+    _schedule_order,
+    _contiguous_checkpoints,
+)

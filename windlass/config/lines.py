@@ -1,0 +1,53 @@
+"""Line numbers of the keys in relaxed JSON, so that a message can point at the line to change."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+
+_TOKEN = re.compile(
+    r"""(?P<space>\s+|,)
+      | (?P<comment>//[^\n]*|\#[^\n]*|/\*.*?\*/)
+      | (?P<string>"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*')
+      | (?P<open>[{\[])
+      | (?P<close>[}\]])
+      | (?P<colon>:)
+      | (?P<word>[^\s,{}\[\]:"'\#/]+|.)
+    """,
+    re.VERBOSE | re.DOTALL,
+)
+
+
+def key_lines(text: str) -> dict[str, list[int]]:
+    """Lines (from 1) on which each dotted key stands; a key with two lines is written twice.
+
+    A best effort: it follows brackets, strings and comments, and never fails. Elements of lists have no path.
+    """
+    lines: dict[str, list[int]] = defaultdict(list)
+    scopes: list[str | None] = []
+    candidate, pending = "", ""
+    line, candidate_line = 1, 1
+    for token in _TOKEN.finditer(text):
+        kind, word = token.lastgroup, token.group()
+        if kind == "open":
+            scopes.append(_inner(scopes, pending) if word == "{" else None)
+            candidate = pending = ""
+        elif kind == "close":
+            del scopes[-1:]
+            candidate = pending = ""
+        elif kind in ("string", "word"):
+            candidate, candidate_line = word.strip("\"'"), line
+            pending = ""
+        elif kind == "colon" and candidate and scopes and scopes[-1] is not None:
+            pending = candidate
+            lines[f"{scopes[-1]}.{pending}".lstrip(".")].append(candidate_line)
+            candidate = ""
+        line += word.count("\n")
+    return dict(lines)
+
+
+def _inner(scopes: list[str | None], key: str) -> str | None:
+    if not scopes:
+        return ""
+    outer = scopes[-1]
+    return None if outer is None or not key else f"{outer}.{key}".lstrip(".")

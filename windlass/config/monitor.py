@@ -1,0 +1,89 @@
+"""Where a run's numbers go: TensorBoard, CSV, Weights & Biases; timers and the FLOP profiler."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from windlass.config.section import Float, Int, Positive, Section
+from windlass.config.verdict import accepted, honoured, refused
+
+
+class TensorBoard(Section):
+    """Event files for TensorBoard (needs the `monitor` extra)."""
+
+    enabled: bool = honoured(False)
+    """Write events on rank 0."""
+    output_path: str = honoured("")
+    """Folder of the event files; empty: `runs`."""
+    job_name: str = honoured("DeepSpeedJobName")
+    """Sub-folder of this run."""
+
+
+class CsvMonitor(Section):
+    """One CSV file a quantity."""
+
+    enabled: bool = honoured(False)
+    """Write rows on rank 0."""
+    output_path: str = honoured("")
+    """Folder of the files; empty: `csv_monitor`."""
+    job_name: str = honoured("DeepSpeedJobName")
+    """Sub-folder of this run."""
+
+
+class Wandb(Section):
+    """Weights & Biases (needs the `monitor` extra)."""
+
+    enabled: bool = honoured(False)
+    """Log on rank 0."""
+    group: str | None = honoured(None)
+    """Group of the run."""
+    team: str | None = honoured(None)
+    """Entity that owns the run."""
+    project: str = honoured("deepspeed")
+    """Project of the run."""
+
+
+class Comet(Section):
+    """Comet ML."""
+
+    refusal = "not yet built: monitoring by Comet; use tensorboard, csv_monitor or wandb, and write false"
+    switch = "enabled"
+
+    enabled: bool = refused(False, "")
+    samples_log_interval: Positive = refused(100, "")
+    project: str | None = refused(None, "")
+    workspace: str | None = refused(None, "")
+    api_key: str | None = refused(None, "")
+    experiment_name: str | None = refused(None, "")
+    experiment_key: str | None = refused(None, "")
+    online: bool | None = refused(None, "")
+    mode: Literal["get", "create", "get_or_create"] | None = refused(None, "")
+
+
+class ThroughputTimer(Section):
+    """The samples-per-second timer."""
+
+    enabled: bool = accepted(True, "throughput is measured in any case, from two clock reads a step")
+    synchronized: bool = accepted(True, "whether a device synchronization precedes the reading; a timing detail")
+
+
+class Timers(Section):
+    """Timers that can be set one by one."""
+
+    throughput: ThroughputTimer = honoured(ThroughputTimer)
+    """The samples-per-second timer."""
+
+
+class FlopsProfiler(Section):
+    """Counts floating-point operations of one step."""
+
+    refusal = "not yet built: the FLOP profiler; write false"
+    switch = "enabled"
+
+    enabled: bool = refused(False, "")
+    recompute_fwd_factor: Float = refused(0.0, "")
+    profile_step: Int = refused(1, "")
+    module_depth: Int = refused(-1, "")
+    top_modules: Int = refused(1, "")
+    detailed: bool = refused(True, "")
+    output_file: str | None = refused(None, "")

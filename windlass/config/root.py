@@ -1,0 +1,242 @@
+"""The whole configuration: every section, and the numbers that follow from several of them together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, PrivateAttr
+
+from windlass.base.errors import ConfigError
+from windlass.config import batch
+from windlass.config.activation_checkpointing import ActivationCheckpointing
+from windlass.config.attention import SparseAttention
+from windlass.config.autotuning import Autotuning
+from windlass.config.batch import Batch, Given
+from windlass.config.checkpoint import Checkpoint
+from windlass.config.comm import Comm, CommsLogger
+from windlass.config.compiler import Compile
+from windlass.config.compression import CompressionTraining, Eigenvalue, WeightQuantization
+from windlass.config.data import CurriculumLearning, DataEfficiency, ProgressiveLayerDrop
+from windlass.config.elasticity import Elasticity
+from windlass.config.inference import HybridEngine
+from windlass.config.monitor import Comet, CsvMonitor, FlopsProfiler, TensorBoard, Timers, Wandb
+from windlass.config.offload import Aio
+from windlass.config.optimizer import OptimizerConfig
+from windlass.config.parallel import ExpertParallel, Pipeline, TensorParallel
+from windlass.config.precision import Bf16, DataTypes, DtypeTable, Fp16, TorchAutocast
+from windlass.config.problems import Refusal, listing
+from windlass.config.refusals import refusals_of
+from windlass.config.retired import Amp, InferenceInTraining, MsAmp, Nebula, QuantizeTraining
+from windlass.config.scheduler import SchedulerConfig
+from windlass.config.section import NUMBER, Count, DtypeName, Int, Positive, Section
+from windlass.config.verdict import accepted, honoured, refused
+from windlass.config.zero import Zero
+
+
+def _lower(value: Any) -> Any:
+    return value.lower() if isinstance(value, str) else value
+
+
+LogLevel = Annotated[Literal["debug", "info", "warning", "error", "critical"], BeforeValidator(_lower)]
+Reduction = Annotated[Literal["mean", "sum"], BeforeValidator(_lower)]
+
+
+@dataclass(frozen=True)
+class DataAxes:
+    """How the data-parallel ranks are arranged: `replicate * shard == world size`.
+
+    `regather` is the number of ranks from which backward gathers stage-3 parameters again, or None for all of `shard`.
+    """
+
+    replicate: int
+    shard: int
+    regather: int | None
+
+
+class Config(Section):
+    """A training configuration in the words of `ds_config.json`."""
+
+    train_batch_size: Positive | None = honoured(None)
+    """Samples in one optimizer step, over all ranks and micro-batches."""
+    train_micro_batch_size_per_gpu: Positive | None = honoured(None)
+    """Samples in one forward pass on one rank."""
+    gradient_accumulation_steps: Positive | None = honoured(None)
+    """Micro-batches in one optimizer step; 1 when it does not follow from the others."""
+    gradient_clipping: Annotated[float, Field(ge=0, allow_inf_nan=False), NUMBER] = honoured(1.0)
+    """Largest norm of the whole gradient; 0 turns clipping off."""
+    steps_per_print: Annotated[float, Field(gt=0), NUMBER] | None = honoured(None)
+    """Log a line every so many steps; null or infinity is never."""
+    wall_clock_breakdown: bool = honoured(False)
+    """Log the time of forward, backward and step."""
+    memory_breakdown: bool = honoured(False)
+    """Log memory beside the times."""
+    dump_state: bool = honoured(False)
+    """Log the configuration as it was understood."""
+    dataloader_drop_last: bool = honoured(False)
+    """Leave out a last batch that is not full."""
+    prescale_gradients: bool = honoured(False)
+    """Divide gradients by the world size before they are summed, not after."""
+    gradient_predivide_factor: Annotated[float, Field(gt=0, allow_inf_nan=False), NUMBER] = honoured(1.0)
+    """Divide gradients by this before they are summed and by the rest of the world size after."""
+    communication_data_type: DtypeName | None = honoured(None)
+    """Dtype in which gradients travel; the accumulation dtype when absent."""
+    allgather_size: Count = honoured(500_000_000)
+    """Older name of zero_optimization.allgather_bucket_size, read only beside `"zero_optimization": true`."""
+
+    managed_gradient_accumulation: bool = refused(
+        True, "not yet built: a step at every call; use set_gradient_accumulation_boundary and write true"
+    )
+    gradient_allreduce_op: Reduction = refused("mean", 'not yet built: summed gradients; write "mean"')
+    sequence_parallel_size: Positive | None = refused(None, "not yet built: sequence parallelism; delete the key")
+    data_parallel_size: Positive | None = accepted(None, "read only beside sequence_parallel_size, itself refused")
+    seq_parallel_communication_data_type: DtypeName = accepted(
+        "fp32", "read only beside sequence_parallel_size, itself refused"
+    )
+    use_data_before_expert_parallelism: bool = refused(False, "not yet built: expert parallelism; write false")
+    sparse_gradients: bool = refused(False, "not yet built: sparse gradients; write false")
+    graph_harvesting: bool = refused(False, "retired: CUDA graphs of the step; write false")
+    datastates_ckpt: Any = refused(False, "retired: the DataStates checkpoint service; delete the key")
+    disable_python_gc: bool = accepted(False, "Python's garbage collector is left to the caller")
+    log_level: LogLevel | None = accepted(None, "levels are logging's: set WINDLASS_LOG_LEVEL")
+    vocabulary_size: Int | None = accepted(None, "DeepSpeed only warns when it is no multiple of 8")
+    disable_allgather: bool = accepted(False, "DeepSpeed itself reads it nowhere")
+    zero_allow_untested_optimizer: bool = accepted(False, "every optimizer is allowed; there is no list to override")
+    zero_force_ds_cpu_optimizer: bool = accepted(True, "there is no separate class of CPU optimizers to insist on")
+
+    optimizer: OptimizerConfig | None = honoured(None)
+    """Which optimizer the engine builds when the caller gives none."""
+    scheduler: SchedulerConfig | None = honoured(None)
+    """Which schedule the engine builds when the caller gives none."""
+    fp16: Fp16 = honoured(Fp16)
+    """fp16 with a loss scale."""
+    bf16: Bf16 = honoured(Bf16, also=("bfloat16",))
+    """bf16 with fp32 master weights."""
+    torch_autocast: TorchAutocast = honoured(TorchAutocast)
+    """`torch.autocast` around the forward pass."""
+    data_types: DataTypes = honoured(DataTypes)
+    """Dtypes that do not follow from the sections above."""
+    zero_optimization: Zero = honoured(Zero)
+    """What is cut over the ranks; `true` is an older spelling of stage 1."""
+    comm: Comm = honoured(Comm, native=True)
+    """The transport of the collectives."""
+    tensorboard: TensorBoard = honoured(TensorBoard)
+    """Event files."""
+    csv_monitor: CsvMonitor = honoured(CsvMonitor)
+    """CSV files."""
+    wandb: Wandb = honoured(Wandb)
+    """Weights & Biases."""
+    timers: Timers = honoured(Timers)
+    """Timers that can be set one by one."""
+    checkpoint: Checkpoint = honoured(Checkpoint)
+    """Saving and loading."""
+    activation_checkpointing: ActivationCheckpointing = honoured(ActivationCheckpointing)
+    """Options of recomputation."""
+    aio: Aio = honoured(Aio)
+    """Tuning of file I/O."""
+
+    comet: Comet = refused(Comet, "")
+    comms_logger: CommsLogger = refused(CommsLogger, "")
+    flops_profiler: FlopsProfiler = refused(FlopsProfiler, "")
+    pipeline: Pipeline = refused(Pipeline, "")
+    tensor_parallel: TensorParallel = refused(TensorParallel, "")
+    expert_parallel: ExpertParallel = refused(ExpertParallel, "")
+    compile: Compile = refused(Compile, "")
+    hybrid_engine: HybridEngine = refused(HybridEngine, "")
+    weight_quantization: WeightQuantization = refused(WeightQuantization, "")
+    compression_training: CompressionTraining = refused(CompressionTraining, "")
+    eigenvalue: Eigenvalue = refused(Eigenvalue, "")
+    quantize_training: QuantizeTraining | None = refused(None, "")
+    data_efficiency: DataEfficiency = refused(DataEfficiency, "")
+    curriculum_learning: CurriculumLearning = refused(CurriculumLearning, "")
+    progressive_layer_drop: ProgressiveLayerDrop = refused(ProgressiveLayerDrop, "")
+    autotuning: Autotuning = refused(Autotuning, "")
+    sparse_attention: SparseAttention | None = refused(None, "")
+    elasticity: Elasticity = refused(Elasticity, "")
+    nebula: Nebula = refused(Nebula, "")
+    amp: Amp = refused(Amp, "")
+    msamp: MsAmp | None = refused(None, "")
+    inference: InferenceInTraining | None = refused(None, "")
+
+    _raw: dict[str, Any] = PrivateAttr(default_factory=dict)
+    _name: str = PrivateAttr(default="config")
+    _lines: dict[str, int] = PrivateAttr(default_factory=dict)
+    _autos: frozenset[str] = PrivateAttr(default=frozenset())
+
+    @property
+    def raw(self) -> dict[str, Any]:
+        """The caller's own dict, or what was parsed from the caller's file."""
+        return self._raw
+
+    @property
+    def name(self) -> str:
+        """The file that was read; `config` for a dict."""
+        return self._name
+
+    def remember(self, raw: dict[str, Any], name: str, lines: Mapping[str, int], autos: frozenset[str]) -> None:
+        """Keep where this came from: raw input, its name, lines by dotted key, and the keys left at "auto"."""
+        self._raw, self._name, self._lines, self._autos = raw, name, dict(lines), autos
+
+    def resolve_batch(self, world_size: int, world_size_source: str = "torch.distributed") -> Batch:
+        """The three batch numbers on `world_size` data-parallel ranks.
+
+        Raises:
+            ConfigError: they do not fit together; the text has every number, its origin and the line to change.
+        """
+        return batch.solve({key: self._given(key) for key in batch.KEYS}, world_size, world_size_source)
+
+    def _given(self, key: str) -> Given:
+        value = getattr(self, key)
+        place = f"{self._name} line {self._lines[key]}" if key in self._lines else self._name
+        origin = f'"auto" in {place}' if key in self._autos else "absent" if value is None else place
+        return Given(value, origin, place)
+
+    def dtype_table(self, model_dtype: str = "fp32") -> DtypeTable:
+        """The dtype of everything, by short name, for a model whose parameters arrive as `model_dtype`."""
+        parameter = "fp16" if self.fp16.enabled else "bf16" if self.bf16.enabled else model_dtype
+        autocast = (self.torch_autocast.dtype or "bf16") if self.torch_autocast.enabled else parameter
+        accumulate = self.data_types.grad_accum_dtype or "fp32"
+        return DtypeTable(
+            parameter=parameter,
+            compute=autocast,
+            accumulate=accumulate,
+            reduce=self.communication_data_type or accumulate,
+            master="fp32",
+            state="fp32",
+        )
+
+    def data_axes(self, world_size: int) -> DataAxes:
+        """The arrangement of `world_size` ranks that `mics_shard_size` and `zero_hpz_partition_size` ask for.
+
+        Raises:
+            ConfigError: one of them does not divide the world size.
+        """
+        mics, hpz = self.zero_optimization.mics_shard_size, self.zero_optimization.zero_hpz_partition_size
+        for key, size in (("mics_shard_size", mics), ("zero_hpz_partition_size", hpz)):
+            if size > 0 and world_size % size:
+                raise ConfigError(
+                    f"zero_optimization.{key} = {size} does not divide the world size {world_size}; "
+                    f"write a divisor of {world_size}, or delete the key"
+                )
+        shard = world_size if mics == -1 else mics
+        return DataAxes(world_size // shard, shard, hpz if hpz > 1 and self.zero_optimization.stage == 3 else None)
+
+    def refusals(self) -> list[Refusal]:
+        """Everything this configuration asks for that is not done here; empty means that it can be trained.
+
+        Reading a configuration and being able to do what it says are kept apart: `load` fails on what cannot be
+        understood, `initialize` and `windlass check` fail on what is listed here.
+        """
+        return refusals_of(self)
+
+    def ensure_supported(self) -> None:
+        """Raise one ConfigError that lists every refusal; nothing happens where there is none."""
+        found = self.refusals()
+        if found:
+            raise ConfigError(f"{self._name} asks for what is not supported:\n{listing(found)}")
+
+    @property
+    def autos(self) -> frozenset[str]:
+        """Dotted keys that the caller left at "auto"."""
+        return self._autos

@@ -1,0 +1,123 @@
+"""Finds the files that a corpus names, and reads documents out of each: text, source, JSON lines, Parquet, hub."""
+
+from __future__ import annotations
+
+import glob
+import os
+import sysconfig
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from windlass.base.errors import DataError
+from windlass.base.log import logger
+from windlass.data.formats import KINDS, is_text, kind_of, read_hub, read_json, read_lines, read_parquet, read_text
+
+_SKIPPED_FOLDERS = {"__pycache__", "node_modules", "site-packages", "dist-packages"}
+# Tests and generated tables say little about how people write Python, and copies of one another inflate the score.
+_SKIPPED_IN_STDLIB = _SKIPPED_FOLDERS | {"test", "tests", "idle_test", "encodings", "pydoc_data"}
+
+
+@dataclass(frozen=True)
+class Source:
+    """One file, or one hub dataset, and how documents are read from it."""
+
+    location: str
+    kind: str  # one of formats.KINDS
+
+    def documents(self, text_field: str = "text") -> Iterator[str]:
+        """The non-empty documents, in the order in which they stand.
+
+        Raises:
+            DataError: unreadable, not of its kind, or a record without `text_field`.
+        """
+        reader = {"json": read_json, "lines": read_lines, "parquet": read_parquet, "hub": read_hub}.get(self.kind)
+        texts = reader(self.location, text_field) if reader else read_text(self.location)
+        try:
+            yield from (text for text in texts if text.strip())
+        except OSError as error:
+            raise DataError(
+                f"cannot read {self.location}: {error.strerror or error}; check the path and its rights"
+            ) from error
+
+
+def find_sources(specs: Sequence[str]) -> list[Source]:
+    """The sources that `specs` name, sorted inside each spec and without repeats.
+
+    A spec is a file, a directory (read recursively), a glob, `stdlib` (the sources of the running Python), or
+    `hub:NAME[@CONFIG][:SPLIT]` (a Hugging Face dataset; the split is `train` unless said).
+
+    Raises:
+        DataError: a spec that names nothing, or nothing readable.
+    """
+    if not specs:
+        raise DataError("no data given; use --data with files, directories, globs, 'stdlib' or 'hub:NAME'")
+    found: dict[str, Source] = {}
+    for spec in specs:
+        for source in _expand(spec):
+            found.setdefault(source.location, source)
+    return list(found.values())
+
+
+def _expand(spec: str) -> list[Source]:
+    if spec == "stdlib" and not os.path.exists(spec):
+        return _stdlib()
+    if spec.startswith("hub:"):
+        return [Source(spec.removeprefix("hub:"), "hub")]
+    path = Path(spec).expanduser()
+    if path.is_dir():
+        return _require(spec, _from_directory(path, _SKIPPED_FOLDERS))
+    if path.is_file():
+        return [_from_named_file(path)]
+    matches = sorted(glob.glob(str(path), recursive=True))
+    if not matches:
+        raise DataError(
+            f"data path {spec!r} does not exist and matches no file; give a file, a directory, a quoted glob, "
+            "'stdlib' or 'hub:NAME'"
+        )
+    sources: list[Source] = []
+    for match in map(Path, matches):
+        sources += _from_directory(match, _SKIPPED_FOLDERS) if match.is_dir() else _readable([match])
+    return _require(spec, sources)
+
+
+def _stdlib() -> list[Source]:
+    root = Path(sysconfig.get_paths()["stdlib"])
+    sources = [source for source in _from_directory(root, _SKIPPED_IN_STDLIB) if source.location.endswith(".py")]
+    if not sources:
+        raise DataError(
+            f"this Python keeps no sources of its standard library under {root}; name your own files with --data"
+        )
+    return sources
+
+
+def _from_named_file(path: Path) -> Source:
+    kind = kind_of(path)
+    if kind == "text" and not is_text(path):
+        raise DataError(f"{path} is not UTF-8 text; readable are text and source files, {', '.join(KINDS)}")
+    return Source(str(path), kind)
+
+
+def _from_directory(root: Path, skipped: set[str]) -> list[Source]:
+    paths: list[Path] = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = sorted(name for name in folders if name not in skipped and not name.startswith("."))
+        paths += [Path(folder, name) for name in sorted(names) if not name.startswith(".")]
+    return _readable(paths)
+
+
+def _readable(paths: Sequence[Path]) -> list[Source]:
+    """What is read from files that were not named one by one: binary ones are passed over."""
+    kinds = [(path, kind_of(path)) for path in paths if path.is_file()]
+    kept = [Source(str(path), kind) for path, kind in kinds if kind != "text" or is_text(path)]
+    if len(kept) < len(kinds):
+        logger.debug("passed over %d files that are not text", len(kinds) - len(kept))
+    return kept
+
+
+def _require(spec: str, sources: list[Source]) -> list[Source]:
+    if not sources:
+        raise DataError(
+            f"data path {spec!r} holds no readable file; text, source, JSON lines and Parquet files are read"
+        )
+    return sources

@@ -1,0 +1,50 @@
+"""A seeded permutation of any length in constant memory, the same on every machine and version."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+_Words = np.ndarray[Any, np.dtype[np.uint64]]
+_ROUNDS = 6
+_WORD = 2**64
+
+
+class Permutation:
+    """A bijection of `range(length)` that is computed where it is asked for.
+
+    A Feistel network over the smallest power of four that holds the range; a result outside the range is sent through
+    again until it falls inside ("cycle walking": Black and Rogaway 2002), which keeps the map one to one. numpy's own
+    shuffles need memory of the range's size, and their streams may change between releases.
+    """
+
+    def __init__(self, length: int, seed: int, epoch: int) -> None:
+        if length < 1:
+            raise ValueError(f"a permutation needs at least one element, not {length}")
+        self.length = length
+        self._half_bits = np.uint64(max((length - 1).bit_length() + 1, 2) // 2)
+        self._mask = np.uint64((1 << int(self._half_bits)) - 1)
+        key = _mix(np.array([seed % _WORD], dtype=np.uint64)) ^ np.uint64(epoch)
+        self._keys = [_mix(key + np.uint64(number + 1))[0] for number in range(_ROUNDS)]
+
+    def __call__(self, positions: np.ndarray) -> np.ndarray:
+        """The elements at `positions` ([n], each in `range(length)`), as [n] int64."""
+        values = self._once(positions.astype(np.uint64))
+        while (outside := values >= self.length).any():
+            values[outside] = self._once(values[outside])
+        return values.astype(np.int64)
+
+    def _once(self, values: _Words) -> _Words:
+        left, right = values >> self._half_bits, values & self._mask
+        for key in self._keys:
+            left, right = right, left ^ (_mix(right + key) & self._mask)
+        return (left << self._half_bits) | right
+
+
+def _mix(values: _Words) -> _Words:
+    """The finalizer of splitmix64 (Steele et al. 2014), elementwise on uint64; it wraps around."""
+    with np.errstate(over="ignore"):
+        values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return values ^ (values >> np.uint64(31))

@@ -1,0 +1,189 @@
+"""The packed corpus on disk: one file of token ids that every rank maps, with a checked JSON header.
+
+Layout: 8 bytes of magic, JSON padded with spaces to 4,096 bytes, the training tokens, the held-out tokens; both as
+little-endian uint16, or uint32 for a vocabulary above 65,536.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import IO
+
+import numpy as np
+
+from windlass.base.errors import DataError
+
+FORMAT_VERSION = 1
+_MAGIC = b"WLTOKENS"
+_HEADER_BYTES = 4096
+_READ_BYTES = 2**22
+
+
+@dataclass(frozen=True)
+class Header:
+    """What the file holds, and what it was made from."""
+
+    vocab_size: int
+    eos: int
+    train_tokens: int
+    eval_tokens: int  # the first is an end token that is only ever context
+    train_bytes: int  # UTF-8 bytes of the documents behind the tokens
+    eval_bytes: int
+    documents: int
+    key: str  # hash of the documents, the tokenizer and the split
+    digest: str  # hash of the tokens
+    format_version: int = FORMAT_VERSION
+
+    @property
+    def dtype(self) -> np.dtype[np.uint16] | np.dtype[np.uint32]:
+        return token_dtype(self.vocab_size)
+
+
+@dataclass(frozen=True)
+class TokenFile:
+    """An opened file; its arrays are mapped, so that ranks of one host share the pages."""
+
+    path: Path
+    header: Header
+    train: np.ndarray  # [train_tokens]
+    held_out: np.ndarray  # [eval_tokens]
+
+
+def token_dtype(vocab_size: int) -> np.dtype[np.uint16] | np.dtype[np.uint32]:
+    """The narrowest of uint16 and uint32 that holds every id."""
+    return np.dtype("<u2") if vocab_size <= 2**16 else np.dtype("<u4")
+
+
+class TokenWriter:
+    """Writes a token file under a temporary name, which `finish` exchanges for the real one.
+
+    Used as a context manager; a file that was not finished is removed.
+    """
+
+    def __init__(self, path: Path, vocab_size: int) -> None:
+        self._path = path
+        self._partial = path.with_name(f".{path.name}.{os.getpid()}.part")
+        self._dtype = token_dtype(vocab_size)
+        self._vocab_size = vocab_size
+        self._digest = hashlib.blake2b(digest_size=16)
+        self._stream: IO[bytes] = open(self._partial, "wb")  # noqa: SIM115  closed in __exit__
+        self._stream.write(b" " * _HEADER_BYTES)
+
+    def __enter__(self) -> TokenWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stream.close()
+        self._partial.unlink(missing_ok=True)
+
+    def append(self, tokens: np.ndarray) -> None:
+        """Adds ids, which must be below the vocabulary size.
+
+        Raises:
+            DataError: an id that the vocabulary does not have.
+        """
+        if tokens.size and int(tokens.max()) >= self._vocab_size:
+            raise DataError(
+                f"token id {int(tokens.max())} is outside the vocabulary of {self._vocab_size}; "
+                "the tokenizer's files disagree with each other"
+            )
+        data = tokens.astype(self._dtype).tobytes()
+        self._digest.update(data)
+        self._stream.write(data)
+
+    def finish(
+        self,
+        *,
+        eos: int,
+        train_tokens: int,
+        eval_tokens: int,
+        train_bytes: int,
+        eval_bytes: int,
+        documents: int,
+        key: str,
+    ) -> None:
+        """Writes the header and puts the file in its place, in one step that a crash cannot halve."""
+        header = Header(
+            self._vocab_size,
+            eos,
+            train_tokens,
+            eval_tokens,
+            train_bytes,
+            eval_bytes,
+            documents,
+            key,
+            self._digest.hexdigest(),
+        )
+        text = _MAGIC + json.dumps(asdict(header)).encode()
+        self._stream.seek(0)
+        self._stream.write(text.ljust(_HEADER_BYTES))
+        self._stream.flush()
+        os.fsync(self._stream.fileno())
+        os.replace(self._partial, self._path)
+
+
+def open_tokens(path: Path, verify: bool = False) -> TokenFile:
+    """Maps a token file; `verify` also reads it through and compares its hash.
+
+    Raises:
+        DataError: missing, of another format version, cut short, or damaged.
+    """
+    header = read_header(path)
+    itemsize = header.dtype.itemsize
+    expected = _HEADER_BYTES + (header.train_tokens + header.eval_tokens) * itemsize
+    actual = path.stat().st_size
+    if actual != expected:
+        raise DataError(
+            f"token file {path} has {actual} bytes where its header says {expected}; delete it to build it again"
+        )
+    if verify and _payload_digest(path) != header.digest:
+        raise DataError(
+            f"token file {path} is damaged: its hash is not the one in its header; delete it to build it again"
+        )
+    tokens = np.memmap(path, dtype=header.dtype, mode="r", offset=_HEADER_BYTES)
+    return TokenFile(path, header, tokens[: header.train_tokens], tokens[header.train_tokens :])
+
+
+def read_header(path: Path) -> Header:
+    """The header alone.
+
+    Raises:
+        DataError: missing, not a token file, or of a format version that this release does not read.
+    """
+    try:
+        with open(path, "rb") as stream:
+            block = stream.read(_HEADER_BYTES)
+    except OSError as error:
+        raise DataError(f"cannot read token file {path}: {error.strerror or error}") from error
+    damaged = DataError(f"{path} is not a token file, or its header is damaged; delete it to build it again")
+    if not block.startswith(_MAGIC):
+        raise damaged
+    try:
+        fields = json.loads(block[len(_MAGIC) :])
+        version = fields["format_version"]
+        if version != FORMAT_VERSION:
+            raise DataError(
+                f"token file {path} has format version {version}, this release reads {FORMAT_VERSION}; "
+                "delete it to build it again"
+            )
+        return Header(**fields)
+    except (ValueError, TypeError, KeyError) as error:
+        if isinstance(error, DataError):
+            raise
+        raise damaged from error
+
+
+def _payload_digest(path: Path) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    with open(path, "rb") as stream:
+        stream.seek(_HEADER_BYTES)
+        while block := stream.read(_READ_BYTES):
+            digest.update(block)
+    return digest.hexdigest()

@@ -1,0 +1,1 @@
+"""The engine, in reading order: progress, optimizer, buffers, blame, reporting, weights, saving, train."""

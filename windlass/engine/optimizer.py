@@ -1,0 +1,77 @@
+"""The optimizer that users see: their own groups, whole states, and no parameters to step behind the engine's back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from windlass.base.errors import ModelError
+from windlass.zero.sharded import ShardedModel
+from windlass.zero.values import full_state, set_full_state, state_keys
+
+
+class ShardedOptimizer(torch.optim.Optimizer):
+    """Stands for the user's optimizer: shares its `param_groups`, so schedulers and callers may change them as ever.
+
+    Args:
+        inner: the optimizer that the user gave or the configuration named.
+        model: whose parameters it steps.
+        step: what `step()` does: the engine's own.
+    """
+
+    def __init__(self, inner: torch.optim.Optimizer, model: ShardedModel, step: Callable[[], None]) -> None:
+        self.__dict__.update(inner.__dict__)  # the same groups and defaults; torch's own constructor would copy them
+        self.__dict__.pop("step", None)
+        self.optimizer = inner
+        self._model, self._step = model, step
+        self.overflow = False
+        self.loss_scale = 1.0
+
+    @property
+    def cur_scale(self) -> float:
+        """The loss scale, by its older name."""
+        return self.loss_scale
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """As `engine.step()`."""
+        if closure is not None:
+            raise ModelError("a closure would need a gradient in the middle of a step; call engine.backward, then engine.step")
+        self._step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Nothing: gradients are consumed by the step."""
+
+    def mark_called(self) -> None:
+        """Tell torch's schedulers that a step was taken, on the user's object too."""
+        self._opt_called = True
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]
+
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+        """What a plain torch optimizer's `state_dict()` would be, with whole states. Collective."""
+        groups, state, number = [], {}, 0
+        for group in self.param_groups:
+            numbers = []
+            for parameter in group["params"]:
+                found = {key: full_state(parameter, key) for key in state_keys(parameter)}
+                if found:
+                    state[number] = found
+                numbers.append(number)
+                number += 1
+            groups.append({**{key: value for key, value in group.items() if key != "params"}, "params": numbers})
+        return {"state": state, "param_groups": groups}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take a plain torch optimizer's `state_dict()`; every rank passes the same."""
+        given = state_dict["param_groups"]
+        if [len(g["params"]) for g in given] != [len(g["params"]) for g in self.param_groups]:
+            raise ModelError(
+                f"the saved groups have {[len(g['params']) for g in given]} parameters, this optimizer's have "
+                f"{[len(g['params']) for g in self.param_groups]}; build the optimizer with the same groups"
+            )
+        for group, saved in zip(self.param_groups, given, strict=True):
+            group.update({key: value for key, value in saved.items() if key != "params"})
+            for parameter, number in zip(group["params"], saved["params"], strict=True):
+                for key, value in state_dict["state"].get(number, {}).items():
+                    set_full_state(parameter, key, torch.as_tensor(value))

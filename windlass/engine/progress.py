@@ -1,0 +1,47 @@
+"""How far training has come: micro-batches, steps, samples, and whether this micro-batch ends a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from windlass.config import Batch
+
+
+@dataclass
+class Progress:
+    """Counters of one engine. A step is an optimizer step, skipped ones included."""
+
+    batch: Batch
+    micro_steps: int = 0
+    global_steps: int = 0
+    global_samples: int = 0
+    skipped_steps: int = 0
+    override: bool | None = None  # the caller's word on where the boundary is, until the caller changes it
+    applied: bool = False  # whether the last call of step updated the parameters
+
+    def at_boundary(self) -> bool:
+        """Whether the current micro-batch is the last of its step."""
+        if self.override is not None:
+            return self.override
+        return (self.micro_steps + 1) % self.batch.accumulation == 0
+
+    def stepped(self, *, applied: bool) -> None:
+        """An optimizer step ended."""
+        self.global_steps += 1
+        self.global_samples += self.batch.train
+        self.applied = applied
+        self.skipped_steps += not applied
+
+    def state_dict(self) -> dict[str, int]:
+        """The counters, as plain numbers."""
+        return {
+            "micro_steps": self.micro_steps,
+            "global_steps": self.global_steps,
+            "global_samples": self.global_samples,
+            "skipped_steps": self.skipped_steps,
+        }
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on from `state_dict()`."""
+        for name, value in state.items():
+            setattr(self, name, int(value))

@@ -1,0 +1,192 @@
+"""What an engine says: the lines at its start, a line every so many steps, monitors, and the memory report."""
+
+from __future__ import annotations
+
+import math
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from windlass.base.dtypes import dtype_name
+from windlass.base.log import logger
+from windlass.config import Config
+from windlass.observe.memory import see_memory_usage
+from windlass.observe.monitor import Monitor
+from windlass.observe.timers import Timers
+from windlass.zero.sharded import ShardedModel
+from windlass.zero.unit import Presence
+
+if TYPE_CHECKING:
+    from windlass.engine.train import Engine
+
+
+class Reporter:
+    """Logs and monitors of one engine. Other ranks than 0 stay silent.
+
+    Args:
+        config: says how often, and where to.
+        engine: whose progress is told.
+    """
+
+    def __init__(self, config: Config, engine: Engine) -> None:
+        self._config, self._engine = config, engine
+        self._timers = Timers(engine.device, enabled=config.wall_clock_breakdown)
+        self._monitor = Monitor(config, engine.global_rank) if engine.optimizer is not None else None
+        self._loss_sum: torch.Tensor | None = None
+        self._losses = 0
+        self._said: set[str] = set()
+        self._last_payload: dict[str, int] = {}
+        self._last_moved: dict[str, int] = {}
+        if config.dump_state:
+            logger.info(f"configuration: {config.model_dump(mode='json', exclude_defaults=True)}")
+
+    def timed(self, name: str) -> AbstractContextManager[None]:
+        """Time a block, if the configuration wants it."""
+        return self._timers(name)
+
+    def once(self, key: str, message: str) -> None:
+        """Say something the first time."""
+        if key not in self._said:
+            self._said.add(key)
+            logger.info(message)
+
+    def saw_loss(self, loss: torch.Tensor) -> None:
+        """Add a micro-batch's loss to the mean of its step; read only when it is shown."""
+        value = loss.detach().float().reshape(())
+        self._loss_sum = value.clone() if self._loss_sum is None else self._loss_sum + value
+        self._losses += 1
+
+    def stepped(self) -> None:
+        """A step ended: write and log what is due."""
+        engine = self._engine
+        step, every = engine.global_steps, self._config.steps_per_print
+        due = every is not None and math.isfinite(every) and step % max(1, int(every)) == 0
+        if due or (self._monitor is not None and self._monitor.enabled):
+            self._tell(step, due)
+        self._loss_sum, self._losses = None, 0
+        norm = engine.grad_norm()
+        if norm is not None and not math.isfinite(norm) and not engine.fp16_enabled():
+            self.once("norm", f"the gradient norm at step {step} is {norm}: {self._first_bad()}")
+        traffic = engine._sharded.transport.traffic
+        self._last_payload, self._last_moved = dict(traffic.payload), dict(traffic.bytes_moved)
+        traffic.reset()
+
+    def _tell(self, step: int, due: bool) -> None:
+        engine = self._engine
+        loss = (self._loss_sum / self._losses).item() if self._loss_sum is not None else math.nan
+        rates, norm = engine.get_lr(), engine.grad_norm()
+        if self._monitor is not None and self._monitor.enabled:
+            samples = engine.global_samples
+            events = [
+                ("Train/Samples/train_loss", loss, samples),
+                ("Train/Samples/lr", rates[0] if rates else 0.0, samples),
+                ("Train/Samples/grad_norm", norm if norm is not None else math.nan, samples),
+            ]
+            if engine.fp16_enabled():
+                events.append(("Train/Samples/loss_scale", engine.loss_scale(), samples))
+            self._monitor.write_events(events)
+        if due:
+            logger.info(
+                f"step {step} | loss {loss:.4f} | lr {', '.join(f'{r:.3g}' for r in rates)} | grad norm {norm:.4g} | "
+                f"skipped {engine.skipped_steps}"
+            )
+            if self._config.wall_clock_breakdown:
+                logger.info(f"time | {self._timers.summary(max(1, int(self._config.steps_per_print or 1)))}")
+            if self._config.memory_breakdown:
+                see_memory_usage(f"step {step}", engine.device)
+
+    def _first_bad(self) -> str:
+        for slot in self._engine._sharded.slots:
+            if slot.unit.master is not None and not bool(torch.isfinite(slot.unit.master).all()):
+                return f"the parameters of {slot.unit.names[0]!r} and its neighbours are not finite after it"
+        return "the parameters are still finite on this rank; look for a division by zero or a log of zero in the loss"
+
+    def report(self) -> dict[str, Any]:
+        """See `Engine.report`."""
+        found = report(self._engine._sharded)
+        found["payload_elements"] = dict(self._last_payload)
+        found["bytes_moved"] = dict(self._last_moved)
+        lines = [f"{slot:>12}: {size / 2**20:10.2f} MiB on {home}" for (slot, home), size in found["slots"].items()]
+        gathered = found["gathered_elements"]
+        logger.info("at rest on this rank:\n" + "\n".join(lines) + f"\n gathered now: {gathered} elements")
+        return found
+
+    def close(self) -> None:
+        """Close the monitors."""
+        if self._monitor is not None:
+            self._monitor.close()
+
+
+def report(model: ShardedModel) -> dict[str, Any]:
+    """Bytes at rest on this rank.
+
+    Returns:
+        `slots`: bytes by (slot, home), slots being `param`, `grad`, `master` and the optimizer's states (`exp_avg`,
+        ...); `transit`: bytes of the ring that gradients pass through; `units`: for each unit its names, elements, and
+        bytes by slot; `gathered_elements` and `gathered`: what is whole now and need not be; `padding_elements`.
+    """
+    slots: dict[tuple[str, str], int] = {}
+    units: list[dict[str, Any]] = []
+    by_unit: dict[int, dict[str, int]] = {}
+    home = "device"
+
+    def count(unit: int, slot: str, size: int) -> None:
+        slots[slot, home] = slots.get((slot, home), 0) + size
+        by_unit[unit][slot] = by_unit[unit].get(slot, 0) + size
+
+    for unit in model.units:
+        by_unit[unit.index] = {}
+        at_rest = unit.shard if unit.released else unit.full
+        count(unit.index, "param", at_rest.numel() * at_rest.element_size())
+        if unit.secondary is not None:
+            count(unit.index, "secondary", unit.secondary.numel() * unit.secondary.element_size())
+        if unit.master is not None and unit.master.dtype != unit.dtype:
+            count(unit.index, "master", unit.master.numel() * unit.master.element_size())
+    itemsize = model.settings.accumulate.itemsize
+    for slot in model.slots:
+        numel = slot.shard.numel() if slot.place is None and model.policy.grad and slot.shard is not None else 0
+        count(slot.unit.index, "grad", (numel or slot.unit.layout.padded) * itemsize)
+    for number, key, value in _states(model):
+        count(number, key, value.numel() * value.element_size())
+    for unit in model.units:
+        units.append({"names": unit.names, "elements": unit.numel, "released": unit.released, **by_unit[unit.index]})
+    gathered = [u for u in model.units if u.released and u.presence is not Presence.RELEASED]
+    return {
+        "stage": model.policy.stage,
+        "transport": model.transport.name,
+        "slots": slots,
+        "units": units,
+        "transit": sum(need.numel * need.dtype.itemsize for need in model.gradients.needs()) if model.policy.grad else 0,
+        "gathered": [unit.names[0] for unit in gathered],
+        "gathered_elements": sum(unit.numel for unit in gathered),
+        "padding_elements": sum(unit.layout.padded - unit.numel for unit in model.units),
+    }
+
+
+def _states(model: ShardedModel) -> list[tuple[int, str, torch.Tensor]]:
+    """Every element-wise optimizer state of this rank: unit, name, tensor. Counts (`step`) are left out."""
+    if model.update is None:
+        return []
+    entries = model.update.entries()
+    return [
+        (unit.index, key, value)
+        for unit, _, _, _, state in entries
+        for key, value in state.items()
+        if isinstance(value, torch.Tensor) and value.dim() > 0
+    ]
+
+
+def opening_lines(model: ShardedModel, config: Config, world: int) -> list[str]:
+    """What a run says of itself before it starts."""
+    total = sum(unit.numel for unit in model.units)
+    trained = sum(slot.unit.numel for slot in model.slots)
+    first = next((unit.parameters[0].dtype for unit in model.units), torch.float32)
+    table = config.dtype_table(dtype_name(model.units[0].dtype if model.units else first))
+    released = sum(1 for unit in model.units if unit.released)
+    return [
+        f"stage {model.policy.stage} on {world} rank{'s' if world > 1 else ''}, {total:,} parameters "
+        f"({trained:,} trained) in {len(model.units)} units, {released} of them released between uses",
+        f"transport {model.transport.name}: {model.transport_reason}",
+        f"dtypes: {table}",
+    ]

@@ -1,0 +1,418 @@
+"""The training engine: forward, backward, step, and what a script may ask of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from windlass.base.errors import ModelError
+from windlass.base.log import logger
+from windlass.config import Config
+from windlass.engine.blame import Blame
+from windlass.engine.buffers import Buffers
+from windlass.engine.optimizer import ShardedOptimizer
+from windlass.engine.progress import Progress
+from windlass.engine.reporting import Reporter
+from windlass.engine.saving import load_engine, save_engine
+from windlass.engine.weights import full_state_dict, save_16bit_model
+from windlass.optim.loss_scale import LossScale
+from windlass.zero.sharded import ShardedModel
+
+
+class Engine(nn.Module):
+    """A model in training (or evaluation) under one configuration. Made by `windlass.initialize`.
+
+    What is not the engine's own falls through to the module.
+    """
+
+    def __init__(
+        self,
+        sharded: ShardedModel,
+        optimizer: torch.optim.Optimizer | None,
+        config: Config,
+        progress: Progress,
+        scaler: LossScale,
+    ) -> None:
+        super().__init__()
+        self.module = sharded.model
+        self._sharded, self._config, self.progress, self._scaler = sharded, config, progress, scaler
+        self.device = sharded.device
+        data = sharded.mesh.data
+        self.world_size, self.global_rank = data.size, data.ranks[data.index]
+        self.local_rank = self.device.index if self.device.index is not None else _local_rank()
+        self.config = config.raw
+        self.optimizer = ShardedOptimizer(optimizer, sharded, self.step) if optimizer is not None else None
+        self.lr_scheduler: Any = None
+        self.training_dataloader: Any = None
+        self._buffers_of = Buffers(self.module, data, self.device, sharded.settings.compute)
+        self._blame = Blame(data)
+        self._reporter = Reporter(config, self)
+        self._weight = 1.0 / progress.batch.accumulation
+        self._no_sync = False
+        self._scaled = False  # the loss of the backward to come has the loss scale in it
+        self._norm: float | None = None
+        self._destroyed = False
+        gradients = sharded.gradients
+        gradients.weight = lambda: self._weight
+        gradients.syncing = self._syncs
+        if config.fp16.enabled:
+            gradients.watch = self._watch
+        sharded.loss_scale = lambda: self._scaler.scale
+        sharded.runtime.on_backward_end.append(self._backward_ended)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+            return getattr(super().__getattr__("module"), name)
+
+    # training
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module."""
+        if self._destroyed:
+            raise ModelError("this engine was destroyed; call the model itself, or initialize a new engine")
+        if self.module.training and torch.is_grad_enabled():
+            self._buffers_of.before_forward()
+        if self._config.fp16.enabled and self._config.fp16.auto_cast:
+            args, kwargs = _cast((args, kwargs), torch.float16)
+        self._blame.micro_batch = self.progress.micro_steps
+        with self._reporter.timed("forward"), self._autocast():
+            return self.module(*args, **kwargs)
+
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
+        """Backpropagate `loss`, a scalar, divided by the accumulation steps unless `scale_wrt_gas` is False.
+
+        Returns:
+            The loss so divided, without the loss scale.
+
+        Raises:
+            AssertionError: there is no optimizer, or the loss is no scalar.
+        """
+        assert self.optimizer is not None, "backward needs an optimizer: pass one to initialize or name one in the config"
+        assert isinstance(loss, torch.Tensor) and loss.numel() == 1, (
+            f"backward takes a scalar loss, not {tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss)}"
+        )
+        self._weight = 1.0 / self.progress.batch.accumulation if scale_wrt_gas else 1.0
+        self._scaled = True
+        self._reporter.saw_loss(loss)
+        try:
+            with self._reporter.timed("backward"):
+                (loss.float() * self._scaler.scale if self._scaler.scale != 1.0 else loss).backward(
+                    retain_graph=retain_graph
+                )
+        finally:
+            self._weight, self._scaled = 1.0 / self.progress.batch.accumulation, False
+        return loss * (1.0 / self.progress.batch.accumulation) if scale_wrt_gas else loss
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """`loss` times the loss scale; call `.backward()` on it where `engine.backward` does not fit."""
+        self._scaled = True
+        return loss.float() * self._scaler.scale if self._scaler.scale != 1.0 else loss
+
+    def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
+        """End a micro-batch; at the accumulation boundary clip, update, clear gradients and advance the schedule."""
+        assert self.optimizer is not None, "step needs an optimizer: pass one to initialize or name one in the config"
+        if self._no_sync:
+            raise ModelError("step() inside no_sync(): gradients were not reduced; leave the context first")
+        self.progress.applied = False
+        if self.progress.at_boundary():
+            with self._reporter.timed("step"):
+                self._take_step(lr_kwargs or {})
+        self.progress.micro_steps += 1
+
+    def _take_step(self, lr_kwargs: dict[str, Any]) -> None:
+        assert self.optimizer is not None
+        fp16 = self._config.fp16.enabled
+        changed = [float(self._buffers_of.changed())]
+        outcome = self._sharded.step(
+            self._config.gradient_clipping, self._scaler.scale, skip_overflow=fp16, flags=changed
+        )
+        self._norm = outcome.norm
+        if outcome.flags[0] > 0:
+            self._buffers_of.invalidate()
+        self.optimizer.mark_called()
+        where = ""
+        if fp16 and not outcome.applied:
+            where = f"{self._blame.find()}, step {self.progress.global_steps}"
+        self._blame.clear()
+        self.optimizer.overflow = not outcome.applied
+        self.progress.stepped(applied=outcome.applied)
+        self._scaler.update(not outcome.applied, where)
+        self.optimizer.loss_scale = self._scaler.scale
+        if self.lr_scheduler is not None and outcome.applied:
+            self._step_schedule(lr_kwargs)
+        self._reporter.stepped()
+
+    def _step_schedule(self, lr_kwargs: dict[str, Any]) -> None:
+        try:
+            self.lr_scheduler.step(**lr_kwargs)
+        except TypeError:
+            self.lr_scheduler.step(self.train_batch_size())
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside only add up locally; the first one outside reduces everything. Works at every stage."""
+        if self._sharded.policy.grad:
+            extra = sum(s.unit.layout.padded for s in self._sharded.slots) * self._sharded.settings.accumulate.itemsize
+            self._reporter.once(
+                "no_sync",
+                f"no_sync at stage {self.zero_optimization_stage()} keeps whole gradients: {extra / 2**20:.0f} MiB more a rank",
+            )
+        before, self._no_sync = self._no_sync, True
+        try:
+            yield
+        finally:
+            self._no_sync = before
+
+    def eval_batch(self, batch: Any) -> Any:
+        """The module's output for `batch` (a dict of keywords, a tuple of arguments, or one), without gradients."""
+        training = self.module.training
+        self.module.eval()
+        try:
+            with torch.no_grad():
+                if isinstance(batch, dict):
+                    return self(**batch)
+                return self(*batch) if isinstance(batch, (tuple, list)) else self(batch)
+        finally:
+            self.module.train(training)
+
+    def train(self, mode: bool = True) -> None:  # type: ignore[override]
+        """Set the module's mode."""
+        self.module.train(mode)
+
+    def eval(self) -> None:  # type: ignore[override]
+        """Set the module to evaluation."""
+        self.module.eval()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients of the step under way; after a step there are none."""
+        self._sharded.forget_gradients()
+
+    # what hooks ask
+
+    def _syncs(self) -> bool:
+        return not self._no_sync and (self._sharded.policy.grad or self.progress.at_boundary())
+
+    def _watch(self, unit: Any, index: int, gradient: torch.Tensor) -> None:
+        if not self._scaled and self._scaler.scale != 1.0:
+            raise ModelError(
+                f"loss.backward() under fp16 with a loss scale of {self._scaler.scale:g}: the loss has no scale in it. "
+                "Call engine.backward(loss), or engine.scale(loss).backward()"
+            )
+        self._blame.watch(unit, index, gradient)
+
+    def _backward_ended(self) -> None:
+        self._scaled = False
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        section = self._config.torch_autocast
+        if not section.enabled:
+            return nullcontext()
+        from windlass.base.dtypes import parse_dtype
+
+        return torch.autocast(self.device.type, dtype=parse_dtype(section.dtype or "bf16"))
+
+    # questions
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the current micro-batch ends a step."""
+        return self.progress.at_boundary()
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Say whether the current micro-batch ends a step; holds until it is said otherwise."""
+        self.progress.override = bool(is_boundary)
+
+    def was_step_applied(self) -> bool:
+        """Whether the last `step()` updated the parameters."""
+        return self.progress.applied
+
+    def grad_norm(self) -> float | None:
+        """Norm of the whole unclipped gradient of the last step; None before the first."""
+        return self._norm
+
+    def get_global_grad_norm(self) -> float | None:
+        """As `grad_norm`."""
+        return self._norm
+
+    def get_lr(self) -> list[float]:
+        """The learning rate of each group now."""
+        return [group["lr"] for group in self.optimizer.param_groups] if self.optimizer is not None else []
+
+    def get_mom(self) -> list[Any]:
+        """The momentum (or betas) of each group now."""
+        groups = self.optimizer.param_groups if self.optimizer is not None else []
+        return [group.get("momentum", group.get("betas")) for group in groups]
+
+    def train_batch_size(self) -> int:
+        """Samples in a step over all ranks."""
+        return self.progress.batch.train
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Samples in a forward on one rank."""
+        return self.progress.batch.micro
+
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches in a step."""
+        return self.progress.batch.accumulation
+
+    def zero_optimization_stage(self) -> int:
+        """The ZeRO stage of the configuration."""
+        return self._sharded.policy.stage
+
+    def zero_optimization(self) -> bool:
+        """Whether the stage is above 0."""
+        return self._sharded.policy.stage > 0
+
+    def fp16_enabled(self) -> bool:
+        """Whether parameters are fp16."""
+        return self._config.fp16.enabled
+
+    def bfloat16_enabled(self) -> bool:
+        """Whether parameters are bf16."""
+        return self._config.bf16.enabled
+
+    def gradient_clipping(self) -> float:
+        """The norm that gradients are clipped to; 0: none."""
+        return self._config.gradient_clipping
+
+    def steps_per_print(self) -> float | None:
+        """Steps between two lines of the log."""
+        return self._config.steps_per_print
+
+    def optimizer_name(self) -> str | None:
+        """The optimizer that the configuration names, or the class of the one that was passed."""
+        if self._config.optimizer is not None:
+            return self._config.optimizer.type.lower()
+        return type(self.optimizer.optimizer).__name__ if self.optimizer is not None else None
+
+    def scheduler_name(self) -> str | None:
+        """The schedule that the configuration names."""
+        return self._config.scheduler.type if self._config.scheduler is not None else None
+
+    def loss_scale(self) -> float:
+        """The loss scale now; 1 without fp16."""
+        return self._scaler.scale
+
+    def dynamic_loss_scale(self) -> bool:
+        """Whether the loss scale moves."""
+        return self._scaler.dynamic
+
+    def zero_gather_16bit_weights_on_model_save(self) -> bool:
+        """`stage3_gather_16bit_weights_on_model_save` of the configuration."""
+        return self._config.zero_optimization.stage3_gather_16bit_weights_on_model_save
+
+    @property
+    def micro_steps(self) -> int:
+        """Micro-batches so far."""
+        return self.progress.micro_steps
+
+    @property
+    def global_steps(self) -> int:
+        """Optimizer steps so far, skipped ones included."""
+        return self.progress.global_steps
+
+    @property
+    def global_samples(self) -> int:
+        """Samples so far."""
+        return self.progress.global_samples
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps skipped because a gradient overflowed."""
+        return self.progress.skipped_steps
+
+    def report(self) -> dict[str, Any]:
+        """Bytes at rest by slot and home, by unit, what is gathered now, and what a step sent; printed on rank 0."""
+        return self._reporter.report()
+
+    # files, and the end
+
+    def full_state_dict(self, *, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+        """Whole parameters and buffers by name on the CPU of rank 0, empty on others. Collective."""
+        return full_state_dict(self._sharded, dtype=dtype)
+
+    def save_16bit_model(
+        self, save_dir: str, save_filename: str = "model.safetensors", exclude_frozen_parameters: bool = False
+    ) -> bool:
+        """Whole parameters as they compute, in one safetensors file; False at stage 3 unless the configuration's
+        `stage3_gather_16bit_weights_on_model_save` is set. Collective."""
+        if self.zero_optimization_stage() == 3 and not self.zero_gather_16bit_weights_on_model_save():
+            logger.warning(
+                "save_16bit_model wrote nothing: set zero_optimization.stage3_gather_16bit_weights_on_model_save to gather "
+                "the parameters of stage 3 for it"
+            )
+            return False
+        return save_16bit_model(self._sharded, save_dir, save_filename, exclude_frozen_parameters)
+
+    def save_checkpoint(
+        self,
+        save_dir: str,
+        tag: str | None = None,
+        client_state: dict[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write everything that training needs to go on. Collective.
+
+        Args:
+            tag: the folder inside `save_dir`; `global_stepN` by default.
+            client_state: plain data of the caller's, given back by `load_checkpoint`.
+            save_latest: `latest` names this tag.
+
+        Raises:
+            CheckpointError: it could not be written; what was there before is whole.
+        """
+        return save_engine(self, save_dir, tag, client_state or {}, save_latest, exclude_frozen_parameters)
+
+    def load_checkpoint(
+        self,
+        load_dir: str,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., Any] | None = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Go on from a checkpoint. Collective.
+
+        Returns:
+            Its path and the `client_state` that was saved; `(None, None)` with a warning where there is none.
+
+        Raises:
+            CheckpointError: it is damaged, or does not fit.
+        """
+        if custom_load_fn is not None:
+            raise ModelError("custom_load_fn is not supported; load the model's weights before initialize instead")
+        optimizer_too = load_optimizer_states and not load_module_only
+        return load_engine(self, load_dir, tag, load_module_strict, optimizer_too, load_lr_scheduler_states)
+
+    def destroy(self) -> None:
+        """Give the plain model back, whole, with no hooks. Collective at stage 3; doing it again does nothing."""
+        if not self._destroyed:
+            self._destroyed = True
+            self._reporter.close()
+            self._sharded.destroy()
+
+
+def _local_rank() -> int:
+    import os
+
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+        return type(value)(_cast(item, dtype) for item in value)
+    if isinstance(value, dict):
+        return {key: _cast(item, dtype) for key, item in value.items()}
+    return value

@@ -1,0 +1,226 @@
+"""From a model and a configuration to an engine; the one file that knows every part."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from windlass.base.device import keep_freed_memory, local_device
+from windlass.base.dtypes import parse_dtype
+from windlass.base.errors import ConfigError, ModelError
+from windlass.base.log import logger
+from windlass.comm.bootstrap import DEFAULT_TIMEOUT, init_distributed
+from windlass.comm.groups import build_data_mesh
+from windlass.config import Config, load
+from windlass.data.loader import make_loader
+from windlass.engine.progress import Progress
+from windlass.engine.reporting import opening_lines
+from windlass.engine.train import Engine
+from windlass.optim import by_name, schedules
+from windlass.optim.loss_scale import LossScale, StaticLossScale, from_config
+from windlass.zero import registry
+from windlass.zero.partition import Rules
+from windlass.zero.policy import policy_of
+from windlass.zero.sharded import Settings, ShardedModel
+
+_engines: WeakValueDictionary[int, Engine] = WeakValueDictionary()  # by id of the sharded model
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[..., Any] | None = None,
+    config: Any = None,
+    mesh_param: Any = None,
+    config_params: Any = None,
+) -> tuple[Engine, Any, Any, Any]:
+    """Make an engine. Collective: every rank calls it with the same model; rank 0's weights count.
+
+    Args:
+        args: anything with `deepspeed_config`, a path to the configuration, when `config` is not given.
+        model: to be trained, or only run where there is no optimizer.
+        optimizer: an optimizer over the model's parameters, or a callable that makes one from them; goes before the
+            configuration's.
+        model_parameters: what the optimizer shall step: parameters or groups; all trainable ones by default.
+        training_data: a dataset; the third result then is a loader of this rank's share.
+        lr_scheduler: a scheduler, or a callable that makes one from the optimizer; goes before the configuration's.
+        distributed_port: for the ranks to meet, where the environment names none.
+        dist_init_required: False: the caller starts torch.distributed itself, and did.
+        collate_fn: of the loader.
+        config: dict, path or base64 text; `config_params` is its older name.
+
+    Returns:
+        `(engine, optimizer, loader, scheduler)`; the last three may be None.
+
+    Raises:
+        ConfigError: the configuration is missing, wrong, or asks for what is not built.
+        ModelError: the model or the optimizer can't be trained.
+    """
+    if model is None:
+        raise ModelError("initialize needs a model: initialize(model=..., config=...)")
+    if mpu is not None or mesh_param is not None:
+        raise ConfigError("mpu and mesh_param ask for model parallelism, which is not yet built; leave them out")
+    settings_of = load(_source(args, config, config_params))
+    refusals = settings_of.refusals()
+    if refusals:
+        raise ConfigError("this configuration can't be honoured:\n" + "\n".join(f"  {refusal}" for refusal in refusals))
+    if dist_init_required is False and not dist.is_initialized():
+        raise ConfigError("dist_init_required=False, but torch.distributed is not initialised; initialise it or leave that out")
+    init_distributed(port=distributed_port)
+    world = dist.get_world_size()
+    source = "torch.distributed" if "WORLD_SIZE" in os.environ else "one process, no launcher"
+    progress = Progress(settings_of.resolve_batch(world, source))
+    device = local_device()
+    _check_hardware(settings_of, device)
+    _supersede(model)
+    built = _optimizer(model, optimizer, model_parameters, settings_of)
+    sharded = _shard(model, built, settings_of, device)
+    engine = Engine(sharded, built, settings_of, progress, _loss_scale(settings_of))
+    engine.lr_scheduler = _scheduler(engine, lr_scheduler, settings_of)
+    if training_data is not None:
+        engine.training_dataloader = _loader(training_data, engine, settings_of, collate_fn)
+    _engines[id(sharded)] = engine
+    if device.type == "cpu":
+        keep_freed_memory()
+    for line in opening_lines(sharded, settings_of, world):
+        logger.info(line)
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _source(args: Any, config: Any, config_params: Any) -> Any:
+    from_args = getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None)
+    given = config if config is not None else config_params
+    if from_args is not None and given is not None:
+        raise ConfigError("there are two configurations: args.deepspeed_config and config; pass one")
+    if from_args is None and given is None:
+        raise ConfigError("there is no configuration: pass config=... (a dict, a path or base64) or args.deepspeed_config")
+    return from_args if given is None else given
+
+
+def _check_hardware(config: Config, device: torch.device) -> None:
+    if config.bf16.enabled and device.type == "cuda" and not torch.cuda.is_bf16_supported():
+        raise ConfigError(f"bf16.enabled: {torch.cuda.get_device_name(device)} has no bfloat16; use fp16 or neither")
+
+
+def _supersede(model: nn.Module) -> None:
+    """A model has one engine: one that only evaluates makes way, one that trains is in the way."""
+    others = {id(place.model): place.model for p in model.parameters() if (place := registry.find(p)) is not None}
+    for number, other in others.items():
+        if other.update is not None:
+            raise ModelError(
+                "this model (or a part of it) has an engine that trains it; call engine.destroy() before the second initialize"
+            )
+        engine = _engines.pop(number, None)
+        if engine is not None:
+            logger.info("the evaluation engine of this model makes way for the new one")
+            engine.destroy()
+
+
+def _optimizer(
+    model: nn.Module, given: Any, parameters: Iterable[Any] | None, config: Config
+) -> torch.optim.Optimizer | None:
+    if isinstance(given, torch.optim.Optimizer):
+        return given
+    if given is None and config.optimizer is None:
+        return None
+    chosen = list(parameters) if parameters is not None else [p for p in model.parameters() if p.requires_grad]
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ModelError("the model has no trainable parameter: set requires_grad on what shall be trained, or leave the optimizer out")
+    if callable(given):
+        made = given(chosen)
+        if not isinstance(made, torch.optim.Optimizer):
+            raise ModelError(f"the optimizer callable returned a {type(made).__name__}, not a torch optimizer")
+        return made
+    if given is not None:
+        raise ModelError(f"optimizer is a {type(given).__name__}; pass a torch optimizer or a callable that makes one")
+    assert config.optimizer is not None
+    return by_name.build(config.optimizer.type, dict(config.optimizer.params), chosen)
+
+
+def _shard(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config, device: torch.device
+) -> ShardedModel:
+    zero, world = config.zero_optimization, dist.get_world_size()
+    axes = config.data_axes(world)
+    mesh = build_data_mesh(axes.shard if zero.stage > 0 else None, axes.regather)
+    policy = policy_of(zero.stage, mesh.shard.size if zero.stage else world)
+    table = config.dtype_table()
+    mixed = config.fp16.enabled or config.bf16.enabled
+    widest = torch.float64 if any(p.dtype == torch.float64 for p in model.parameters()) and not mixed else None
+    accumulate = widest or parse_dtype(table.accumulate)
+    wire = widest or parse_dtype(table.reduce)
+    before, after = _factors(config, wire, world)
+    settings = Settings(
+        policy=policy,
+        rules=Rules(
+            keep_below=zero.stage3_param_persistence_threshold,
+            keep_at_most=zero.stage3_model_persistence_threshold,
+            merge_below=zero.merge_below,
+            split_above=max(zero.stage3_max_live_parameters, 1 << 20),
+            blocks=tuple(zero.blocks or ()),
+        ),
+        compute=parse_dtype(table.parameter) if mixed else None,
+        accumulate=accumulate,
+        wire=wire,
+        before=before,
+        after=after,
+        overlap=True if zero.overlap_comm is None else zero.overlap_comm,
+        bucket=zero.reduce_bucket_size,
+        sub_group=zero.sub_group_size,
+        ahead=zero.stage3_prefetch_bucket_size,
+        live=zero.stage3_max_live_parameters,
+        reuse=zero.stage3_max_reuse_distance,
+        transport=config.comm.transport,
+        timeout=DEFAULT_TIMEOUT,
+    )
+    return ShardedModel(model, optimizer, settings, mesh, device, trains=optimizer is not None)
+
+
+def _factors(config: Config, wire: torch.dtype, world: int) -> tuple[float, float]:
+    """Factors of a gradient before and after the sum over ranks; together 1 / world.
+
+    Sums in 16 bits divide after, unless the configuration says otherwise: small gradients would vanish before. In
+    float32 the order is free, and before costs nothing.
+    """
+    divide = config.gradient_predivide_factor
+    if config.prescale_gradients:
+        return 1.0 / divide if divide != 1.0 else 1.0 / world, divide / world if divide != 1.0 else 1.0
+    if divide != 1.0:
+        return 1.0 / divide, divide / world
+    return (1.0 / world, 1.0) if wire.itemsize >= 4 else (1.0, 1.0 / world)
+
+
+def _loss_scale(config: Config) -> LossScale:
+    return from_config(config.fp16) if config.fp16.enabled else StaticLossScale(1.0)
+
+
+def _scheduler(engine: Engine, given: Any, config: Config) -> Any:
+    if given is not None:
+        return given(engine.optimizer) if callable(given) and not hasattr(given, "step") else given
+    if config.scheduler is None or engine.optimizer is None:
+        return None
+    return schedules.build(config.scheduler.type, config.scheduler.params, engine.optimizer)
+
+
+def _loader(data: Any, engine: Engine, config: Config, collate_fn: Callable[..., Any] | None) -> Any:
+    return make_loader(
+        data,
+        engine.train_micro_batch_size_per_gpu(),
+        engine.global_rank,
+        engine.world_size,
+        collate_fn=collate_fn,
+        drop_last=config.dataloader_drop_last,
+    )

@@ -1,0 +1,17 @@
+"""The options that training scripts take from their command line and hand to `windlass.initialize(args=...)`."""
+
+from __future__ import annotations
+
+import argparse
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the options that `initialize(args=...)` reads to a script's `parser`, and return it.
+
+    They are spelled as scripts and launchers in the field spell them: `--deepspeed_config PATH`, the configuration, and
+    `--deepspeed`, a flag for the script's own use.
+    """
+    group = parser.add_argument_group("windlass", "sharded training")
+    group.add_argument("--deepspeed", action="store_true", help="train with windlass (for the script to look at)")
+    group.add_argument("--deepspeed_config", metavar="PATH", help="configuration of the run, in the words of ds_config.json")
+    return parser

@@ -1,0 +1,26 @@
+"""What a rank is before it becomes the user's program: a process that asked the kernel to end it with its launcher.
+
+Run as `python -I -S rank.py LAUNCHER_PID COMMAND...`. It imports nothing outside the standard library, since it runs
+before every rank, and then replaces itself by COMMAND: the request survives that.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main(launcher: int, command: list[str]) -> None:
+    """Tie this process to `launcher`, its parent, and become `command`; Linux only."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != launcher:  # it ended before the request was made
+        os._exit(128 + signal.SIGKILL)
+    os.execvp(command[0], command)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2:])

@@ -1,0 +1,223 @@
+"""Writes a run's numbers to TensorBoard, CSV files and Weights & Biases, from rank 0."""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Callable, Iterable
+from importlib import import_module
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, SupportsFloat
+
+import torch
+
+from windlass.base.errors import ConfigError
+from windlass.base.log import logger
+
+Event = tuple[str, float, int]
+"""Name of a quantity (`Train/loss`), its value, and the step it belongs to."""
+
+
+class _Files(Protocol):
+    @property
+    def enabled(self) -> bool: ...
+    @property
+    def output_path(self) -> str: ...
+    @property
+    def job_name(self) -> str: ...
+
+
+class _Wandb(Protocol):
+    @property
+    def enabled(self) -> bool: ...
+    @property
+    def group(self) -> str | None: ...
+    @property
+    def team(self) -> str | None: ...
+    @property
+    def project(self) -> str: ...
+
+
+class Sections(Protocol):
+    """The sections of the configuration that are read."""
+
+    @property
+    def tensorboard(self) -> _Files: ...
+    @property
+    def csv_monitor(self) -> _Files: ...
+    @property
+    def wandb(self) -> _Wandb: ...
+
+
+class Writer(Protocol):
+    """One place that events go to."""
+
+    def write(self, events: list[Event]) -> None:
+        """Write and flush."""
+
+    def close(self) -> None:
+        """Finish; nothing is written after."""
+
+
+class Monitor:
+    """Every writer that the configuration turns on; none on ranks other than 0.
+
+    Each `write_events` is flushed before it returns, so an interrupt loses at most the events in hand. A writer that
+    fails (disk full, network) is dropped with an error in the log and training goes on.
+
+    Args:
+        config: with sections `tensorboard`, `csv_monitor`, `wandb`.
+        rank: this process; by default torch.distributed's, else the environment's RANK, else 0.
+
+    Raises:
+        ConfigError: a section is enabled whose package is not installed, or whose folder cannot be made.
+    """
+
+    def __init__(self, config: Sections, rank: int | None = None) -> None:
+        self._writers: dict[str, Writer] = {}
+        if (_rank() if rank is None else rank) != 0:
+            return
+        made: list[tuple[str, bool, Callable[[], Writer]]] = [
+            ("tensorboard", config.tensorboard.enabled, lambda: TensorBoardWriter(_folder(config.tensorboard, "runs"))),
+            ("csv_monitor", config.csv_monitor.enabled, lambda: CsvWriter(_folder(config.csv_monitor, "csv_monitor"))),
+            ("wandb", config.wandb.enabled, lambda: WandbWriter(config.wandb)),
+        ]
+        for name, enabled, make in made:
+            if enabled:
+                self._writers[name] = _made(name, make)
+
+    @property
+    def enabled(self) -> bool:
+        """Whether anything is written; a loop may skip computing events otherwise."""
+        return bool(self._writers)
+
+    def write_events(self, events: Iterable[tuple[str, SupportsFloat, int]]) -> None:
+        """Write `(name, value, step)` triples everywhere; a value may be a one-element tensor."""
+        if not self._writers:
+            return
+        plain = [(name, float(value), int(step)) for name, value, step in events]
+        for name, writer in list(self._writers.items()):
+            try:
+                writer.write(plain)
+            except OSError as error:
+                logger.error(f"{name}: cannot write ({error}); nothing more is written there in this run")
+                del self._writers[name]
+
+    def close(self) -> None:
+        """Close every writer; safe to call twice."""
+        while self._writers:
+            name, writer = self._writers.popitem()
+            try:
+                writer.close()
+            except OSError as error:
+                logger.error(f"{name}: the last events may be missing ({error})")
+
+    def __enter__(self) -> Monitor:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class CsvWriter:
+    """One file a quantity, `Train_loss.csv` for `Train/loss`, of `step,loss` rows; an existing file is continued."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def write(self, events: list[Event]) -> None:
+        """Append one row an event; quantities written together open each file once."""
+        by_name: dict[str, list[tuple[int, float]]] = {}
+        for name, value, step in events:
+            by_name.setdefault(name, []).append((step, value))
+        for name, rows in by_name.items():
+            path = self.folder / f"{name.replace('/', '_').replace(' ', '_')}.csv"
+            with path.open("a", newline="") as file:  # closed after each write: a row never waits in a buffer
+                writer = csv.writer(file, lineterminator="\n")
+                if file.tell() == 0:
+                    writer.writerow(["step", name.rpartition("/")[2]])
+                writer.writerows(rows)
+
+    def close(self) -> None:
+        """Nothing: no file is open."""
+
+
+class TensorBoardWriter:
+    """Event files in a folder, by torch's SummaryWriter.
+
+    Raises:
+        ConfigError: the package tensorboard is not installed.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ConfigError(_missing("tensorboard", error)) from error
+        make: Callable[..., Any] = SummaryWriter
+        self._writer = make(log_dir=str(folder))
+
+    def write(self, events: list[Event]) -> None:
+        """Add scalars and flush."""
+        for name, value, step in events:
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Finish the event file."""
+        self._writer.close()
+
+
+class WandbWriter:
+    """A run of Weights & Biases.
+
+    Raises:
+        ConfigError: the package wandb is not installed.
+    """
+
+    def __init__(self, section: _Wandb) -> None:
+        try:
+            wandb = import_module("wandb")
+        except ImportError as error:
+            raise ConfigError(_missing("wandb", error)) from error
+        self._run = wandb.init(project=section.project, group=section.group, entity=section.team)
+
+    def write(self, events: list[Event]) -> None:
+        """Log all quantities of a step together, as W&B's own step counter never goes back."""
+        by_step: dict[int, dict[str, float]] = {}
+        for name, value, step in events:
+            by_step.setdefault(step, {})[name] = value
+        for step in sorted(by_step):
+            self._run.log(by_step[step], step=step)
+
+    def close(self) -> None:
+        """Upload what is left."""
+        self._run.finish()
+
+
+def _made(name: str, make: Callable[[], Writer]) -> Writer:
+    try:
+        return make()
+    except OSError as error:
+        raise ConfigError(f"{name}: cannot start ({error}); change the section {name} of the configuration") from error
+
+
+def _folder(section: _Files, default: str) -> Path:
+    return Path(section.output_path or default).expanduser() / section.job_name
+
+
+def _missing(package: str, error: ImportError) -> str:
+    return (
+        f"{package}.enabled is true but the package {package} cannot be imported ({error}): "
+        f"pip install 'windlass[monitor]', or set {package}.enabled to false"
+    )
+
+
+def _rank() -> int:
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank()
+    return int(os.environ.get("RANK", "0") or 0)

@@ -1,0 +1,12 @@
+"""Optimizers, what may be done with them, loss scales and schedules. In reading order:
+
+lion, lamb, muon (optimizers torch lacks), by_name (configuration -> optimizer), elementwise (flat spans, fused steps),
+loss_scale (fp16), lr_schedule, lr_cycles, lr_warmups (schedules), schedules (configuration -> schedule).
+"""
+
+from __future__ import annotations
+
+from windlass.optim.lamb import Lamb as Lamb
+from windlass.optim.lion import Lion as Lion
+from windlass.optim.muon import Muon as Muon
+from windlass.optim.muon import muon_groups as muon_groups

@@ -1,0 +1,125 @@
+"""LAMB: Adam's direction, its length set anew for each parameter by a trust ratio."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim.optimizer import ParamsT
+
+from windlass.base.errors import ConfigError, ModelError
+
+
+class Lamb(torch.optim.Optimizer):
+    """LAMB with the parameter names, and the order of operations, of DeepSpeed's FusedLamb.
+
+    With Adam's moments m and v: u = m / (sqrt(v) + eps) + wd w; ratio = |w| / |u| clamped to [min_coeff, max_coeff],
+    and 1 where either norm is 0; w <- w - lr c ratio u. The bias correction c = sqrt(1 - b2^t) / (1 - b1^t) scales
+    the step
+    and not the moments, which is where this differs from the paper: there c cancels, here it is a warm-up of 1/(1 -
+        b2) steps. Norms are over one whole parameter and taken in fp32.
+
+    Source: You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes", arXiv:1904.00962,
+    algorithm 2. State: `step` (0-d fp32), `exp_avg`, `exp_avg_sq`.
+
+    Args:
+        bias_correction: multiply the step by c.
+        eps_inside_sqrt: divide by sqrt(v + eps) instead.
+        max_grad_norm: only 0 (off); the norm of all gradients is not one parameter's business.
+        amsgrad: only False.
+
+    Raises:
+        ConfigError: a value out of range, or one of the two that are not offered.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        eps_inside_sqrt: bool = False,
+        weight_decay: float = 0.0,
+        max_grad_norm: float = 0.0,
+        max_coeff: float = 10.0,
+        min_coeff: float = 0.01,
+        amsgrad: bool = False,
+    ) -> None:
+        if amsgrad:
+            raise ConfigError("Lamb: amsgrad is true, and LAMB has no AMSGrad variant; delete it")
+        if max_grad_norm:
+            raise ConfigError(f"Lamb: max_grad_norm is {max_grad_norm}; set the top-level gradient_clipping instead")
+        if min(lr, eps, weight_decay) < 0 or not all(0 <= beta < 1 for beta in betas):
+            raise ConfigError(
+                f"Lamb: lr {lr}, eps {eps} and weight_decay {weight_decay} must be at least 0, "
+                f"betas {tuple(betas)} in [0, 1)"
+            )
+        if not 0 <= min_coeff <= max_coeff:
+            raise ConfigError(f"Lamb: need 0 <= min_coeff <= max_coeff, got {min_coeff} and {max_coeff}")
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "bias_correction": bias_correction,
+                "betas": tuple(betas),
+                "eps": eps,
+                "eps_inside_sqrt": eps_inside_sqrt,
+                "weight_decay": weight_decay,
+                "max_coeff": max_coeff,
+                "min_coeff": min_coeff,
+            },
+        )
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step every parameter that has a gradient; returns what `closure` returns.
+
+        Raises:
+            ModelError: a gradient is sparse.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, parameter.grad, group)
+        return loss
+
+    def _update(self, parameter: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> None:
+        if grad.is_sparse:
+            raise ModelError(f"Lamb: the gradient of a parameter of shape {tuple(grad.shape)} is sparse; make it dense")
+        state = self.state[parameter]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32)
+            state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+            state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        state["step"] += 1
+        beta1, beta2 = group["betas"]
+        exp_avg, exp_avg_sq = state["exp_avg"], state["exp_avg_sq"]
+        exp_avg.mul_(beta1).add_(grad, alpha=1 - beta1)
+        exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+        if group["eps_inside_sqrt"]:
+            denominator = exp_avg_sq.add(group["eps"]).sqrt_()
+        else:
+            denominator = exp_avg_sq.sqrt().add_(group["eps"])
+        update = exp_avg.div(denominator)
+        if group["weight_decay"]:
+            update.add_(parameter, alpha=group["weight_decay"])
+        size = group["lr"]
+        if group["bias_correction"]:
+            t = state["step"].item()
+            size *= (1 - beta2**t) ** 0.5 / (1 - beta1**t)
+        ratio = trust_ratio(parameter, update, group["min_coeff"], group["max_coeff"])
+        parameter.sub_(update.mul_(ratio * size))
+
+
+def trust_ratio(weight: torch.Tensor, update: torch.Tensor, least: float, most: float) -> torch.Tensor:
+    """|weight| / |update| clamped to [least, most], 1 where either is 0; a 0-d fp32 tensor, without a device sync."""
+    weight_norm = torch.linalg.vector_norm(weight, dtype=torch.float32)
+    update_norm = torch.linalg.vector_norm(update, dtype=torch.float32)
+    ratio = (weight_norm / update_norm).clamp(least, most)
+    return torch.where((weight_norm > 0) & (update_norm > 0), ratio, torch.ones_like(ratio))

@@ -1,0 +1,66 @@
+"""Lion: the sign of an interpolated momentum is the whole update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim.optimizer import ParamsT
+
+from windlass.base.errors import ConfigError, ModelError
+
+
+class Lion(torch.optim.Optimizer):
+    """Lion: c = b1 m + (1 - b1) g; w <- (1 - lr wd) w - lr sign(c); m <- b2 m + (1 - b2) g.
+
+    Source: Chen et al., "Symbolic Discovery of Optimization Algorithms", arXiv:2302.06675, algorithm 2. State:
+    `exp_avg`, of the parameter's shape and dtype. Every element depends on itself alone, so any span of a parameter
+    may be stepped.
+
+    Raises:
+        ConfigError: a negative learning rate or decay, or a beta outside [0, 1).
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+    ) -> None:
+        if lr < 0 or weight_decay < 0 or not all(0 <= beta < 1 for beta in betas):
+            raise ConfigError(
+                f"Lion: lr {lr} and weight_decay {weight_decay} must be at least 0, betas {tuple(betas)} in [0, 1)"
+            )
+        super().__init__(params, {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step every parameter that has a gradient; returns what `closure` returns.
+
+        Raises:
+            ModelError: a gradient is sparse.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, parameter.grad, group)
+        return loss
+
+    def _update(self, parameter: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> None:
+        if grad.is_sparse:
+            raise ModelError(f"Lion: the gradient of a parameter of shape {tuple(grad.shape)} is sparse; make it dense")
+        state = self.state[parameter]
+        if not state:
+            state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        exp_avg, (beta1, beta2) = state["exp_avg"], group["betas"]
+        direction = exp_avg.mul(beta1).add_(grad, alpha=1 - beta1).sign_()
+        if group["weight_decay"]:
+            parameter.mul_(1 - group["lr"] * group["weight_decay"])
+        parameter.add_(direction.mul_(group["lr"]), alpha=-1)
+        exp_avg.mul_(beta2).add_(grad, alpha=1 - beta2)

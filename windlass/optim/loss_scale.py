@@ -1,0 +1,166 @@
+"""The factor that keeps fp16 gradients from vanishing: fixed, or riding below the point of overflow."""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol
+
+from windlass.base.errors import LossError
+from windlass.base.log import logger
+
+_LARGEST = 2.0**126  # a scale beyond it would make the scaled loss infinite, in fp32, whatever the loss
+
+
+class Fp16Knobs(Protocol):
+    """What is read of the configuration's section `fp16`."""
+
+    @property
+    def loss_scale(self) -> float: ...
+    @property
+    def initial_scale_power(self) -> int: ...
+    @property
+    def loss_scale_window(self) -> int: ...
+    @property
+    def hysteresis(self) -> int: ...
+    @property
+    def consecutive_hysteresis(self) -> bool: ...
+    @property
+    def min_loss_scale(self) -> float: ...
+
+
+class StaticLossScale:
+    """A scale that never changes; an overflow only skips its step. 1.0 is no scaling at all (fp32, bf16)."""
+
+    dynamic = False
+
+    def __init__(self, scale: float = 1.0) -> None:
+        self.scale = float(scale)
+
+    def update(self, overflow: bool, where: str = "") -> None:
+        """Say that a step ended; `where` says what overflowed first."""
+        if overflow:
+            logger.warning(f"gradients overflowed at the fixed loss scale {self.scale:g}: step skipped{_at(where)}")
+
+    def state_dict(self) -> dict[str, float]:
+        """The scale, as a plain number."""
+        return {"scale": self.scale}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Nothing: the configuration's scale is the one that holds."""
+
+
+class DynamicLossScale:
+    """Halves the scale on overflow, doubles it after `window` good steps in a row since the last overflow or doubling.
+
+    `hysteresis - 1` overflows are forgiven (their steps are skipped, the scale stays) before the scale falls; the
+    stock of them is refilled when the scale doubles, or with `consecutive_hysteresis` after every good step.
+
+    Source: Micikevicius et al., "Mixed Precision Training", arXiv:1710.03740, section 3.2; the knobs are DeepSpeed's
+    `fp16`.
+
+    Args:
+        scale: the first scale.
+        window: good steps before the scale doubles.
+        min_scale: the scale never falls below.
+        at_minimum: what an overflow at `min_scale` does: `raise` LossError, or `continue` skipping steps with a
+            warning.
+    """
+
+    dynamic = True
+
+    def __init__(
+        self,
+        scale: float = 2.0**16,
+        window: int = 1000,
+        hysteresis: int = 2,
+        consecutive_hysteresis: bool = False,
+        min_scale: float = 1.0,
+        at_minimum: Literal["raise", "continue"] = "raise",
+    ) -> None:
+        self.scale = max(float(scale), float(min_scale))
+        self.window = window
+        self.hysteresis = hysteresis
+        self.consecutive_hysteresis = consecutive_hysteresis
+        self.min_scale = float(min_scale)
+        self.at_minimum = at_minimum
+        self.good_steps = 0
+        self.hysteresis_left = hysteresis
+
+    def update(self, overflow: bool, where: str = "") -> None:
+        """Say that a step ended; `where` says what overflowed first (parameter, rank, micro-batch).
+
+        Raises:
+            LossError: an overflow while the scale is at its minimum, unless `at_minimum` is `continue`.
+        """
+        if overflow:
+            self.good_steps = 0
+            self._lower(where)
+            return
+        self.good_steps += 1
+        if self.consecutive_hysteresis:
+            self.hysteresis_left = self.hysteresis
+        if self.good_steps % self.window == 0:
+            self.hysteresis_left = self.hysteresis
+            self.scale = min(self.scale * 2, _LARGEST)
+
+    def state_dict(self) -> dict[str, float]:
+        """What must go on after a restart, as plain numbers."""
+        return {"scale": self.scale, "good_steps": self.good_steps, "hysteresis_left": self.hysteresis_left}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Go on from `state_dict()`; the knobs stay the configuration's. A fixed scale's state starts the ride anew."""
+        if "good_steps" not in state:
+            logger.info(f"the saved loss scale was fixed; dynamic scaling starts at {self.scale:g}")
+            return
+        self.scale = max(float(state["scale"]), self.min_scale)
+        self.good_steps = int(state["good_steps"])
+        self.hysteresis_left = min(int(state["hysteresis_left"]), self.hysteresis)
+
+    def _lower(self, where: str) -> None:
+        if self.hysteresis_left > 1:
+            self.hysteresis_left -= 1
+            logger.info(
+                f"gradients overflowed at loss scale {self.scale:g}: step skipped, scale kept "
+                f"({self.hysteresis_left - 1} more forgiven){_at(where)}"
+            )
+            return
+        if self.scale <= self.min_scale:
+            self._at_minimum(where)
+            return
+        before, self.scale = self.scale, max(self.scale / 2, self.min_scale)
+        logger.info(
+            f"gradients overflowed at loss scale {before:g}: step skipped, scale now {self.scale:g}{_at(where)}"
+        )
+
+    def _at_minimum(self, where: str) -> None:
+        message = (
+            f"gradients overflowed at loss scale {self.scale:g}, and it cannot fall below fp16.min_loss_scale "
+            f"{self.min_scale:g}{_at(where)}. "
+        )
+        if self.at_minimum == "continue":
+            logger.warning(f"{message}Step skipped.")
+            return
+        raise LossError(
+            f"{message}The model itself overflows fp16 or is no longer finite: use bf16 (a model trained in bf16 often "
+            "exceeds fp16's 65504), lower the learning rate, or lower fp16.min_loss_scale below 1."
+        )
+
+
+LossScale = StaticLossScale | DynamicLossScale
+
+
+def from_config(fp16: Fp16Knobs, at_minimum: Literal["raise", "continue"] = "raise") -> LossScale:
+    """The loss scale that an enabled section `fp16` asks for: `loss_scale` 0 is dynamic, else fixed at that value."""
+    if fp16.loss_scale:
+        return StaticLossScale(fp16.loss_scale)
+    return DynamicLossScale(
+        scale=2.0**fp16.initial_scale_power,
+        window=fp16.loss_scale_window,
+        hysteresis=fp16.hysteresis,
+        consecutive_hysteresis=fp16.consecutive_hysteresis,
+        min_scale=fp16.min_loss_scale,
+        at_minimum=at_minimum,
+    )
+
+
+def _at(where: str) -> str:
+    return f"; first bad: {where}" if where else ""

@@ -1,0 +1,258 @@
+"""Muon: momentum whose matrices are made orthogonal; what is no hidden matrix gets AdamW."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.adamw import adamw
+from torch.optim.optimizer import ParamsT
+
+from windlass.base.errors import ConfigError, ModelError
+
+_HEAD_NAMES = frozenset({"lm_head", "head", "output", "embed_out", "output_projection", "classifier", "score"})
+_ADJUSTMENTS = (None, "original", "match_rms_adamw")
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon for hidden matrices, AdamW for everything else, in one optimizer.
+
+    Matrices (two dimensions; more are flattened to [first, rest]) follow `torch.optim.Muon`: B <- mu B + (1 - mu) g,
+    O = `orthogonalize`(Nesterov(B)), w <- (1 - lr wd) w - lr s(shape) O. All others follow `torch.optim.AdamW`.
+    A parameter is a hidden matrix if its group says `use_muon`, else if it has an attribute `use_muon` that says so,
+    else if it has two dimensions or more. Embeddings and output heads are matrices but not hidden: `muon_groups`
+    marks them. Groups are split so that each holds one kind: `group["use_muon"]` is then a bool and `group["lr"]`
+    that kind's own rate, which schedulers may change.
+
+    Source: Jordan et al., https://kellerjordan.github.io/posts/muon/; `adjust_lr_fn="match_rms_adamw"`: Liu et al.,
+    "Muon is Scalable for LLM Training", arXiv:2502.16982. State: `momentum_buffer`, or `step`, `exp_avg`,
+    `exp_avg_sq`.
+
+    Args:
+        lr: learning rate of both kinds, unless `muon_lr` or `adam_lr` is given.
+        momentum, nesterov, ns_coefficients, ns_steps, ns_eps, adjust_lr_fn: of the matrices.
+        betas, eps: of the others.
+
+    Raises:
+        ConfigError: a value out of range, or `use_muon` on a parameter of fewer than two dimensions.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        momentum: float = 0.95,
+        weight_decay: float = 0.1,
+        muon_lr: float | None = None,
+        adam_lr: float | None = None,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),
+        ns_steps: int = 5,
+        ns_eps: float = 1e-7,
+        adjust_lr_fn: str | None = None,
+    ) -> None:
+        rates = [lr, muon_lr or 0.0, adam_lr or 0.0, weight_decay, eps, momentum]
+        if min(rates) < 0 or not all(0 <= beta < 1 for beta in betas):
+            raise ConfigError(
+                f"Muon: learning rates {lr}, {muon_lr}, {adam_lr}, momentum {momentum}, eps {eps} and weight_decay "
+                f"{weight_decay} must be at least 0, betas {tuple(betas)} in [0, 1)"
+            )
+        if adjust_lr_fn not in _ADJUSTMENTS:
+            raise ConfigError(f"Muon: adjust_lr_fn is {adjust_lr_fn!r}; use one of {_ADJUSTMENTS}")
+        if not 0 <= ns_steps < 100 or len(ns_coefficients) != 3:
+            raise ConfigError(
+                f"Muon: ns_steps {ns_steps} must be in [0, 100), ns_coefficients {ns_coefficients} three numbers"
+            )
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "muon_lr": muon_lr,
+                "adam_lr": adam_lr,
+                "momentum": momentum,
+                "weight_decay": weight_decay,
+                "betas": tuple(betas),
+                "eps": eps,
+                "nesterov": nesterov,
+                "ns_coefficients": tuple(ns_coefficients),
+                "ns_steps": ns_steps,
+                "ns_eps": ns_eps,
+                "adjust_lr_fn": adjust_lr_fn,
+            },
+        )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; one that does not say `use_muon` becomes up to two groups, matrices first.
+
+        Raises:
+            ConfigError: the group says `use_muon` and holds a parameter of fewer than two dimensions, or is a set.
+        """
+        params = param_group["params"]
+        if isinstance(params, set):
+            raise ConfigError(
+                "Muon: the parameters of a group are a set, whose order differs between ranks; give a list"
+            )
+        params = [params] if isinstance(params, torch.Tensor) else list(params)
+        said = param_group.get("use_muon")
+        bare = [tuple(_tensor(entry).shape) for entry in params if said and _tensor(entry).ndim < 2]
+        if bare:
+            raise ConfigError(
+                f"Muon: use_muon is set on a parameter of shape {bare[0]}; it needs two dimensions or more"
+            )
+        kinds = [is_hidden_matrix(_tensor(entry)) if said is None else bool(said) for entry in params]
+        for kind in (True, False):
+            of_kind = [entry for entry, its_kind in zip(params, kinds, strict=True) if its_kind == kind]
+            if not of_kind and (params or kind):
+                continue
+            group = {**param_group, "params": of_kind, "use_muon": kind}
+            rate = self.defaults["muon_lr" if kind else "adam_lr"]
+            if rate is not None:
+                group.setdefault("lr", rate)
+            super().add_param_group(group)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step every parameter that has a gradient; returns what `closure` returns.
+
+        Raises:
+            ModelError: a gradient is sparse, or a matrix's gradient has been flattened.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            for parameter in parameters:
+                if parameter.grad.is_sparse:
+                    raise ModelError(
+                        f"Muon: the gradient of a {tuple(parameter.shape)} parameter is sparse; make it dense"
+                    )
+            if group["use_muon"]:
+                for parameter in parameters:
+                    self._update_matrix(parameter, parameter.grad, group)
+            else:
+                self._update_others(parameters, group)
+        return loss
+
+    def _update_matrix(self, parameter: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> None:
+        if grad.ndim < 2:
+            raise ModelError(f"Muon: a matrix came as a span of shape {tuple(grad.shape)}; it must be stepped whole")
+        state = self.state[parameter]
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(grad, memory_format=torch.preserve_format)
+        buffer, momentum, lr = state["momentum_buffer"], group["momentum"], group["lr"]
+        buffer.lerp_(grad, 1 - momentum)
+        update = grad.lerp(buffer, momentum) if group["nesterov"] else buffer
+        matrix = update.flatten(1)
+        matrix = orthogonalize(matrix, group["ns_coefficients"], group["ns_steps"], group["ns_eps"])
+        parameter.mul_(1 - lr * group["weight_decay"])
+        parameter.add_(matrix.view_as(parameter), alpha=-lr * _shape_factor(matrix, group["adjust_lr_fn"]))
+
+    def _update_others(self, parameters: list[torch.Tensor], group: dict[str, Any]) -> None:
+        for parameter in parameters:
+            state = self.state[parameter]
+            if not state:
+                state["step"] = torch.zeros((), dtype=torch.float32)
+                state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+                state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        states = [self.state[parameter] for parameter in parameters]
+        if not parameters:
+            return
+        adamw(
+            parameters,
+            [parameter.grad for parameter in parameters if parameter.grad is not None],
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [],
+            [state["step"] for state in states],
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+
+
+def orthogonalize(
+    matrix: torch.Tensor, coefficients: tuple[float, float, float], steps: int, eps: float = 1e-7
+) -> torch.Tensor:
+    """Roughly U V' of `matrix` = U S V', by `steps` of the quintic X <- a X + (b A + c A A) X with A = X X', in bf16.
+
+    Args:
+        matrix: [rows, columns], any floating-point dtype; left as it is.
+
+    Returns:
+        [rows, columns] in bf16, its singular values near 1 (between about 0.5 and 1.5 with the default coefficients).
+    """
+    a, b, c = coefficients
+    tall = matrix.size(0) > matrix.size(1)
+    x = matrix.bfloat16()
+    x = x.T if tall else x  # the smaller side first: A is then the smaller Gram matrix
+    x = x / x.norm().clamp(min=eps)  # the Frobenius norm bounds the spectral norm, which the quintic needs below 1
+    for _ in range(steps):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if tall else x
+
+
+def is_hidden_matrix(parameter: torch.Tensor) -> bool:
+    """Whether Muon orthogonalises `parameter`: what its attribute `use_muon` says, else two dimensions or more.
+
+    Raises:
+        ConfigError: the attribute says so of a parameter of fewer than two dimensions.
+    """
+    said = getattr(parameter, "use_muon", None)
+    if said and parameter.ndim < 2:
+        raise ConfigError(
+            f"Muon: use_muon is set on a parameter of shape {tuple(parameter.shape)}; it needs two dimensions"
+        )
+    return parameter.ndim >= 2 if said is None else bool(said)
+
+
+def muon_groups(model: nn.Module, parameters: Iterable[nn.Parameter] | None = None) -> list[dict[str, Any]]:
+    """Parameter groups for `Muon`: hidden matrices, and all others (embeddings, output heads, their ties among them).
+
+    An output head is what `model.get_output_embeddings()` returns, else a module called `lm_head`, `head`,
+    `classifier`, ...; a parameter's own attribute `use_muon` is obeyed first.
+
+    Args:
+        parameters: those to train; by default all of `model` that require a gradient.
+    """
+    outer = {id(parameter) for module in _outer_modules(model) for parameter in module.parameters(recurse=False)}
+    chosen = [p for p in model.parameters() if p.requires_grad] if parameters is None else list(parameters)
+    groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+    for parameter in chosen:
+        marked = getattr(parameter, "use_muon", None) is not None
+        groups[is_hidden_matrix(parameter) and (marked or id(parameter) not in outer)].append(parameter)
+    return [{"params": params, "use_muon": kind} for kind, params in groups.items() if params]
+
+
+def _outer_modules(model: nn.Module) -> list[nn.Module]:
+    outer = [
+        module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) or name.rpartition(".")[2] in _HEAD_NAMES
+    ]
+    find_head = getattr(model, "get_output_embeddings", None)
+    head = find_head() if callable(find_head) else None
+    return [*outer, head] if isinstance(head, nn.Module) else outer
+
+
+def _shape_factor(matrix: torch.Tensor, adjust_lr_fn: str | None) -> float:
+    rows, columns = matrix.shape
+    if adjust_lr_fn == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(rows, columns))
+    return math.sqrt(max(1.0, rows / columns))
+
+
+def _tensor(entry: torch.Tensor | tuple[str, torch.Tensor]) -> torch.Tensor:
+    """The parameter in an entry of a group: named parameters come as (name, parameter)."""
+    return entry[1] if isinstance(entry, tuple) else entry

@@ -1,0 +1,32 @@
+"""ZeRO 0-3 on one path. Reading order: policy, layout, partition, access, unit, foresight, runtime, hooks, ring,
+gradients, norm, update, whole, registry, sharded, values, gathered."""
+
+from windlass.zero.gathered import GatheredParameters as GatheredParameters
+from windlass.zero.values import full_grad as full_grad
+from windlass.zero.values import full_param as full_param
+from windlass.zero.values import full_state as full_state
+from windlass.zero.values import local_grad as local_grad
+from windlass.zero.values import local_param as local_param
+from windlass.zero.values import local_state as local_state
+from windlass.zero.values import set_full_grad as set_full_grad
+from windlass.zero.values import set_full_param as set_full_param
+from windlass.zero.values import set_full_state as set_full_state
+from windlass.zero.values import set_local_grad as set_local_grad
+from windlass.zero.values import set_local_param as set_local_param
+from windlass.zero.values import set_local_state as set_local_state
+
+__all__ = [
+    "GatheredParameters",
+    "full_grad",
+    "full_param",
+    "full_state",
+    "local_grad",
+    "local_param",
+    "local_state",
+    "set_full_grad",
+    "set_full_param",
+    "set_full_state",
+    "set_local_grad",
+    "set_local_param",
+    "set_local_state",
+]

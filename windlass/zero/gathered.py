@@ -1,0 +1,91 @@
+"""Whole parameters for a while: `with GatheredParameters(...)`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from windlass.base.errors import ModelError
+from windlass.zero.access import Released, mark_present, mark_released
+from windlass.zero.registry import Place, find
+from windlass.zero.unit import Presence
+from windlass.zero.values import set_full_param
+
+_open: set[int] = set()  # ids of parameters inside a context now
+
+
+class GatheredParameters:
+    """Gives parameters their whole values inside the context. Collective; parameters of no engine pass unchanged.
+
+    Inside, a sharded parameter holds a private copy in the parameter's dtype. With `modifier_rank=None` changes to it are
+    lost; with a rank, that rank's values reach all ranks and the master weights on exit. What is not sharded may be
+    changed in place as ever; with a rank, its values are broadcast too.
+
+    Args:
+        params: one parameter, or any iterable of them; duplicates count once.
+        modifier_rank: whose changes count.
+        fwd_module: accepted for compatibility; a module that uses a parameter of another is found by itself.
+        enabled: False makes the context do nothing.
+
+    Raises:
+        ModelError: one of the parameters is already inside such a context.
+    """
+
+    def __init__(
+        self,
+        params: nn.Parameter | Iterable[nn.Parameter],
+        modifier_rank: int | None = None,
+        fwd_module: nn.Module | None = None,
+        enabled: bool = True,
+    ) -> None:
+        given = [params] if isinstance(params, torch.Tensor) else list(params)
+        unique = {id(p): p for p in given}.values() if enabled else []
+        self._places = [(p, place) for p in unique if (place := find(p)) is not None]
+        self._rank = modifier_rank
+        self._copied: list[tuple[nn.Parameter, Place]] = []
+
+    def __enter__(self) -> GatheredParameters:
+        again = next((place for p, place in self._places if id(p) in _open), None)
+        if again is not None:
+            raise ModelError(f"{again.name!r} is inside another GatheredParameters already; leave that first")
+        sharded = [(p, place) for p, place in self._places if place.unit.released]
+        copies = []
+        for parameter, place in sharded:
+            with place.model.runtime.holding([place.unit]):
+                copies.append(place.unit.parameter_view(place.unit.full, place.index).detach().clone())
+            _open.add(id(parameter))
+        for (parameter, place), copy in zip(sharded, copies, strict=True):
+            if isinstance(parameter, Released):
+                mark_present(parameter)
+            parameter.data = copy
+            self._copied.append((parameter, place))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        values: list[tuple[nn.Parameter, torch.Tensor]] = []
+        if self._rank is not None and kind is None:
+            for parameter, place in self._places:
+                value = parameter.detach().clone(memory_format=torch.contiguous_format)
+                if place.model.mesh.data.size > 1:
+                    dist.broadcast(_bytes(value), self._rank, group=place.model.mesh.data.process_group)
+                values.append((parameter, value))
+        for parameter, place in self._copied:
+            _open.discard(id(parameter))
+            if place.unit.presence is Presence.RELEASED:
+                mark_released(parameter, place.unit)
+            else:
+                parameter.data = place.unit.parameter_view(place.unit.full, place.index)
+        self._copied = []
+        for parameter, value in values:
+            set_full_param(parameter, value)
+
+
+def _bytes(value: torch.Tensor) -> Any:
+    return value.reshape(-1).view(torch.uint8) if value.numel() else value

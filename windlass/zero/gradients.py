@@ -1,0 +1,384 @@
+"""From a parameter's `.grad` to this rank's cut of the reduced gradient.
+
+[Note: reduction] A gradient is copied (the first of a unit) or added (later ones) into the unit's flat buffer, `.grad` is
+emptied, and when the unit is complete its buffer is reduced: `shard += sum over ranks`, and the buffer counts as empty
+again. So a unit may be reduced any number of times in a step. Which units are reduced when is the same on all ranks:
+after the first step they go in the order in which rank 0's became complete; units that were late once on any rank (an
+unused parameter, a second arrival) wait for the end of the backward, where the ranks agree which of them anybody has.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from windlass.base.errors import ModelError
+from windlass.comm.ordered_sum import sum_of_squares
+from windlass.comm.transport import Buffer, Need, Reduction, Transport, cut
+from windlass.zero.policy import Policy
+from windlass.zero.ring import Ring
+from windlass.zero.unit import Unit
+
+
+@dataclass(eq=False)
+class Slot:
+    """The gradient of one unit.
+
+    Attributes:
+        buffer: `[padded]`, where gradients arrive: the unit's own, or borrowed from the ring.
+        place: of the ring's, if borrowed.
+        aside: `[padded]` private, for gradients that must outlive the ring: kept back by `no_sync`, or too many at once.
+        shard: `[state span]`, reduced; a view of `buffer` where that is the unit's own.
+        holds: `shard` has this step's gradient.
+        written: parameters that have something in `buffer` or `aside`, not yet reduced.
+        arrived: parameters whose gradient came in this backward.
+        used: parameters that had a gradient in this step.
+        squares: sum of squares of this rank's cut of the shard, once it was reduced.
+        late: it was incomplete at the end of a backward of this step, or something came twice.
+    """
+
+    unit: Unit
+    buffer: Buffer | None = None
+    place: int | None = None
+    aside: torch.Tensor | None = None
+    shard: torch.Tensor | None = None
+    holds: bool = False
+    written: set[int] = field(default_factory=set)
+    arrived: set[int] = field(default_factory=set)
+    used: set[int] = field(default_factory=set)
+    squares: torch.Tensor | None = None
+    late: bool = False
+
+    @property
+    def complete(self) -> bool:
+        return len(self.arrived) == len(self.unit.parameters)
+
+
+@dataclass(eq=False)
+class _Flight:
+    slot: Slot
+    reduction: Reduction
+    place: int | None
+
+
+class Gradients:
+    """All units' gradients of one engine.
+
+    Args:
+        units: the trainable ones, in model order.
+        policy: whether gradients are cut.
+        transport: over the ranks that a unit is reduced over.
+        accumulate: dtype in which gradients are kept.
+        wire: dtype in which they travel.
+        overlap: let reductions run while the backward goes on.
+        before: factor of a gradient before the ranks' parts are added.
+        after: factor of their sum.
+
+    Attributes:
+        weight: factor of the gradients of the backward that runs (1 / accumulation steps, as a rule).
+        syncing: whether the backward that runs ends in reductions.
+        watch: called with unit, index and gradient as each arrives.
+    """
+
+    def __init__(
+        self,
+        units: list[Unit],
+        policy: Policy,
+        transport: Transport,
+        *,
+        accumulate: torch.dtype,
+        wire: torch.dtype,
+        overlap: bool,
+        before: float,
+        after: float,
+    ) -> None:
+        self._cut, self._whole = policy.grad, not policy.state
+        self._transport, self._wire, self._overlap = transport, wire, overlap
+        self._accumulate, self._before, self._after = accumulate, before, after
+        self.slots = [Slot(unit) for unit in units]
+        largest = max((unit.layout.padded for unit in units), default=0)
+        self._ring = Ring(2, largest, accumulate)
+        self.weight: Callable[[], float] = lambda: 1.0
+        self.syncing: Callable[[], bool] = lambda: True
+        self.watch: Callable[[Unit, int, torch.Tensor], None] | None = None
+        self.order = list(reversed(range(len(units))))  # until the first step has shown a better one
+        self.deferred: set[int] = set()
+        self.arrival_order: list[int] = []
+        self._cursor = 0
+        self._touched = False
+        self._flying: deque[_Flight] = deque()
+
+    def needs(self) -> list[Need]:
+        """The buffers to allocate: the ring where gradients are cut, else one for each unit."""
+        if self._cut:
+            return self._ring.needs() if self.slots else []
+        return [Need(slot.unit.layout.padded, self._accumulate) for slot in self.slots]
+
+    def bind(self, buffers: list[Buffer]) -> None:
+        """Take the buffers that `needs` asked for."""
+        if self._cut:
+            self._ring.bind(buffers, self._transport)
+            for slot in self.slots:
+                slot.shard = torch.zeros(
+                    slot.unit.state_stop - slot.unit.state_start, dtype=self._accumulate, device=slot.unit.full.device
+                )
+            return
+        for slot, buffer in zip(self.slots, buffers, strict=True):
+            slot.buffer = buffer
+
+    def arrive(self, number: int, index: int) -> None:
+        """The gradient of parameter `index` of trainable unit `number` was added to `.grad`: take it away.
+
+        Raises:
+            ModelError: the gradient has a graph of its own.
+        """
+        slot = self.slots[number]
+        parameter = slot.unit.parameters[index]
+        gradient = parameter.grad
+        if gradient is None:
+            return
+        parameter.grad = None
+        if gradient.requires_grad:
+            raise ModelError(
+                f"backward(create_graph=True) left a gradient with a graph on {slot.unit.names[index]!r}; a sharded "
+                "gradient has none. Use torch.autograd.grad(..., create_graph=True) and call backward on what you make of it"
+            )
+        if self.watch is not None:
+            self.watch(slot.unit, index, gradient)
+        self._touched = True
+        self._write(slot, index, gradient.to_dense() if gradient.is_sparse else gradient)
+        slot.used.add(index)
+        again = index in slot.arrived
+        slot.late = slot.late or again
+        slot.arrived.add(index)
+        self._poll()
+        if slot.complete and not again:
+            self.arrival_order.append(number)
+            if self.syncing():
+                self._start_ready()
+
+    def end_backward(self) -> None:
+        """The outermost backward ended: reduce what is left, if this backward reduces at all."""
+        if self._touched:
+            if self.syncing():
+                self._flush()
+            elif self._cut:
+                for slot in self.slots:
+                    self._put_aside(slot)
+        self._touched, self._cursor = False, 0
+        for slot in self.slots:
+            slot.arrived.clear()
+
+    def unreduced(self) -> list[bool]:
+        """For each unit, whether this rank holds gradients of it that were not reduced."""
+        return [bool(slot.written) for slot in self.slots]
+
+    def reduce_rest(self, wanted: list[bool]) -> None:
+        """Reduce the units in `wanted`, which is the same on all ranks. Collective."""
+        for slot, wants in zip(self.slots, wanted, strict=True):
+            if wants:
+                self._reduce(slot)
+        self.finish()
+
+    def finish(self) -> None:
+        """Wait for the reductions under way."""
+        while self._flying:
+            self._land()
+
+    def spread(self) -> None:
+        """Where every rank keeps the whole gradient, bring the others' cuts. Collective, once, before a step."""
+        group = self._transport.group
+        if not self._whole or group.size == 1:
+            return
+        started = []
+        for slot in self.slots:
+            if slot.holds:
+                assert slot.buffer is not None and slot.shard is not None
+                if not _same(slot.shard, slot.buffer.local):
+                    slot.buffer.local.copy_(slot.shard)
+                    slot.shard = slot.buffer.local
+                self._transport.publish(slot.buffer)
+                started.append(self._transport.gather(slot.buffer, elements=slot.unit.numel))
+        for pending in started:
+            pending.wait()
+
+    def squares(self, slot: Slot, part: torch.Tensor) -> torch.Tensor:
+        """Sum of squares of `part`, this rank's share of the norm; measured when it was reduced, as a rule."""
+        return slot.squares if slot.squares is not None else sum_of_squares(part)
+
+    def learn(self, order: list[int], late: set[int]) -> None:
+        """Take over what all ranks agreed on: the order of the first step, and which units to defer from now on."""
+        self.deferred |= late
+        self.order = order or self.order
+
+    def reset(self) -> None:
+        """Forget this step's gradients; their memory stays."""
+        self.finish()
+        for slot in self.slots:
+            if slot.place is not None:
+                self._ring.give_back(slot.place)
+                slot.buffer = slot.place = None
+            slot.holds, slot.late, slot.squares, slot.aside = False, False, None, None
+            for parameters in (slot.written, slot.used, slot.arrived):
+                parameters.clear()
+            if not self._cut:
+                slot.shard = None
+        self.arrival_order = []
+
+    # where a gradient is written
+
+    def _write(self, slot: Slot, index: int, gradient: torch.Tensor) -> None:
+        view = slot.unit.parameter_view(self._target(slot), index)
+        factor = self._before * self.weight()
+        if index in slot.written:
+            view.add_(gradient, alpha=factor)
+        elif factor == 1.0:
+            view.copy_(gradient)
+        elif gradient.dtype == view.dtype:
+            torch.mul(gradient, factor, out=view)
+        else:
+            view.copy_(gradient).mul_(factor)  # widened first: a product in 16 bits would round
+        slot.written.add(index)
+
+    def _target(self, slot: Slot) -> torch.Tensor:
+        if slot.aside is not None:
+            return slot.aside
+        if not self._cut:
+            assert slot.buffer is not None
+            if not slot.written:
+                self._reopen(slot)
+            return slot.buffer.local
+        if slot.buffer is None and not self._borrow(slot):
+            unit = slot.unit
+            slot.aside = torch.zeros(unit.layout.padded, dtype=self._accumulate, device=unit.full.device)
+            return slot.aside
+        assert slot.buffer is not None
+        return slot.buffer.local
+
+    def _reopen(self, slot: Slot) -> None:
+        """Make a unit's own buffer writable again: what was reduced into it moves out, and peers have read it."""
+        assert slot.buffer is not None
+        while any(flight.slot is slot for flight in self._flying):
+            self._land()
+        if slot.holds and slot.shard is not None and _same(slot.shard, slot.unit.own_cut(slot.buffer.local)):
+            slot.shard = slot.shard.clone()
+        self._transport.settle(slot.buffer)
+
+    def _borrow(self, slot: Slot) -> bool:
+        """A buffer of the ring for `slot`; False if all hold gradients that are still incomplete."""
+        while True:
+            lent = self._ring.borrow(slot.unit.layout.padded)
+            if lent is not None:
+                slot.place, slot.buffer = lent
+                return True
+            if not self._flying:
+                return False
+            self._land()
+
+    def _put_aside(self, slot: Slot) -> None:
+        """Move a gradient that stays out of the ring, which others need."""
+        if slot.buffer is not None and slot.place is not None:
+            self._zero_unwritten(slot, slot.buffer.local)
+            slot.aside = slot.buffer.local.clone()
+            self._ring.give_back(slot.place)
+            slot.buffer = slot.place = None
+
+    def _zero_unwritten(self, slot: Slot, flat: torch.Tensor) -> None:
+        layout = slot.unit.layout
+        for index in range(len(slot.unit.parameters)):
+            if index not in slot.written:
+                slot.unit.parameter_view(flat, index).zero_()
+        if self._cut:  # a ring's buffer had other parameters in what is padding here
+            for first, last in layout.gaps(0, layout.padded):
+                flat[first:last].zero_()
+
+    # when a unit is reduced
+
+    def _start_ready(self) -> None:
+        while self._cursor < len(self.order):
+            number = self.order[self._cursor]
+            if number not in self.deferred:
+                if not self.slots[number].complete:
+                    return
+                self._reduce(self.slots[number])
+            self._cursor += 1
+
+    def _flush(self) -> None:
+        """End of a backward that reduces: the rest of the order, with zeros where nothing came, then the deferred."""
+        for number in self.order[self._cursor :]:
+            if number not in self.deferred:
+                slot = self.slots[number]
+                slot.late = slot.late or not slot.complete
+                self._reduce(slot)
+        self._cursor = len(self.order)
+        if self.deferred:
+            for number, anywhere in enumerate(self._agree(self.deferred)):
+                if anywhere:
+                    self._reduce(self.slots[number])
+
+    def _agree(self, numbers: set[int]) -> list[bool]:
+        """For each unit, whether it is among `numbers` and any rank has a gradient of it. Collective."""
+        have = [int(number in numbers and bool(slot.written)) for number, slot in enumerate(self.slots)]
+        group = self._transport.group
+        if group.size > 1:
+            vector = torch.tensor(have, dtype=torch.int32, device=self.slots[0].unit.full.device)
+            dist.all_reduce(vector, group=group.process_group)
+            self._transport.traffic.control += vector.numel()
+            have = vector.tolist()
+        return [count > 0 for count in have]
+
+    def _reduce(self, slot: Slot) -> None:
+        """Start the reduction of a unit; its buffer is empty from then on."""
+        group = self._transport.group
+        self._prepare(slot)
+        assert slot.buffer is not None
+        own = cut(slot.buffer.local, group.index, group.size)
+        if not self._cut and not slot.holds:
+            slot.shard = slot.unit.own_cut(slot.buffer.local)
+        assert slot.shard is not None
+        out = slot.shard if slot.shard.numel() == own.numel() else cut(slot.shard, group.index, group.size)
+        reduction = self._transport.reduce(
+            slot.buffer, out, add=slot.holds, factor=self._after, elements=slot.unit.numel, wire=self._wire
+        )
+        self._flying.append(_Flight(slot, reduction, slot.place))
+        slot.written.clear()
+        slot.holds = True
+        if self._cut:
+            slot.buffer = slot.place = None
+        if not self._overlap:
+            self.finish()
+
+    def _prepare(self, slot: Slot) -> None:
+        """Have the unit's unreduced gradient, zeros where there is none, in a buffer that peers can read."""
+        if self._cut and slot.buffer is None:
+            if not self._borrow(slot):
+                self._put_aside(next(other for other in self.slots if other.place is not None))
+                self._borrow(slot)
+            assert slot.buffer is not None
+            if slot.aside is not None:
+                slot.buffer.local.copy_(slot.aside)
+                slot.aside = None
+        elif not self._cut and not slot.written:
+            self._reopen(slot)
+        assert slot.buffer is not None
+        self._zero_unwritten(slot, slot.buffer.local)
+
+    def _poll(self) -> None:
+        while self._flying and self._flying[0].reduction.poll():
+            self._land()
+
+    def _land(self) -> None:
+        """Finish the oldest reduction: they end in the order in which they began, as on all ranks."""
+        flight = self._flying.popleft()
+        flight.reduction.wait()
+        flight.slot.squares = flight.reduction.squares
+        if flight.place is not None:
+            self._ring.give_back(flight.place)
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.data_ptr() == b.data_ptr()

@@ -1,0 +1,100 @@
+"""Puts the runtime's calls where a model passes by: around blocks, on the graph between them, on gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from windlass.base.tree import replace, tensors
+from windlass.zero.partition import Block
+from windlass.zero.runtime import Call, Runtime
+
+
+class _Boundary(torch.autograd.Function):
+    """Identity on leaf inputs of a block, whose own hooks would fire before the block's backward is done."""
+
+    @staticmethod
+    def forward(ctx: Any, after: Callable[[], None], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.after = after
+        return tuple(x.view_as(x) for x in inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        ctx.after()
+        return (None, *gradients)
+
+
+def attach_model(model: nn.Module, runtime: Runtime) -> list[RemovableHandle]:
+    """Tell the runtime when `model` runs."""
+    return [
+        model.register_forward_pre_hook(lambda *_: runtime.enter_model(), prepend=True),
+        model.register_forward_hook(lambda *_: runtime.exit_model(), always_call=True),
+    ]
+
+
+def attach_block(block: Block, runtime: Runtime) -> list[RemovableHandle]:
+    """Gather the units of `block` before its forward and its backward, release them after."""
+
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+        call = runtime.enter_block(block)
+        return _mark_inputs(args, kwargs, runtime, call) if torch.is_grad_enabled() else None
+
+    def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        call = runtime.exit_block()
+        if torch.is_grad_enabled():
+            _mark_outputs(output, block, runtime, call)
+
+    return [
+        block.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
+        block.module.register_forward_hook(after, with_kwargs=True, always_call=True),
+    ]
+
+
+def _mark_inputs(
+    args: tuple[Any, ...], kwargs: dict[str, Any], runtime: Runtime, call: Call
+) -> tuple[Any, Any] | None:
+    """Arrange for the end of the block's backward to be seen. A tensor is only replaced where it is a leaf, which
+    torch lets nobody change in place: replacing any other would cut what the block does to it from the caller's view.
+    """
+    leaves: list[torch.Tensor] = []
+    exit_backward = partial(runtime.exit_backward, call)
+    for tensor in tensors((args, kwargs)):
+        if not tensor.requires_grad or isinstance(tensor, nn.Parameter):
+            continue
+        if tensor.grad_fn is None:
+            leaves.append(tensor)
+        else:
+            tensor.register_hook(lambda _: exit_backward())
+    if not leaves:
+        return None
+    passed = _Boundary.apply(exit_backward, *leaves)
+    new = {id(old): through for old, through in zip(leaves, passed, strict=True)}
+    return replace(args, new), replace(kwargs, new)
+
+
+def _mark_outputs(output: Any, block: Block, runtime: Runtime, call: Call) -> None:
+    """Gather again when a gradient comes back, through what the block returned or left on its modules (a loss of a
+    router, say)."""
+    enter_backward = partial(runtime.enter_backward, call)
+    for tensor in tensors(output):
+        if tensor.requires_grad and tensor.grad_fn is not None:
+            tensor.register_hook(lambda _: enter_backward())
+    for module in block.module.modules():
+        for left in vars(module).values():
+            if isinstance(left, torch.Tensor) and left.requires_grad and left.grad_fn is not None:
+                left.register_hook(lambda _: enter_backward())
+
+
+def attach_gradients(
+    parameters: list[nn.Parameter], arrived: Callable[[int], None]
+) -> list[RemovableHandle]:
+    """Call `arrived(i)` when the gradient of `parameters[i]` has been added to its `.grad`."""
+    return [
+        parameter.register_post_accumulate_grad_hook(lambda _, i=index: arrived(i))  # type: ignore[misc]
+        for index, parameter in enumerate(parameters)
+    ]

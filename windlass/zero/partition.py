@@ -1,0 +1,167 @@
+"""Which modules are blocks, and which parameters form a unit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+
+@dataclass(eq=False)
+class Block:
+    """A module whose call triggers units: they are gathered before it and released after it."""
+
+    name: str
+    module: nn.Module
+    parameters: list[nn.Parameter]
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How a model is cut into units.
+
+    Args:
+        keep_below: parameters of fewer elements are never released (`stage3_param_persistence_threshold`).
+        keep_at_most: elements that may be kept that way in all (`stage3_model_persistence_threshold`).
+        merge_below: neighbours of fewer elements become one unit; 0: never.
+        split_above: a block with more elements is cut into its own children where it has any.
+        blocks: names of modules or of their classes that are to be blocks; empty: found automatically.
+    """
+
+    keep_below: int = 0
+    keep_at_most: int = 1 << 62
+    merge_below: int = 0
+    split_above: int = 1 << 62
+    blocks: tuple[str, ...] = ()
+
+
+@dataclass(eq=False)
+class Plan:
+    """The parameters of a unit to be: all of one dtype, all trainable or all frozen, all kept or all released."""
+
+    names: list[str]
+    parameters: list[nn.Parameter]
+    blocks: list[Block]
+    kept: bool
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.parameters[0].dtype
+
+    @property
+    def trainable(self) -> bool:
+        return self.parameters[0].requires_grad
+
+    @property
+    def numel(self) -> int:
+        return sum(p.numel() for p in self.parameters)
+
+
+_BUNDLE = 1 << 18  # kept parameters are small and many: reduced together, up to 1 MiB of float32
+
+
+def find_blocks(model: nn.Module, rules: Rules) -> list[Block]:
+    """The blocks of `model` in model order; together they hold every parameter, a tied one more than once.
+
+    By default a block is an element of a ModuleList, ModuleDict or Sequential (so one transformer block), or a child
+    that holds no such container (an embedding, a head, a final norm). A parameter that a module with deeper blocks
+    holds itself belongs to that module's own block. The model is always a block, if only to know when it runs.
+    """
+    blocks = [Block("", model, list(model.parameters(recurse=False)))]
+    if rules.blocks:
+        blocks += _named_blocks(model, rules.blocks)
+    else:
+        blocks += _child_blocks(model, "", rules)
+    return blocks
+
+
+def _child_blocks(module: nn.Module, prefix: str, rules: Rules) -> Iterator[Block]:
+    for name, child in module.named_children():
+        full = f"{prefix}{name}"
+        parameters = list(child.parameters())
+        if not parameters:
+            continue
+        large = sum(p.numel() for p in parameters) > rules.split_above
+        element = isinstance(module, _CONTAINERS)
+        if isinstance(child, _CONTAINERS) or (_has_container(child) and not element) or (large and _has_children(child)):
+            own = list(child.parameters(recurse=False))
+            if own:
+                yield Block(full, child, own)
+            yield from _child_blocks(child, f"{full}.", rules)
+        else:
+            yield Block(full, child, parameters)
+
+
+def _has_children(module: nn.Module) -> bool:
+    return any(True for child in module.children() for _ in child.parameters())
+
+
+def _has_container(module: nn.Module) -> bool:
+    return any(
+        isinstance(m, _CONTAINERS) and any(True for _ in m.parameters()) for m in module.modules() if m is not module
+    )
+
+
+def _named_blocks(model: nn.Module, wanted: Sequence[str]) -> list[Block]:
+    """Blocks by name of module or class; what is in none of them belongs to the modules that hold it."""
+    blocks: list[Block] = []
+
+    def visit(module: nn.Module, name: str) -> None:
+        for child_name, child in module.named_children():
+            full = f"{name}.{child_name}" if name else child_name
+            if full in wanted or type(child).__name__ in wanted:
+                blocks.append(Block(full, child, list(child.parameters())))
+                continue
+            own = list(child.parameters(recurse=False))
+            if own:
+                blocks.append(Block(full, child, own))
+            visit(child, full)
+
+    visit(model, "")
+    return blocks
+
+
+def plan_units(model: nn.Module, rules: Rules) -> tuple[list[Block], list[Plan]]:
+    """Cut `model` into units, in model order.
+
+    Parameters share a unit if the same blocks use them and they agree in dtype, trainability and in whether they are
+    kept. Kept ones need no block, so neighbours are bundled.
+    """
+    blocks = find_blocks(model, rules)
+    users: dict[int, list[Block]] = {}
+    for block in blocks:
+        for parameter in block.parameters:
+            if block not in users.setdefault(id(parameter), []):
+                users[id(parameter)].append(block)
+    plans: dict[tuple[object, ...], Plan] = {}
+    kept_elements = 0
+    for name, parameter in model.named_parameters():
+        kept = parameter.numel() < rules.keep_below and kept_elements + parameter.numel() <= rules.keep_at_most
+        kept_elements += parameter.numel() if kept else 0
+        used_by = users.get(id(parameter), blocks[:1])
+        key = (tuple(id(b) for b in used_by), parameter.dtype, parameter.device, parameter.requires_grad, kept)
+        plan = plans.setdefault(key, Plan([], [], used_by, kept))
+        plan.names.append(name)
+        plan.parameters.append(parameter)
+    return blocks, _merge(list(plans.values()), rules.merge_below)
+
+
+def _merge(plans: list[Plan], merge_below: int) -> list[Plan]:
+    merged: list[Plan] = []
+    last: dict[tuple[object, ...], Plan] = {}
+    for plan in plans:
+        kind = (plan.dtype, plan.parameters[0].device, plan.trainable, plan.kept)
+        limit = _BUNDLE if plan.kept else merge_below
+        before = last.get(kind)
+        if before is not None and before.numel < limit and plan.numel < limit:
+            before.names += plan.names
+            before.parameters += plan.parameters
+            before.blocks = [*before.blocks, *(b for b in plan.blocks if b not in before.blocks)]
+        else:
+            last[kind] = plan
+            merged.append(plan)
+    return merged

@@ -1,0 +1,47 @@
+"""A few buffers that units' gradients pass through on their way to being reduced."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import torch
+
+from windlass.comm.transport import Buffer, Need, Transport
+
+
+class Ring:
+    """Buffers as large as the largest unit, lent to one unit at a time.
+
+    Args:
+        count: how many.
+        numel: elements of each.
+        dtype: in which gradients are accumulated.
+    """
+
+    def __init__(self, count: int, numel: int, dtype: torch.dtype) -> None:
+        self._count, self._numel, self._dtype = count, numel, dtype
+        self._buffers: list[Buffer] = []
+        self._free: deque[int] = deque()
+
+    def needs(self) -> list[Need]:
+        return [Need(self._numel, self._dtype) for _ in range(self._count)]
+
+    def bind(self, buffers: list[Buffer], transport: Transport) -> None:
+        self._buffers, self._transport = buffers, transport
+        self._free = deque(range(len(buffers)))
+
+    def borrow(self, numel: int) -> tuple[int, Buffer] | None:
+        """A place and its buffer, cut to `numel`; the one given back longest ago. None if all are lent.
+
+        Its content is what the last unit left.
+        """
+        if not self._free:
+            return None
+        place = self._free.popleft()
+        whole = self._buffers[place]
+        self._transport.settle(whole)
+        parts = [part[:numel] for part in whole.parts]
+        return place, Buffer(whole.local[:numel], parts, whole.common, whole.key, whole.rounds)
+
+    def give_back(self, place: int) -> None:
+        self._free.append(place)

@@ -1,0 +1,258 @@
+"""Reads and writes one parameter's weight, gradient and optimizer state, whole or this rank's piece, at any stage.
+
+All functions with `full` are collective: every rank of the engine calls them, for the same parameters in the same order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from windlass.base.errors import ModelError
+from windlass.zero.registry import Place, require
+from windlass.zero.update import ElementwiseUpdate
+
+
+def full_param(parameter: nn.Parameter) -> torch.Tensor:
+    """The whole weight as a new float32 tensor (or the parameter's own dtype if that is not trained): the master weight."""
+    place = require(parameter)
+    if place.unit.master is None:
+        with place.model.runtime.holding([place.unit]):
+            return place.unit.parameter_view(place.unit.full, place.index).detach().clone()
+    return _assemble(place, place.unit.master)
+
+
+def full_grad(parameter: nn.Parameter) -> torch.Tensor | None:
+    """The whole gradient as it stands, reduced over ranks, unclipped, loss scale removed; None if there is none."""
+    place = require(parameter)
+    number = _slot_number(place)
+    if number is None:
+        return None
+    model, slot = place.model, place.model.slots[number]
+    model.gradients.finish()
+    group = model.mesh.data
+    facts = torch.tensor([int(bool(slot.written)), int(place.index in slot.used)], device=model.device)
+    if group.size > 1:
+        dist.all_reduce(facts, group=group.process_group)
+    if facts[1] == 0:
+        return None
+    if facts[0] > 0:
+        wanted = [other is slot for other in model.slots]
+        model.gradients.reduce_rest(wanted)
+    assert slot.shard is not None
+    shard = slot.shard
+    if not model.policy.state and model.group.size > 1:
+        size = shard.numel() // model.group.size
+        shard = shard.narrow(0, model.group.index * size, size)
+        whole = _assemble(place, shard, start=model.group.index * size)
+    else:
+        whole = _assemble(place, model.sum_replicas(shard.clone()) if model.mesh.replicate.size > 1 else shard)
+    return whole.div_(model.loss_scale())
+
+
+def full_state(parameter: nn.Parameter, key: str) -> torch.Tensor | None:
+    """The whole optimizer state `key` (`exp_avg`, `momentum_buffer`, `step`, ...); None before the first step."""
+    place = require(parameter)
+    pieces = _state(place)
+    found: list[Any] = [None] * place.model.group.size
+    mine = [(start, value.detach().cpu() if isinstance(value, torch.Tensor) else value)
+            for start, _, state in pieces if (value := state.get(key)) is not None]
+    dist.all_gather_object(found, mine, group=place.model.group.process_group)
+    parts = sorted((part for entry in found for part in entry), key=lambda part: part[0])
+    if not parts:
+        return None
+    shape = place.unit.shapes[place.index]
+    first = parts[0][1]
+    if not isinstance(first, torch.Tensor):
+        return torch.tensor(first)
+    if first.numel() == shape.numel() and first.shape == shape:
+        return first.to(place.model.device)
+    if first.dim() == 0:
+        return first
+    if not place.model.policy.state:
+        parts = [entry[0] for entry in found[:1]]
+    return torch.cat([value.reshape(-1) for _, value in parts]).view(shape).to(place.model.device)
+
+
+def state_keys(parameter: nn.Parameter) -> list[str]:
+    """Names of the optimizer states that any rank has of `parameter`."""
+    place = require(parameter)
+    mine = [key for _, _, state in _state(place) for key in state]
+    found: list[list[str]] = [[]] * place.model.group.size
+    dist.all_gather_object(found, mine, group=place.model.group.process_group)
+    return list(dict.fromkeys(key for keys in found for key in keys))
+
+
+def set_full_param(parameter: nn.Parameter, value: torch.Tensor) -> None:
+    """Set the whole weight; every rank passes the same `value`, of the parameter's shape."""
+    place = require(parameter)
+    _check_shape(place, value)
+    flat = value.detach().reshape(-1)
+    if place.unit.master is None:
+        _set_frozen(place, value)
+        return
+    for index, start, stop, piece in place.model.state_pieces(place.unit):
+        if index == place.index:
+            piece.copy_(flat[start:stop])
+    place.model.parameters_changed([place.unit])
+
+
+def set_full_grad(parameter: nn.Parameter, value: torch.Tensor) -> None:
+    """Replace the whole gradient of this step, unscaled; every rank passes the same `value`."""
+    place = require(parameter)
+    _check_shape(place, value)
+    if full_grad(parameter) is None:
+        raise ModelError(f"{place.name!r} has no gradient to replace; set it between backward and step")
+    number = _slot_number(place)
+    assert number is not None
+    slot = place.model.slots[number]
+    assert slot.shard is not None
+    flat = value.detach().reshape(-1)
+    factor = place.model.loss_scale() / (place.model.mesh.replicate.size if place.model.policy.state else 1)
+    for piece in place.unit.pieces():
+        if piece.index == place.index:
+            slot.shard.narrow(0, piece.offset, piece.numel).copy_(flat[piece.start : piece.stop]).mul_(factor)
+    slot.squares = None
+
+
+def set_full_state(parameter: nn.Parameter, key: str, value: torch.Tensor) -> None:
+    """Set the whole optimizer state `key`; every rank passes the same `value`.
+
+    A value of the parameter's shape is cut into this rank's pieces; any other (a step count) is kept as it is.
+    """
+    place = require(parameter)
+    shape = place.unit.shapes[place.index]
+    flat_pieces = isinstance(place.model.update, ElementwiseUpdate)
+    for start, stop, state in _state(place):
+        if flat_pieces and value.shape == shape and key != "step":  # a count is no element of a 0-dimensional parameter
+            state[key] = value.detach().reshape(-1)[start:stop].clone().to(place.model.device)
+        else:
+            state[key] = value.detach().clone()
+
+
+def local_param(parameter: nn.Parameter) -> torch.Tensor:
+    """This rank's piece of the master weight, flat, as a view; empty where other ranks have it all."""
+    place = require(parameter)
+    for index, _, _, piece in place.model.state_pieces(place.unit):
+        if index == place.index:
+            return piece
+    return torch.empty(0, device=place.model.device)
+
+
+def local_grad(parameter: nn.Parameter) -> torch.Tensor | None:
+    """This rank's piece of the reduced gradient, flat (loss scale included), as a view; None if it has none."""
+    place = require(parameter)
+    number = _slot_number(place)
+    if number is None:
+        return None
+    slot = place.model.slots[number]
+    place.model.gradients.finish()
+    if not slot.holds or slot.shard is None:
+        return None
+    for piece in place.unit.pieces():
+        if piece.index == place.index:
+            return slot.shard.narrow(0, piece.offset, piece.numel)
+    return None
+
+
+def local_state(parameter: nn.Parameter, key: str) -> torch.Tensor | None:
+    """This rank's piece of the optimizer state `key`, as a view; None if it has none."""
+    for _, _, state in _state(require(parameter)):
+        value = state.get(key)
+        return value if isinstance(value, torch.Tensor) or value is None else torch.tensor(value)
+    return None
+
+
+def set_local_param(parameter: nn.Parameter, value: torch.Tensor) -> None:
+    """Set this rank's piece of the weight. Collective: every rank sets its own (or an empty one)."""
+    place = require(parameter)
+    piece = local_param(parameter)
+    _check_piece(place, piece, value)
+    piece.copy_(value.reshape(-1))
+    place.model.parameters_changed([place.unit])
+
+
+def set_local_grad(parameter: nn.Parameter, value: torch.Tensor) -> None:
+    """Set this rank's piece of the reduced gradient, loss scale included."""
+    place = require(parameter)
+    piece = local_grad(parameter)
+    if piece is None:
+        raise ModelError(f"this rank has no gradient of {place.name!r} to replace")
+    _check_piece(place, piece, value)
+    piece.copy_(value.reshape(-1))
+    number = _slot_number(place)
+    assert number is not None
+    place.model.slots[number].squares = None
+
+
+def set_local_state(parameter: nn.Parameter, key: str, value: torch.Tensor) -> None:
+    """Set this rank's piece of the optimizer state `key`."""
+    for start, stop, state in _state(require(parameter)):
+        current = state.get(key)
+        if isinstance(current, torch.Tensor) and current.numel() != value.numel():
+            raise ModelError(f"state {key!r} has {current.numel()} elements here, not {value.numel()} ({start}:{stop})")
+        state[key] = value.detach().clone()
+
+
+def _slot_number(place: Place) -> int | None:
+    return next((n for n, slot in enumerate(place.model.slots) if slot.unit is place.unit), None)
+
+
+def _state(place: Place) -> list[tuple[int, int, dict[str, Any]]]:
+    """This rank's optimizer state of a parameter: `(start, stop, state)` for each piece it steps."""
+    update = place.model.update
+    if update is None:
+        return []
+    return [
+        (start, stop, state)
+        for unit, index, start, stop, state in update.entries()
+        if unit is place.unit and index == place.index
+    ]
+
+
+def _assemble(place: Place, span: torch.Tensor, *, start: int | None = None) -> torch.Tensor:
+    """The whole parameter-shaped tensor of which each rank has the part in its span of the unit. Collective."""
+    model, unit = place.model, place.unit
+    layout, group = unit.layout, model.group
+    offset, numel = layout.offsets[place.index], layout.numels[place.index]
+    whole = torch.empty(numel, dtype=span.dtype, device=span.device)
+    cut = span.numel() < layout.padded
+    for rank in range(group.size) if cut else [group.index]:
+        first, last = layout.cut(rank, group.size) if cut else (0, layout.padded)
+        begin, end = max(first, offset), min(last, offset + numel)
+        if begin >= end:
+            continue
+        part = whole[begin - offset : end - offset]
+        if rank == group.index:
+            part.copy_(span[begin - first : end - first])
+        if cut:
+            dist.broadcast(part, group.ranks[rank], group=group.process_group)
+    return whole.view(unit.shapes[place.index])
+
+
+def _set_frozen(place: Place, value: torch.Tensor) -> None:
+    unit = place.unit
+    if not unit.released:
+        with torch.no_grad():
+            unit.parameter_view(unit.full, place.index).copy_(value)
+        return
+    start, stop = unit.layout.cut(place.model.group.index, place.model.group.size)
+    flat = value.detach().reshape(-1)
+    for piece in unit.layout.pieces(start, stop):
+        if piece.index == place.index:
+            unit.shard.narrow(0, piece.offset, piece.numel).copy_(flat[piece.start : piece.stop])
+    unit.updated()
+
+
+def _check_shape(place: Place, value: torch.Tensor) -> None:
+    shape = place.unit.shapes[place.index]
+    if value.shape != shape:
+        raise ModelError(f"{place.name!r} has shape {tuple(shape)}, the value has {tuple(value.shape)}")
+
+
+def _check_piece(place: Place, piece: torch.Tensor, value: torch.Tensor) -> None:
+    if piece.numel() != value.numel():
+        raise ModelError(f"this rank has {piece.numel()} elements of {place.name!r}, the value has {value.numel()}")

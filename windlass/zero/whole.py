@@ -1,0 +1,188 @@
+"""Steps an optimizer that needs whole parameters: norms of a layer (LAMB), matrices (Muon), or a rule nobody knows.
+
+Each parameter has one owner rank. Before the step the owner collects the pieces of its master weight and gradient,
+steps the user's optimizer class on the parameter in its own shape, and sends the pieces back. The state stays with the
+owner. Ranks that keep everything (no cut) each step everything, as plain data parallelism does.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from windlass.comm.exchange import exchange
+from windlass.comm.groups import Group
+from windlass.comm.traffic import Traffic
+from windlass.zero.gradients import Slot
+from windlass.zero.unit import Unit
+from windlass.zero.update import batches, clone_optimizer, run_groups
+
+
+@dataclass(eq=False)
+class Owned:
+    """A parameter and who steps it; `tensor` carries its optimizer state and, during a step, its values."""
+
+    slot: Slot
+    number: int
+    index: int
+    owner: int
+    tensor: nn.Parameter
+
+    @property
+    def name(self) -> str:
+        return self.slot.unit.names[self.index]
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        return self.slot.unit.parameters[self.index]
+
+
+class WholeUpdate:
+    """Runs any optimizer whose update of a parameter depends on that parameter alone.
+
+    Args:
+        optimizer: the user's.
+        slots: gradients of the trainable units.
+        group: the ranks among which state is cut.
+        whole: each rank keeps all state: nothing is exchanged.
+        sub_group: elements gathered at a time.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        slots: list[Slot],
+        group: Group,
+        *,
+        whole: bool,
+        sub_group: int,
+        traffic: Traffic,
+    ) -> None:
+        self.optimizer, self._slots, self._group, self._traffic = optimizer, slots, group, traffic
+        self._inner = clone_optimizer(optimizer)
+        self._whole = whole or group.size == 1
+        self._batches = batches(slots, sub_group)
+        self.owned = self._assign()
+        self._of_slot: dict[int, list[Owned]] = defaultdict(list)
+        for owned in self.owned:
+            self._of_slot[id(owned.slot)].append(owned)
+            given = optimizer.state.get(owned.parameter)
+            if given and owned.owner == group.index:
+                self._inner.state[owned.tensor] = given
+        optimizer.state.clear()
+
+    def entries(self) -> Iterator[tuple[Unit, int, int, int, dict[str, Any]]]:
+        """As `ElementwiseUpdate.entries`; an owner has the whole of a parameter's state, in the parameter's shape."""
+        for owned in self.owned:
+            if owned.owner == self._group.index:
+                unit = owned.slot.unit
+                yield unit, owned.index, 0, unit.layout.numels[owned.index], self._inner.state[owned.tensor]
+
+    def run(self, used: list[list[bool]], divisor: float) -> Iterator[list[Slot]]:
+        """As `ElementwiseUpdate.run`. Collective."""
+        group_of = {id(p): n for n, group in enumerate(self.optimizer.param_groups) for p in group["params"]}
+        for batch in self._batches:
+            todo = [
+                owned
+                for slot in batch
+                if slot.holds
+                for owned in self._of_slot[id(slot)]
+                if used[owned.number][owned.index] and id(owned.parameter) in group_of
+            ]
+            values = self._collect(todo, gradient=False)
+            gradients = self._collect(todo, gradient=True)
+            tensors: dict[int, list[nn.Parameter]] = defaultdict(list)
+            for owned in todo:
+                if id(owned) in values:
+                    owned.tensor.data = values[id(owned)].view(owned.parameter.shape)
+                    owned.tensor.grad = gradients[id(owned)].view(owned.parameter.shape).div_(divisor)
+                    tensors[group_of[id(owned.parameter)]].append(owned.tensor)
+            run_groups(self.optimizer, self._inner, tensors)
+            self._return(todo, values)
+            for owned in todo:
+                owned.tensor.data = owned.tensor.data.new_empty(0)
+            yield batch
+
+    def _assign(self) -> list[Owned]:
+        """An owner for each parameter, the largest first to whoever has least."""
+        found = [
+            (slot.unit.layout.numels[index], number, index)
+            for number, slot in enumerate(self._slots)
+            for index in range(len(slot.unit.parameters))
+        ]
+        load = [0] * self._group.size
+        owners: dict[tuple[int, int], int] = {}
+        for numel, number, index in sorted(found, key=lambda entry: (-entry[0], entry[1], entry[2])):
+            owner = self._group.index if self._whole else load.index(min(load))
+            load[owner] += numel
+            owners[number, index] = owner
+        owned = []
+        for numel, number, index in found:
+            slot = self._slots[number]
+            assert slot.unit.master is not None
+            if numel:
+                tensor = nn.Parameter(slot.unit.master.new_empty(0))
+                owned.append(Owned(slot, number, index, owners[number, index], tensor))
+        return owned
+
+    def _spans(self, owned: Owned) -> list[tuple[int, int, int, int]]:
+        """Who has which part of a parameter: `(rank, start, stop, offset in that rank's span)`."""
+        layout = owned.slot.unit.layout
+        if self._whole:
+            return [(self._group.index, 0, layout.numels[owned.index], layout.offsets[owned.index])]
+        spans = []
+        for rank in range(self._group.size):
+            start, stop = layout.cut(rank, self._group.size)
+            first = max(start, layout.offsets[owned.index])
+            last = min(stop, layout.offsets[owned.index] + layout.numels[owned.index])
+            if first < last:
+                base = layout.offsets[owned.index]
+                spans.append((rank, first - base, last - base, first - start))
+        return spans
+
+    def _collect(self, todo: list[Owned], *, gradient: bool) -> dict[int, torch.Tensor]:
+        """The whole flat values of the parameters that this rank owns, by id of the entry. Collective."""
+        sends: list[tuple[int, torch.Tensor]] = []
+        receives: list[tuple[int, torch.Tensor]] = []
+        result: dict[int, torch.Tensor] = {}
+        me = self._group.index
+        for owned in todo:
+            master = owned.slot.unit.master
+            source = owned.slot.shard if gradient else master
+            assert source is not None and master is not None
+            whole = master.new_empty(owned.slot.unit.layout.numels[owned.index]) if owned.owner == me else None
+            if whole is not None:
+                result[id(owned)] = whole
+            for rank, start, stop, offset in self._spans(owned):
+                if rank == me and whole is not None:
+                    whole[start:stop].copy_(source.narrow(0, offset, stop - start))
+                elif rank == me:
+                    sends.append((owned.owner, source.narrow(0, offset, stop - start).to(master.dtype)))
+                elif whole is not None:
+                    receives.append((rank, whole[start:stop]))
+        self._traffic.bytes_moved["whole"] += exchange(self._group, sends, receives)
+        return result
+
+    def _return(self, todo: list[Owned], values: dict[int, torch.Tensor]) -> None:
+        """Send the new values back to who keeps their pieces. Collective."""
+        sends: list[tuple[int, torch.Tensor]] = []
+        receives: list[tuple[int, torch.Tensor]] = []
+        me = self._group.index
+        for owned in todo:
+            master = owned.slot.unit.master
+            assert master is not None
+            # the rule may have replaced the tensor's data rather than written to it
+            whole = owned.tensor.detach().reshape(-1) if id(owned) in values else None
+            for rank, start, stop, offset in self._spans(owned):
+                if rank == me and whole is not None:
+                    master.narrow(0, offset, stop - start).copy_(whole[start:stop])
+                elif rank == me:
+                    receives.append((owned.owner, master.narrow(0, offset, stop - start)))
+                elif whole is not None:
+                    sends.append((rank, whole[start:stop]))
+        self._traffic.bytes_moved["whole"] += exchange(self._group, sends, receives)
