@@ -779,14 +779,14 @@ def _specimen(
 
 
 # Traits: `moving` - which parameters get a gradient depends on the place; `divergent` - ranks run different modules;
-# `chaotic` - gradients that are rounding noise around an exact zero, which AdamW would blow up to full steps;
+# `chaotic` - gradients no larger than their rounding, which AdamW would blow up to full steps;
 # `fp32` - made of its own dtypes, or unstable in 16 bits; `once` - the forward depends on buffers that ranks share,
 # which DDP's rule settles only without accumulation.
 ZOO: dict[str, Specimen] = {
     specimen.name: specimen
     for specimen in (
         _specimen("mlp", mlp),
-        _specimen("four_blocks", FourBlocks),
+        _specimen("four_blocks", FourBlocks, rows, one_loss, "chaotic"),
         _specimen("tied", Tied, tokens),
         _specimen("sibling", Sibling, tokens),
         _specimen("sibling_block", SiblingBlock),

@@ -44,7 +44,7 @@ def __dir__() -> list[str]:
 
 
 class _Package(ModuleType):
-    """Python binds a submodule to its package under its own name; `windlass.initialize` stays the function all the same."""
+    """Python binds an imported submodule to its package; `windlass.initialize` stays the function all the same."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value.initialize if name == "initialize" and isinstance(value, ModuleType) else value)

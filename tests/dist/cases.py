@@ -52,7 +52,7 @@ def recipe_of(row: dict[str, Any]) -> Recipe:
         accumulation=row["accumulation"],
         precision=row["precision"],
         optimizer=row["optimizer"],
-        optimizer_params=SGD if row["optimizer"] == "SGD" else adamw(specimen(row["model"])),
+        optimizer_params=SGD if row["optimizer"] == "SGD" else adamw(specimen(row["model"]), row["precision"]),
         clipping=row["clipping"],
     )
 

@@ -1,1 +1,1 @@
-"""The command line. In reading order: main (which commands there are, how errors end), env, run, check, train, generate."""
+"""The command line. Reading order: main (the commands), failure (how errors end), env, run, check, generate, train."""

@@ -13,7 +13,7 @@ import typer
 
 import windlass
 
-_PACKAGES = ("pydantic", "safetensors", "typer", "rich", "hjson", "transformers", "tokenizers", "datasets", "tensorboard", "wandb")
+_PACKAGES = ("numpy", "pydantic", "safetensors", "typer", "rich", "hjson", "transformers", "tokenizers", "datasets")
 _GIB = 1 << 30
 
 
@@ -34,7 +34,8 @@ def _python() -> str:
 def _torch() -> str:
     import torch
 
-    return f"{torch.__version__}, {torch.get_num_threads()} threads, distributed {_yes(torch.distributed.is_available())}"
+    available = torch.distributed.is_available()
+    return f"{torch.__version__}, {torch.get_num_threads()} threads, distributed {_yes(available)}"
 
 
 def _packages() -> str:
@@ -79,7 +80,8 @@ def _transports() -> str:
     if shared:
         os.close(os.memfd_create("windlass-env"))
     nccl = torch.cuda.is_available() and torch.distributed.is_nccl_available()
-    return f"shm {_yes(shared)} (anonymous memory files), gloo {_yes(torch.distributed.is_gloo_available())}, nccl {_yes(nccl)}"
+    gloo = torch.distributed.is_gloo_available()
+    return f"shm {_yes(shared)} (anonymous memory files), gloo {_yes(gloo)}, nccl {_yes(nccl)}"
 
 
 def _dev_shm() -> str:
@@ -94,8 +96,9 @@ def _memory() -> str:
 def _limits() -> str:
     import resource
 
-    kinds = {"open files": resource.RLIMIT_NOFILE, "locked memory": resource.RLIMIT_MEMLOCK, "processes": resource.RLIMIT_NPROC}
-    return ", ".join(f"{name} {_limit(resource.getrlimit(kind)[0])}" for name, kind in kinds.items())
+    kinds = {"open files": "RLIMIT_NOFILE", "locked memory": "RLIMIT_MEMLOCK", "processes": "RLIMIT_NPROC"}
+    values = {name: resource.getrlimit(getattr(resource, kind))[0] for name, kind in kinds.items()}
+    return ", ".join(f"{name} {_limit(value)}" for name, value in values.items())
 
 
 def _limit(value: int) -> str:
@@ -105,8 +108,8 @@ def _limit(value: int) -> str:
 def _variables() -> str:
     prefixes = ("WINDLASS_", "NCCL_", "GLOO_", "TORCH_")
     names = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    found = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(prefixes) or name in names]
-    return " ".join(found) or "none that matter"
+    found = [name for name in sorted(os.environ) if name.startswith(prefixes) or name in names]
+    return " ".join(f"{name}={os.environ[name]}" for name in found) or "none that matter"
 
 
 def _yes(value: bool) -> str:

@@ -19,7 +19,7 @@ _EXTRAS = {
 
 
 def explain(error: BaseException) -> str | None:
-    """One message that says what, where and what to do; None for an error nobody foresaw, which is a bug with a traceback."""
+    """One message that says what, where and what to do; None for an error that nobody foresaw: that is a bug."""
     if isinstance(error, WindlassError):
         return str(error)
     if isinstance(error, ModuleNotFoundError) and (error.name or "").split(".")[0] in _EXTRAS:

@@ -7,8 +7,6 @@ from typing import Annotated
 
 import typer
 
-from windlass.base.errors import WindlassError
-
 
 def generate(
     directory: Annotated[Path, typer.Argument(help="Hugging Face directory, such as OUT/hf of `windlass train`.")],
@@ -19,26 +17,19 @@ def generate(
         float, typer.Option(help="Draw among the likeliest tokens that together have this probability.")
     ] = 0.95,
     seed: Annotated[int, typer.Option(help="Of the draws: the same seed, the same text.")] = 0,
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
 ) -> None:
     """Continue PROMPT with the model in DIRECTORY."""
     # Imported late, so that `windlass --help` does not wait for torch.
     from windlass.base.device import local_device
     from windlass.cli.training.sample import continue_text
 
-    try:
-        text = continue_text(
-            directory,
-            prompt,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            top_p=top_p,
-            seed=seed,
-            device=str(local_device()),
-        )
-    except WindlassError as error:
-        if debug:
-            raise
-        typer.echo(f"windlass generate: {error}", err=True)
-        raise typer.Exit(1) from error
+    text = continue_text(
+        directory,
+        prompt,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        seed=seed,
+        device=str(local_device()),
+    )
     typer.echo(prompt + text)

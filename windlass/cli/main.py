@@ -1,12 +1,11 @@
-"""`windlass`: which commands there are, and how an error reaches the user: one message, no traceback unless `--debug`."""
+"""`windlass`: which commands there are, and how an error ends one: a message, and no traceback unless `--debug`."""
 
 from __future__ import annotations
 
 import importlib
 import os
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
@@ -24,26 +23,25 @@ class Entry:
     module: str
     attribute: str
     summary: str
-    settings: Mapping[str, Any] = field(default_factory=dict)  # of the command's context
+    takes_a_program: bool = False  # whose options follow, and are not this command's
 
     def load(self) -> Any:
         """The command (or group of commands), imported now."""
         found = getattr(importlib.import_module(self.module), self.attribute)
         if isinstance(found, typer.Typer):
             return typer.main.get_command(found)
-        alone = typer.Typer(add_completion=False)
-        alone.command(self.name, context_settings=dict(self.settings))(found)
+        alone = typer.Typer(add_completion=False, rich_markup_mode=None)
+        alone.command(self.name, context_settings={"allow_interspersed_args": not self.takes_a_program})(found)
         return typer.main.get_command(alone)
 
 
 COMMANDS = (
-    # Its options end where the script begins: what follows is the script's.
-    Entry("run", "windlass.cli.run", "run", "Start a script on N ranks of this machine.", {"allow_interspersed_args": False}),
+    Entry("run", "windlass.cli.run", "run", "Start a script on N ranks of this machine.", takes_a_program=True),
     Entry("train", "windlass.cli.train", "train", "Train a causal language model on text, with ZeRO."),
     Entry("generate", "windlass.cli.generate", "generate", "Continue a text with a trained model."),
-    Entry("check", "windlass.cli.check", "check", "Say what a configuration means and everything that is wrong with it."),
-    Entry("bench", "windlass.cli.bench", "bench_app", "The experiments that tutorials print: zero-memory, stages, precision."),
-    Entry("env", "windlass.cli.env", "env", "Print versions, hardware, transports and limits: what a bug report needs."),
+    Entry("check", "windlass.cli.check", "check", "Say what a configuration means and all that is wrong with it."),
+    Entry("bench", "windlass.cli.bench", "bench_app", "The experiments that tutorials print."),
+    Entry("env", "windlass.cli.env", "env", "Print what a bug report needs to know about this machine."),
 )
 _BY_NAME = {entry.name: entry for entry in COMMANDS}
 
@@ -51,18 +49,18 @@ _BY_NAME = {entry.name: entry for entry in COMMANDS}
 class _Commands(TyperGroup):
     """Imports a command when it is called, so that help is instant and a missing extra breaks only what needs it."""
 
-    def list_commands(self, ctx: Any) -> list[str]:
-        return list(_BY_NAME)
-
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        entry = _BY_NAME.get(cmd_name)
-        return TyperCommand(entry.name, help=entry.summary) if entry else None
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        for entry in COMMANDS:
+            self.commands[entry.name] = TyperCommand(entry.name, help=entry.summary, rich_markup_mode=None)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name, command, rest = super().resolve_command(ctx, args)
-        if name in _BY_NAME:
-            command = _BY_NAME[name].load()
-            rest = _take_debug(command, rest)
+        if name in _BY_NAME and not ctx.resilient_parsing:
+            entry = _BY_NAME[name]
+            command = entry.load()
+            if not entry.takes_a_program:
+                rest = _take_debug(command, rest)
         return name, command, rest
 
 
@@ -73,18 +71,24 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # it would take [a default] in a help text for markup
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 
-@app.callback()
-def _options(
-    version: Annotated[bool, typer.Option("--version", help="Print the version and end.", is_eager=True)] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks; also WINDLASS_DEBUG=1.")] = False,
-) -> None:
-    if version:
+def _print_version(wanted: bool) -> None:
+    if wanted:
         typer.echo(windlass.__version__)
         raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and end.", is_eager=True, callback=_print_version)
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks; also WINDLASS_DEBUG=1.")] = False,
+) -> None:
     if debug:
         _ask_for_debug()
 
@@ -94,8 +98,8 @@ def _ask_for_debug() -> None:
 
 
 def _take_debug(command: Any, arguments: list[str]) -> list[str]:
-    """`--debug` may stand after any command; those that declare it themselves, and scripts of `run`, get it unchanged."""
-    if command.name == "run" or "--debug" not in arguments:
+    """`--debug` may stand after a command too; those that declare it themselves still get it."""
+    if "--debug" not in arguments:
         return arguments
     _ask_for_debug()
     if any("--debug" in parameter.opts for parameter in command.params):

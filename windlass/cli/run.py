@@ -11,18 +11,19 @@ from windlass.launch.run import start
 
 
 def run(
-    command: Annotated[list[str], typer.Argument(metavar="SCRIPT [ARGUMENTS]...", help="What to run, and its own options.")],
+    command: Annotated[list[str], typer.Argument(metavar="SCRIPT [ARGUMENT]...", help="A script and its own options.")],
     nproc: Annotated[int | None, typer.Option("--nproc", "-n", help="Ranks. [one for each GPU, else 1]")] = None,
     master_port: Annotated[int | None, typer.Option(help="Where ranks meet. [a free port]")] = None,
-    module: Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is a module's name, as for python -m.")] = False,
+    module: Annotated[bool, typer.Option("--module", "-m", help="SCRIPT names a module, as in python -m.")] = False,
     grace: Annotated[float, typer.Option(help="Seconds to end in after Ctrl-C, before ranks are killed.", min=0)] = 30,
 ) -> None:
     """Start SCRIPT on N ranks of this machine, through torch's elastic launcher.
 
-    Each rank finds RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in its environment. Ranks end with this command,
-    however it ends; Ctrl-C reaches each of them once. The worst exit code of the ranks comes back.
+    Each rank finds RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in its environment. Ranks end with this
+    command, however it ends; Ctrl-C reaches each of them once. The worst exit code of the ranks comes back.
     """
-    outcome = start(command, _ranks() if nproc is None else nproc, module=module, master_port=master_port, grace_s=grace)
+    ranks = _one_for_each_gpu() if nproc is None else nproc
+    outcome = start(command, ranks, module=module, master_port=master_port, grace_s=grace)
     for failure in outcome.failures:
         typer.echo(f"windlass run: {failure}", err=True)
     if outcome.interrupted_by is not None:
@@ -31,7 +32,7 @@ def run(
     raise typer.Exit(outcome.code)
 
 
-def _ranks() -> int:
+def _one_for_each_gpu() -> int:
     import torch
 
     return max(1, torch.cuda.device_count())

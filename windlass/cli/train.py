@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from windlass.base.errors import WindlassError
-from windlass.cli.training.failure import describe_failure, read_failure, stopped_marker
+from windlass.cli.training.failure import RunFailed, read_failure, stopped_marker
 from windlass.cli.training.interrupt import EXIT_CODE
 
 if TYPE_CHECKING:
@@ -58,7 +57,6 @@ def train(
         bool, typer.Option("--resume", help="Go on with the run in --out, at its exact step and sample.")
     ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Start anew in an --out that holds a run.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
 ) -> None:
     """Train a causal language model on text, over local ranks, with ZeRO."""
     # Imported late, so that `windlass --help` does not wait for torch.
@@ -84,24 +82,18 @@ def train(
         sample_tokens=sample_tokens,
         resume=resume,
         overwrite=overwrite,
-        debug=debug,
     )
-    try:
-        code = run(options)
-    except KeyboardInterrupt:
-        code = EXIT_CODE
-    except Exception as error:
-        if debug:
-            raise
-        message = str(error) if isinstance(error, WindlassError) else describe_failure(error, 0)
-        typer.echo(f"windlass train: {message}", err=True)
-        code = 1
+    code = run(options)
     if code:
         raise typer.Exit(code)
 
 
 def run(options: Options) -> int:
-    """Plans, starts the ranks, and reports what came of it; the exit code."""
+    """Plans, starts the ranks, and reports what came of it: 0, or 130 if the run was stopped.
+
+    Raises:
+        WindlassError: whatever is wrong with the options, or ended a rank.
+    """
     from windlass.cli.training.settings import make_plan
 
     plan = make_plan(options)
@@ -114,18 +106,15 @@ def run(options: Options) -> int:
         code = _launch(plan, failure)
         message = read_failure(failure)
         stopped = stopped_marker(failure).exists()
-    if code == 0 and not stopped:
-        _print_result(plan)
-    elif message is not None:
-        typer.echo(f"windlass train: {message}", err=True)
-    elif stopped:
-        code = EXIT_CODE
+    if message is not None:
+        raise RunFailed(message)
+    if stopped:
         typer.echo(f"stopped; go on with: windlass train --resume --out {plan.out}", err=True)
-    else:
-        typer.echo(
-            f"windlass train: a rank ended with exit code {code}; its own output is above, --debug shows more", err=True
-        )
-    return code
+        return EXIT_CODE
+    if code:
+        raise RunFailed(f"a rank ended with exit code {code} and no word; see the output above, --debug shows more")
+    _print_result(plan)
+    return 0
 
 
 def _launch(plan: Plan, failure: Path) -> int:

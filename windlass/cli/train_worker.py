@@ -12,7 +12,6 @@ from typing import Any
 import torch.distributed as dist
 
 import windlass
-from windlass.base.errors import WindlassError
 from windlass.base.log import logger
 from windlass.cli.training.export import export_model
 from windlass.cli.training.failure import describe_failure, record_failure, stopped_marker
@@ -42,7 +41,7 @@ def main(plan_path: str, failure_path: str) -> int:
     except Exception as error:
         rank = int(os.environ.get("RANK", "0"))
         first = record_failure(Path(failure_path), describe_failure(error, rank))
-        if first and plan_debug(plan_path):
+        if first and os.environ.get("WINDLASS_DEBUG", "0") not in ("", "0"):
             traceback.print_exc()
         return 1
 
@@ -118,14 +117,6 @@ def finish(plan: Plan, trainer: Trainer, tokens: TokenFile, state: dict[str, Any
         "sample": sample,
     }
     write_text(plan.result, json.dumps(result, indent=2) + "\n")
-
-
-def plan_debug(plan_path: str) -> bool:
-    """Whether the user asked for tracebacks; a plan that cannot be read asks for none."""
-    try:
-        return read_plan(Path(plan_path)).debug
-    except WindlassError:
-        return False
 
 
 if __name__ == "__main__":

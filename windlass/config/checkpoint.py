@@ -42,7 +42,7 @@ class ParallelWrite(Section):
 class Checkpoint(Section):
     """Saving and loading."""
 
-    tag_validation: TagValidation = accepted("WARN", "rank 0's tag is the tag of all ranks, so no two can differ")
+    tag_validation: TagValidation = accepted("WARN", "ranks that save under different tags are always an error")
     load_universal: bool = refused(False, "not yet built: reading DeepSpeed's universal checkpoints; write false")
     use_node_local_storage: bool = refused(
         False, "not yet built: checkpoints go to one folder that all ranks share; write false"

@@ -61,7 +61,7 @@ class Section(BaseModel):
     refusal: ClassVar[str] = ""
     """Why this whole section is refused once it is turned on; empty where the fields answer for themselves."""
     switch: ClassVar[str] = ""
-    """The dotted key that turns the section on, without which it asks for nothing; empty: any value but a default does."""
+    """The dotted key that turns the section on; off, it asks for nothing. Empty: any value but a default does."""
 
     def asked_for(self) -> str | None:
         """The dotted key under this section that asks for something, or None while every such value is its default."""

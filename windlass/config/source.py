@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import hjson  # type: ignore[import-untyped]
+import hjson
 
 from windlass.base.errors import ConfigError
 from windlass.config.lines import key_lines

@@ -46,7 +46,7 @@ class Zero(Section):
     contiguous_gradients: bool = honoured(True)
     """Gradients are born in one flat buffer; false: they are copied there before they are reduced."""
     overlap_comm: bool | None = honoured(None)
-    """Communicate while computing; when absent, on at stage 3 only."""
+    """Communicate while computing; on when absent."""
     round_robin_gradients: bool = honoured(False)
     """Deal the order in which cuts are reduced over the ranks, so that none waits for the same peer."""
     sub_group_size: Positive = honoured(1_000_000_000)
@@ -57,6 +57,8 @@ class Zero(Section):
     """At most so many elements are gathered ahead of their use."""
     stage3_param_persistence_threshold: Count = honoured(100_000, also=("param_persistence_threshold",))
     """Parameters smaller than this are never released."""
+    stage3_model_persistence_threshold: Count = honoured(NO_MODEL_LIMIT, also=("model_persistence_threshold",))
+    """At most so many elements in all are never released."""
     stage3_max_live_parameters: Count = honoured(1_000_000_000, also=("max_live_parameters",))
     """At most so many gathered elements exist at once."""
     stage3_max_reuse_distance: Count = honoured(1_000_000_000, also=("max_reuse_distance",))
@@ -103,11 +105,6 @@ class Zero(Section):
     mics_hierarchical_params_gather: bool = accepted(False, "how a gather crosses hosts is the transport's choice")
     grad_hooks: bool = accepted(True, "gradients are reduced when they arrive or at the boundary, as the stage demands")
 
-    stage3_model_persistence_threshold: Count = refused(
-        NO_MODEL_LIMIT,
-        "not yet built: a limit on all persistent parameters together; delete the key",
-        also=("model_persistence_threshold",),
-    )
     load_from_fp32_weights: bool = refused(
         True, "not yet built: master weights are always restored from the saved fp32 ones; write true"
     )
@@ -128,4 +125,4 @@ class Zero(Section):
     @property
     def overlaps(self) -> bool:
         """`overlap_comm` with its default filled in."""
-        return self.stage == 3 if self.overlap_comm is None else self.overlap_comm
+        return True if self.overlap_comm is None else self.overlap_comm

@@ -47,7 +47,7 @@ class SequenceLoader:
         return self
 
     def __next__(self) -> dict[str, torch.Tensor]:
-        """`input_ids` and `labels`, the same [micro_batch, seq_len] int64 ids: causal models shift labels themselves."""
+        """`input_ids` and `labels`, the same [micro_batch, seq_len] int64 ids: causal models shift labels inside."""
         starts = self._sampler.next_batch(self._micro_batch, self._rank, self._world_size) * self._seq_len
         rows = np.stack([self._tokens[start : start + self._seq_len] for start in starts])
         ids = torch.from_numpy(rows.astype(np.int64))
@@ -84,7 +84,8 @@ class EpochLoader:
     """A torch DataLoader over this rank's part of a dataset, one epoch an iteration, resumable inside the epoch.
 
     Each whole iteration moves on to the next epoch, and so to the next shuffle, by itself; `set_epoch` says otherwise.
-    An iteration that was broken off starts its epoch anew, as torch's does, unless `load_state_dict` said where to go on.
+    An iteration that was broken off starts its epoch anew, as torch's does, unless `load_state_dict` said where to go
+    on.
     """
 
     def __init__(self, loader: DataLoader[Any], sampler: EpochSampler | None, micro_batch: int) -> None:

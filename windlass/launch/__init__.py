@@ -1,1 +1,1 @@
-"""Starting ranks. In reading order: arguments (what scripts take), rank (what a rank is before it becomes the user's program), outcome (exit codes), run."""
+"""Starting ranks. Reading order: arguments (what scripts take), rank (how one begins), outcome (how they end), run."""

@@ -13,5 +13,5 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     """
     group = parser.add_argument_group("windlass", "sharded training")
     group.add_argument("--deepspeed", action="store_true", help="train with windlass (for the script to look at)")
-    group.add_argument("--deepspeed_config", metavar="PATH", help="configuration of the run, in the words of ds_config.json")
+    group.add_argument("--deepspeed_config", metavar="PATH", help="configuration of the run: a ds_config.json")
     return parser

@@ -42,9 +42,9 @@ class Outcome:
 def outcome_of(failures: Sequence[Failure]) -> Outcome:
     """The worst exit code of the ranks that failed by themselves.
 
-    After a first failure the other ranks are told to stop, and killed if they do not; what they end with follows from it
-    and must not hide it. So only the failures of the first moment count, and of these a rank that was stopped counts only
-    if there is no other.
+    After a first failure the other ranks are told to stop, and killed if they do not; what they end with follows from
+    it and must not hide it. So only the failures of the first moment count, and of these a rank that was stopped counts
+    only if there is no other.
     """
     if not failures:
         return Outcome(0)

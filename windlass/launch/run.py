@@ -37,7 +37,7 @@ def launch(
     env: Mapping[str, str] | None = None,
     grace_s: float = 30,
 ) -> int:
-    """Run `entrypoint` on `nproc` ranks of this machine and return their worst exit code; prints nothing about failures.
+    """Run `entrypoint` on `nproc` ranks of this machine; what failures there are is theirs to print.
 
     Args:
         entrypoint: what follows `python`: a script and its arguments (or `-m module ...`).
@@ -47,7 +47,7 @@ def launch(
         grace_s: seconds that ranks have to end after Ctrl-C, before they are killed.
 
     Returns:
-        0 if all ranks ended with 0; 128 + the signal's number for a rank ended by a signal, or if this process was sent one.
+        The worst exit code of the ranks, 128 + its number for a signal that ended one, or that this process was sent.
 
     Raises:
         LaunchError: the ranks cannot be started.
@@ -184,7 +184,7 @@ def _own_signals() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet_torch() -> Iterator[None]:
-    """The launcher's own account of each failure repeats what ranks printed; `LOGLEVEL`, torch's variable, brings it back."""
+    """The launcher's own account of a failure repeats what ranks printed; torch's `LOGLEVEL` brings it back."""
     if "LOGLEVEL" in os.environ:
         yield
         return

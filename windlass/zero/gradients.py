@@ -194,10 +194,11 @@ class Gradients:
         group = self._transport.group
         if not self._whole or group.size == 1:
             return
-        started = []
+        started, shared = [], []
         for slot in self.slots:
             if slot.holds:
                 assert slot.buffer is not None and slot.shard is not None
+                shared.append(slot.buffer)
                 if not _same(slot.shard, slot.buffer.local):
                     slot.buffer.local.copy_(slot.shard)
                     slot.shard = slot.buffer.local
@@ -205,6 +206,8 @@ class Gradients:
                 started.append(self._transport.gather(slot.buffer, elements=slot.unit.numel))
         for pending in started:
             pending.wait()
+        for buffer in shared:  # a fused step divides gradients where they lie
+            self._transport.settle(buffer)
 
     def squares(self, slot: Slot, part: torch.Tensor) -> torch.Tensor:
         """Sum of squares of `part`, this rank's share of the norm; measured when it was reduced, as a rule."""

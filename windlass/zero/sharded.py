@@ -278,8 +278,6 @@ class ShardedModel:
         if self.mesh.data.size > 1 and values.numel():
             process_group = self.mesh.data.process_group
             dist.broadcast(values.view(torch.uint8), self.mesh.data.ranks[0], group=process_group)
-        if unit.frees:
-            unit.full.untyped_storage().resize_(unit.nbytes)
         if unit.buffer.common:
             start, stop = unit.layout.cut(self.group.index, self.group.size)
             unit.shard.copy_(values[start:stop])

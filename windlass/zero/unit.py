@@ -73,6 +73,8 @@ class Unit:
         self.buffer, self.full, self.transport = buffer, buffer.local, transport
         group = transport.group
         self.frees = self.released and not buffer.common
+        if self.frees:
+            self.full.untyped_storage().resize_(self.nbytes)
         own = cut(self.full, group.index, group.size)
         self.shard = torch.empty_like(own) if self.frees else own
         self._views = [

@@ -38,7 +38,7 @@ BUILT: dict[tuple[str, str], dict[str, Any]] = {
     ("transport", "shm"): {},
     ("transport", "gloo"): {"comm": {"transport": "gloo"}},
     ("transport", "nccl"): {"comm": {"transport": "nccl"}},
-    ("overlap", "on"): {"zero_optimization": {"stage": 3}},
+    ("overlap", "on"): {"zero_optimization": {"stage": 2}},
     ("overlap", "off"): {"zero_optimization": {"stage": 3, "overlap_comm": False}},
 }
 

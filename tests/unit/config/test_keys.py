@@ -127,7 +127,6 @@ ASKS: list[tuple[str, Any]] = [
     ("zero_optimization.zenflow", {"topk_ratio": 0.2}),
     ("zero_optimization.zero_quantized_weights", True),
     ("zero_optimization.zeropp_loco_param", {"err_beta": 0.8}),
-    ("zero_optimization.stage3_model_persistence_threshold", 10),
     ("zero_optimization.legacy_stage1", True),
     ("zero_optimization.cpu_offload", True),
     ("zero_optimization.leaf_module.classes", "Block"),

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from pathlib import Path
 
 from windlass.base.errors import WindlassError
+from windlass.cli.failure import explain
+
+
+class RunFailed(WindlassError, RuntimeError):
+    """A rank ended a run early; the text is that rank's own."""
 
 
 def describe_failure(error: BaseException, rank: int) -> str:
     """One message that says what, where and what to do."""
-    if isinstance(error, WindlassError):
-        return str(error)
-    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-        return f"disk full while writing {error.filename or 'a file'}; free some space or choose another --out"
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         hint = "try a smaller micro-batch, a shorter --seq-len or a higher ZeRO stage"
         return f"rank {rank} ran out of memory ({error}); {hint}"
-    return f"rank {rank} failed with {type(error).__name__}: {error}; --debug shows where"
+    return explain(error) or f"rank {rank} failed with {type(error).__name__}: {error}; --debug shows where"
 
 
 def record_failure(path: Path, message: str) -> bool:

@@ -31,7 +31,6 @@ class Plan:
     prompt: str | None
     sample_tokens: int
     resume: bool = False
-    debug: bool = False
     format_version: int = FORMAT_VERSION
 
     @property

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from windlass.base.log import logger
 from windlass.cli.training.metrics import Row
 
-_PLAIN_LINES = 6
+_PLAIN_LINES = 5
 
 
 class Display:

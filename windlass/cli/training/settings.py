@@ -51,7 +51,6 @@ class Options:
     sample_tokens: int | None = None
     resume: bool = False
     overwrite: bool = False
-    debug: bool = False
 
 
 def make_plan(options: Options) -> Plan:
@@ -138,7 +137,6 @@ def _fresh(options: Options) -> Plan:
         seed=options.seed or 0,
         prompt=options.prompt,
         sample_tokens=_default(options.sample_tokens, 120),
-        debug=options.debug,
     )
 
 
@@ -163,9 +161,7 @@ def _resumed(options: Options) -> Plan:
     # The folder may have been moved since; what lies in it moves along.
     own = Path(old.tokenizer) == Path(old.out) / "tokenizer"
     tokenizer = str(options.out / "tokenizer") if own else old.tokenizer
-    return replace(
-        old, out=str(options.out), tokenizer=tokenizer, steps=steps, resume=True, debug=options.debug, **changed
-    )
+    return replace(old, out=str(options.out), tokenizer=tokenizer, steps=steps, resume=True, **changed)
 
 
 def _check_config(config: dict[str, Any], nproc: int) -> None:
