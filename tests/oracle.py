@@ -71,8 +71,8 @@ def train(
 ) -> Trace:
     """Train the specimen on the global batch of `ranks x accumulation` micro-batches a step.
 
-    The loss of a step is the mean over all its micro-batches. Gradients of a 16-bit model are taken micro-batch by
-    micro-batch in 16 bits and summed in fp32; clipping and the step see the fp32 sum and the fp32 master weights, which
+    The gradient of a step is the mean over all its micro-batches. Gradients of a 16-bit model are taken micro-batch by
+    micro-batch in 16 bits, widened, and averaged in fp32; clipping and the step see the fp32 sum and the fp32 master weights, which
     start from the values before the model was cast and of which it holds a rounded copy. Buffers follow DDP: each rank's forward starts from rank 0's.
     """
     model = build(specimen) if model is None else model
@@ -94,7 +94,7 @@ def train(
             for rank in range(recipe.ranks):
                 _restore(model, before)
                 losses[rank].append(_micro_batch(model, specimen, recipe, Place(step, micro, rank)))
-                _move_gradients(named, sums, recipe.ranks)
+                _move_gradients(named, sums, recipe.ranks * recipe.accumulation)
                 if rank == 0:
                     kept = {name: buffer.clone() for name, buffer in model.named_buffers()}
             _restore(model, kept)
@@ -113,18 +113,18 @@ def _trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 def _micro_batch(model: nn.Module, specimen: Specimen, recipe: Recipe, place: Place) -> float:
     def backward(loss: Tensor, retain_graph: bool = False) -> None:
-        (loss / recipe.accumulation).backward(retain_graph=retain_graph)
+        loss.backward(retain_graph=retain_graph)
 
     batch = cast(specimen.batch(place), recipe.dtype)
     return float(specimen.train(model, batch, backward))
 
 
-def _move_gradients(named: list[tuple[str, nn.Parameter]], sums: list[Tensor | None], ranks: int) -> None:
-    """Add each parameter's gradient to its fp32 sum, as one rank's share of the mean, and clear it."""
+def _move_gradients(named: list[tuple[str, nn.Parameter]], sums: list[Tensor | None], parts: int) -> None:
+    """Add each parameter's gradient to its fp32 sum, as one micro-batch's share of the mean, and clear it."""
     for index, (_, parameter) in enumerate(named):
         if parameter.grad is None:
             continue
-        share = parameter.grad.float() / ranks
+        share = parameter.grad.float() / parts
         total = sums[index]
         sums[index] = share if total is None else total + share
         parameter.grad = None

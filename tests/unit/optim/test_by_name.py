@@ -76,6 +76,7 @@ def test_deepspeeds_parameters_without_effect_are_taken() -> None:
     optimizer = by_name.build("Adam", {**adam, "fp32_optimizer_states": True, "fused": True}, parameters())
     assert optimizer.param_groups[0]["betas"] == (0.8, 0.9) and optimizer.param_groups[0]["fused"] is True
     by_name.build("AdamW", adam, parameters())
+    assert by_name.build("Adamax", {"betas": [0.8, 0.9]}, parameters()).param_groups[0]["betas"] == (0.8, 0.9)
     muon = {"ns_method": "gram", "per_head_muon": False, "torch_adam": True, "adam_w_mode": True, "momentum": 0.9}
     groups = by_name.build("Muon", {**muon, "lr": 1.0, "muon_lr": 0.2, "adam_lr": 0.3}, parameters()).param_groups
     assert [(group["use_muon"], group["lr"]) for group in groups] == [(True, 0.2), (False, 0.3)]

@@ -12,6 +12,7 @@ from torch import nn
 
 from windlass.base.errors import ConfigError, ModelError
 from windlass.optim import Lamb, Lion, Muon, muon_groups
+from windlass.optim.lamb import trust_ratio
 from windlass.optim.muon import orthogonalize
 
 SHAPES = [(5, 7), (7, 5), (6,), (), (3, 2, 2), (4, 4)]
@@ -88,6 +89,15 @@ def test_lamb_ratio_is_one_where_a_norm_is_zero() -> None:
     still.grad = torch.zeros(3)
     Lamb([still], lr=0.1).step()
     assert torch.equal(still.detach(), torch.ones(3))
+    for weight, update, ratio in (
+        (0.0, 1.0, 1.0),
+        (1.0, 0.0, 1.0),
+        (0.0, 0.0, 1.0),
+        (1.0, 2.0, 0.5),
+        (1.0, 1e-9, 10.0),
+    ):
+        found = trust_ratio(torch.full((3,), weight), torch.full((3,), update), least=0.01, most=10.0)
+        assert found.item() == pytest.approx(ratio)
 
 
 @pytest.mark.parametrize("settings", [{}, {"nesterov": False}, {"adjust_lr_fn": "match_rms_adamw", "ns_steps": 3}])
@@ -162,6 +172,11 @@ def test_muon_marks_embeddings_heads_and_ties_as_outer() -> None:
     assert {id(p) for p in hidden["params"]} == {id(model.block[0].weight), id(model.block[2].weight)}
     trainable = {id(p) for p in model.parameters() if p.requires_grad}
     assert {id(p) for p in hidden["params"] + others["params"]} == trainable
+    named = dict(model.named_parameters())
+    head, inner = named["lm_head.weight"], named["block.0.weight"]
+    head.use_muon, inner.use_muon = True, False  # type: ignore[attr-defined]
+    marked = muon_groups(model, [inner, head])
+    assert [group["params"][0] is head for group in marked] == [True, False]
 
 
 @pytest.mark.parametrize("cls", [Lion, Lamb, Muon])

@@ -187,13 +187,23 @@ def test_resuming_by_the_constructor_waits_for_a_step_and_finds_the_first_rates(
     schedule = schedules.build(name, EXAMPLES[name], optimizer)
     for _ in range(4):
         schedule.step()
-    before = lrs(optimizer)
+    for group in optimizer.param_groups:
+        group["lr"] = 7.0
     again = schedules.build(name, {**EXAMPLES[name], "last_batch_iteration": 3}, optimizer)
-    assert lrs(optimizer) == before
+    assert lrs(optimizer) == [7.0, 7.0]
     schedule.step()
     expected = lrs(optimizer)
     again.step()
     assert lrs(optimizer) == expected
+
+
+def test_a_new_schedule_takes_the_rates_it_finds() -> None:
+    optimizer = plain_optimizer()
+    for scale in (1.0, 10.0):
+        for group, lr in zip(optimizer.param_groups, GROUP_LRS, strict=True):
+            group["lr"] = scale * lr
+        schedules.build("WarmupLR", {"warmup_num_steps": 2}, optimizer).step(5)
+        assert lrs(optimizer) == pytest.approx([scale * lr for lr in GROUP_LRS])
 
 
 def test_a_rate_held_in_a_tensor_is_written_in_place() -> None:

@@ -5,19 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 TINY = "tiny"
-SEQ_LEN = 256
+SEQ_LEN = 128
 VOCAB_SIZE = 4096
-STEPS = 600
+STEPS = 900
 
 
 def tiny_model(vocab_size: int, seq_len: int) -> dict[str, Any]:
-    """Arguments of a `transformers.LlamaConfig` of about four million parameters."""
+    """Arguments of a `transformers.LlamaConfig` of about 2.6 million parameters."""
     return {
         "vocab_size": vocab_size,
-        "hidden_size": 256,
-        "intermediate_size": 672,
+        "hidden_size": 192,
+        "intermediate_size": 512,
         "num_hidden_layers": 4,
-        "num_attention_heads": 4,
+        "num_attention_heads": 3,
         "max_position_embeddings": max(1024, seq_len),
         "tie_word_embeddings": True,
     }
@@ -26,7 +26,7 @@ def tiny_model(vocab_size: int, seq_len: int) -> dict[str, Any]:
 def default_config() -> dict[str, Any]:
     """A ds_config for `windlass train` without --config."""
     return {
-        "train_micro_batch_size_per_gpu": 2,
+        "train_micro_batch_size_per_gpu": 4,
         "gradient_accumulation_steps": 1,
         "zero_optimization": {"stage": 2},
         "optimizer": default_optimizer(),
@@ -45,7 +45,7 @@ def default_scheduler() -> dict[str, Any]:
 
 def default_rate(model: str) -> float:
     """The learning rate where nobody names one: small models learn from scratch, others are taken to be fine-tuned."""
-    return 2e-3 if model == TINY else 3e-4
+    return 3e-3 if model == TINY else 3e-4
 
 
 def fill_auto(config: dict[str, Any], steps: int, lr: float) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from windlass.base.errors import CheckpointError, ConfigError
+from windlass.base.errors import CheckpointError, ConfigError, DataError
 from windlass.base.log import logger
 from windlass.cli.training.model import config_file, declared_vocab
 from windlass.cli.training.plan import Plan, read_plan
@@ -147,7 +147,7 @@ def _resumed(options: Options) -> Plan:
     if given:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
         raise ConfigError(f"--resume goes on with the run in {options.out} as it was begun; leave out {flags}")
-    open_tokens(old.tokens, verify=True)
+    _require_tokens(options.out)
     steps = options.steps or old.steps
     changed: dict[str, Any] = {
         name: value
@@ -162,6 +162,16 @@ def _resumed(options: Options) -> Plan:
     own = Path(old.tokenizer) == Path(old.out) / "tokenizer"
     tokenizer = str(options.out / "tokenizer") if own else old.tokenizer
     return replace(old, out=str(options.out), tokenizer=tokenizer, steps=steps, resume=True, **changed)
+
+
+def _require_tokens(out: Path) -> None:
+    try:
+        open_tokens(out / "tokens.bin", verify=True)
+    except DataError as error:
+        what = str(error).split("; delete")[0]
+        raise DataError(
+            f"{what}; restore it, or start anew with --overwrite: the order of samples is that of this file"
+        ) from error
 
 
 def _check_config(config: dict[str, Any], nproc: int) -> None:

@@ -1,0 +1,53 @@
+# Everything here needs Python 3.11 or newer, pip and make. The first target to run makes .venv and installs into it.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
+INPUTS := pyproject.toml constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check lint parity bench clean
+
+help:
+	@echo "make demo    train a small Llama on real text over two ranks; about five minutes with the installation"
+	@echo "make test    every test that needs no GPU and no rival, without the long products"
+	@echo "make check   style, types, import contract, unit tests: what a commit has to pass"
+	@echo "make parity  the full products of the laws (long)"
+	@echo "make bench   speed and memory beside plain PyTorch (long)"
+
+demo: $(VENV)/.demo
+	$(BIN)/windlass train --config examples/demo.json --model tiny --data stdlib --nproc 2 --out runs/demo --overwrite
+
+test: $(VENV)/.test
+	$(BIN)/python -m pytest
+
+check: lint
+	$(BIN)/python -m pytest tests/unit -q
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+parity: $(VENV)/.test
+	$(BIN)/python -m pytest -m slow
+
+bench: $(VENV)/.test
+	$(BIN)/python bench/train.py
+
+clean:
+	rm -rf $(VENV)
+
+# torch first and by its exact version: what needs torch then finds it, and no other build is fetched.
+$(VENV)/.torch: $(INPUTS)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "windlass needs Python 3.11 or newer; name one: make PYTHON=python3.12 ...")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo 'installing into $(VENV), once'
+	$(INSTALL) torch
+	@touch $@
+
+$(VENV)/.demo $(VENV)/.test $(VENV)/.dev: $(VENV)/.%: $(VENV)/.torch
+	$(INSTALL) -e '.[$*]'
+	@touch $@

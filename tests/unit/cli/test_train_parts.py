@@ -1,0 +1,313 @@
+"""What a run shows and leaves: metrics that survive a resume, lines, the picture, failures, the wish to stop."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from windlass.base.errors import CheckpointError, LossError, ModelError
+from windlass.cli import train as command
+from windlass.cli.training import metrics as metrics_module
+from windlass.cli.training.agreement import agree, sum_over_ranks
+from windlass.cli.training.export import export_model, replace_directory
+from windlass.cli.training.failure import RunFailed, describe_failure, read_failure, record_failure, stopped_marker
+from windlass.cli.training.interrupt import Interrupt
+from windlass.cli.training.metrics import Metrics, Row, perplexity, read_rows
+from windlass.cli.training.picture import draw_loss, smooth
+from windlass.cli.training.plan import Plan
+from windlass.cli.training.progress import Display, clock, describe
+from windlass.cli.training.sample import continue_text
+from windlass.comm.bootstrap import init_distributed
+from windlass.data.tokenizer import train_tokenizer
+
+
+def row(step: int) -> Row:
+    return Row(step=step, loss=2.0, perplexity=perplexity(2.0), learning_rate=1e-3, tokens_per_second=1234.5)
+
+
+def test_metrics_come_back_and_a_resume_drops_the_steps_that_are_done_again(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.csv"
+    first = Metrics(path, None, after_step=0)
+    for step in range(1, 6):
+        first.add(row(step))
+    first.add(Row(step=5, held_out_bits_per_byte=1.5))
+    first.close()
+    second = Metrics(path, None, after_step=3)
+    second.add(row(4))
+    second.close()
+    assert read_rows(path) == [row(step) for step in range(1, 5)]
+
+
+def test_a_fresh_run_starts_a_fresh_file(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.csv"
+    path.write_text("of another run")
+    Metrics(path, None, after_step=0).close()
+    assert read_rows(path) == []
+
+
+def test_without_tensorboard_one_line_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logged: Callable[[], list[str]]
+) -> None:
+    def missing(folder: Path) -> None:
+        raise metrics_module.ConfigError("not installed")
+
+    monkeypatch.setattr(metrics_module, "TensorBoardWriter", missing)
+    metrics = Metrics(tmp_path / "metrics.csv", tmp_path / "events", after_step=0)
+    metrics.add(row(1))
+    metrics.close()
+    assert len(logged()) == 1 and "TensorBoard is not installed" in logged()[0]
+    assert read_rows(tmp_path / "metrics.csv") == [row(1)]
+
+
+@pytest.fixture
+def logged() -> Any:
+    """The lines that the package's logger let through since the test began."""
+    lines: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    handler = Keep()
+    logging.getLogger("windlass").addHandler(handler)
+    yield lambda: lines
+    logging.getLogger("windlass").removeHandler(handler)
+
+
+def test_off_a_terminal_a_run_of_any_length_is_a_few_lines(logged: Callable[[], list[str]]) -> None:
+    for total in (3, 1000):
+        before = len(logged())
+        display = Display(total, 0, Console(file=io.StringIO()))
+        for step in range(1, total + 1):
+            display.step(row(step))
+        display.close()
+        assert 3 <= len(logged()) - before <= 6
+    assert "step 1000/1000  loss 2.000  ppl 7.4  1,234 tok/s  lr 1.00e-03  left 0:00" in logged()[-1]
+
+
+def test_on_a_terminal_it_is_one_live_line(logged: Callable[[], list[str]]) -> None:
+    screen = io.StringIO()
+    display = Display(10, 4, Console(file=screen, force_terminal=True, width=200))
+    display.step(row(5))
+    display.note("held out [1.2]")
+    display.close()
+    assert "loss 2.000" in screen.getvalue() and "held out [1.2]" in screen.getvalue() and not logged()
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (65, "1:05"), (59.6, "1:00"), (7205, "2:00:05")])
+def test_clock(seconds: float, text: str) -> None:
+    assert clock(seconds) == text
+
+
+def test_what_was_not_measured_is_not_shown_and_overflow_is_infinite() -> None:
+    assert describe(Row(step=1, loss=1.0)) == "loss 1.000"
+    assert perplexity(1e4) == float("inf")
+
+
+def test_smoothing_keeps_a_constant_and_starts_without_a_pull_to_zero() -> None:
+    assert smooth([3.0] * 5) == pytest.approx([3.0] * 5)
+
+
+def test_the_picture_is_a_png_and_a_missing_matplotlib_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logged: Callable[[], list[str]]
+) -> None:
+    pytest.importorskip("matplotlib")
+    rows = [row(step) for step in range(1, 30)] + [
+        Row(0, held_out_bits_per_byte=3.0),
+        Row(29, held_out_bits_per_byte=2.0),
+    ]
+    assert draw_loss(rows, tmp_path / "loss.png", 3.4, "title")
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
+    assert not draw_loss(rows, tmp_path / "none.png", 3.4, "title")
+    assert len(logged()) == 1 and "windlass[plot]" in logged()[0]
+
+
+def test_the_first_failure_is_kept_and_told_once(tmp_path: Path) -> None:
+    path = tmp_path / "failure"
+    assert record_failure(path, describe_failure(LossError("not finite at step 3"), rank=1))
+    assert not record_failure(path, "what followed from it")
+    assert read_failure(path) == "not finite at step 3"
+    assert read_failure(path) is None
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (OSError(28, "No space left on device", "/x/y"), ["disk is full", "/x/y"]),
+        (MemoryError("no"), ["rank 3 ran out of memory", "smaller micro-batch"]),
+        (ZeroDivisionError("by zero"), ["rank 3", "ZeroDivisionError: by zero", "--debug"]),
+    ],
+)
+def test_failures_say_what_and_what_to_do(error: BaseException, words: list[str]) -> None:
+    assert all(word in describe_failure(error, rank=3) for word in words)
+
+
+def test_a_signal_is_a_wish_and_its_echo_is_not_a_second_one() -> None:
+    interrupt = Interrupt()
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    try:
+        interrupt.install()
+        assert not interrupt.wanted
+        for number in (signal.SIGINT, signal.SIGINT, signal.SIGTERM):  # the terminal's, and the launcher's copies
+            os.kill(os.getpid(), number)
+        assert interrupt.wanted
+    finally:
+        signal.signal(signal.SIGINT, before[0])
+        signal.signal(signal.SIGTERM, before[1])
+
+
+@pytest.fixture
+def one_rank() -> Any:
+    started = not torch.distributed.is_initialized()
+    init_distributed()
+    yield
+    if started:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_ranks_agree_on_the_mean_loss_and_on_the_first_bad_one(one_rank: None, bad: float) -> None:
+    fine = [torch.tensor(1.0), torch.tensor(3.0)]
+    assert agree(fine, stop=False).loss == 2.0 and agree(fine, stop=False).bad is None
+    assert agree(fine, stop=True).stop and not agree(fine, stop=False).stop
+    assert agree([*fine, torch.tensor(bad), torch.tensor(bad)], stop=False).bad == (0, 2)
+    assert sum_over_ranks([0.5, 2.0], torch.device("cpu")) == [0.5, 2.0]
+
+
+def plan_in(folder: Path) -> Plan:
+    folder.mkdir(exist_ok=True)
+    return Plan(
+        out=str(folder), config={}, model="tiny", data=[], tokenizer="", nproc=1, steps=1, seq_len=2, eval_every=1,
+        save_every=0, seed=0, prompt=None, sample_tokens=0,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Plan, Path], int]], int]:
+    """Runs the parent with ranks that do what the test says."""
+    from windlass.cli.training import settings
+
+    def run(ranks: Callable[[Plan, Path], int]) -> int:
+        monkeypatch.setattr(settings, "make_plan", lambda options: plan_in(tmp_path / "run"))
+        monkeypatch.setattr(command, "_launch", ranks)
+        return command.run(settings.Options(out=tmp_path / "run"))
+
+    return run
+
+
+def test_the_parent_tells_a_rank_s_failure(parent: Any) -> None:
+    with pytest.raises(RunFailed, match="^the loss is not finite$"):
+        parent(lambda plan, failure: record_failure(failure, "the loss is not finite") * 1)
+    with pytest.raises(RunFailed, match="exit code 9"):
+        parent(lambda plan, failure: 9)
+
+
+def test_a_stopped_run_is_130_and_says_how_to_go_on(parent: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    def ranks(plan: Plan, failure: Path) -> int:
+        stopped_marker(failure).touch()
+        return 1
+
+    assert parent(ranks) == 130
+    assert "--resume --out" in capsys.readouterr().err
+
+
+def test_the_last_lines_are_the_score_and_where_things_lie(parent: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    def ranks(plan: Plan, failure: Path) -> int:
+        result = {"bits_before": 3.456, "bits_after": 1.7, "checkpoint": "c", "picture": "p", "exported": "e"}
+        plan.result.write_text(json.dumps(result | {"prompt": "def ", "sample": "f():"}))
+        return 0
+
+    assert parent(ranks) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-4] == "held-out bits per byte 3.46 -> 1.70"
+    assert [line.split()[-1] for line in lines[-3:]] == ["c", "p", "e"]
+
+
+def test_a_result_of_an_earlier_run_cannot_pass_for_this_one(parent: Any) -> None:
+    def ranks(plan: Plan, failure: Path) -> int:
+        assert not plan.result.exists()
+        return 3
+
+    with pytest.raises(RunFailed):
+        parent(lambda plan, failure: plan.result.write_text("{}") and 3)
+    with pytest.raises(RunFailed):
+        parent(ranks)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A tiny model with tied embeddings, and a tokenizer directory."""
+    transformers = pytest.importorskip("transformers")
+    folder = tmp_path_factory.mktemp("tokenizer")
+    tokenizer = train_tokenizer(["def f(x): return x"] * 3, 270, folder)
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=tokenizer.vocab_size, hidden_size=8, intermediate_size=16, num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=32, tie_word_embeddings=True, eos_token_id=tokenizer.eos,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config), folder
+
+
+def test_an_exported_model_loads_with_the_same_logits_and_writes_text(llama: Any, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model, tokenizer_dir = llama
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    export_model(model, state, tokenizer_dir, tmp_path / "hf")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    ids = tokenizer("def f(x)", return_tensors="pt").input_ids
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(ids).logits, model(ids).logits)
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+    first = continue_text(tmp_path / "hf", "def", max_new_tokens=8, seed=1)
+    assert first == continue_text(tmp_path / "hf", "def", max_new_tokens=8, seed=1)
+    assert continue_text(tmp_path / "hf", "", max_new_tokens=100, temperature=0) is not None
+
+
+def test_weights_that_do_not_fit_are_not_exported(llama: Any, tmp_path: Path) -> None:
+    model, tokenizer_dir = llama
+    state = dict(model.state_dict())
+    del state["model.norm.weight"]
+    with pytest.raises(CheckpointError, match="model.norm.weight"):
+        export_model(model, state, tokenizer_dir, tmp_path / "hf")
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_failed_export_keeps_the_old_one(llama: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tokenizer_dir = llama
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "old").touch()
+
+    def full(*arguments: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("shutil.copyfile", full)
+    with pytest.raises(CheckpointError, match=r"No space left.*free some space"):
+        export_model(model, dict(model.state_dict()), tokenizer_dir, tmp_path / "hf")
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["hf", "old"]
+
+
+def test_a_directory_takes_the_place_of_another(tmp_path: Path) -> None:
+    for name in ("new", "target"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / f"of_{name}").touch()
+    replace_directory(tmp_path / "new", tmp_path / "target")
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["of_new", "target"]
+
+
+def test_generating_from_no_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="no config.json"):
+        continue_text(tmp_path, "x", max_new_tokens=1)

@@ -1,0 +1,80 @@
+"""A token file gives back what was written, and notices every kind of damage."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from windlass.base.errors import DataError
+from windlass.data.token_file import TokenWriter, open_tokens, token_dtype
+
+
+def write(path: Path, train: list[int], held_out: list[int], vocab_size: int = 1000) -> Path:
+    with TokenWriter(path, vocab_size) as writer:
+        for part in (train, held_out):
+            writer.append(np.array(part, dtype=np.int64))
+        writer.finish(
+            eos=0, train_tokens=len(train), eval_tokens=len(held_out), train_bytes=9, eval_bytes=5, documents=2, key="k"
+        )
+    return path
+
+
+@given(
+    train=st.lists(st.integers(0, 99_999), min_size=1),
+    held_out=st.lists(st.integers(0, 99_999), min_size=1),
+    vocab_size=st.sampled_from([100_000, 2**20]),
+)
+def test_it_gives_back_what_was_written(
+    tmp_path_factory: pytest.TempPathFactory, train: list[int], held_out: list[int], vocab_size: int
+) -> None:
+    path = write(tmp_path_factory.mktemp("tokens") / "t.bin", train, held_out, vocab_size)
+    opened = open_tokens(path, verify=True)
+    assert opened.train.tolist() == train and opened.held_out.tolist() == held_out
+    assert opened.header.eval_bytes == 5 and opened.header.key == "k"
+
+
+@pytest.mark.parametrize(("vocab_size", "bits"), [(2**16, 16), (2**16 + 1, 32)])
+def test_the_dtype_is_the_narrowest_that_holds_every_id(vocab_size: int, bits: int) -> None:
+    assert token_dtype(vocab_size).itemsize * 8 == bits
+    assert np.iinfo(token_dtype(vocab_size)).max >= vocab_size - 1
+
+
+def test_every_flipped_payload_bit_is_noticed(tmp_path: Path) -> None:
+    path = write(tmp_path / "t.bin", [1, 2, 3], [4])
+    whole = path.read_bytes()
+    for position in range(4096, len(whole)):
+        path.write_bytes(whole[:position] + bytes([whole[position] ^ 4]) + whole[position + 1 :])
+        with pytest.raises(DataError, match="damaged"):
+            open_tokens(path, verify=True)
+
+
+@pytest.mark.parametrize("length", [0, 7, 100, 4095, 4096, 4101])
+def test_a_file_cut_short_is_refused_without_reading_it(tmp_path: Path, length: int) -> None:
+    path = write(tmp_path / "t.bin", [1, 2, 3], [4])
+    path.write_bytes(path.read_bytes()[:length])
+    with pytest.raises(DataError, match="delete it"):
+        open_tokens(path)
+
+
+def test_another_format_version_is_named(tmp_path: Path) -> None:
+    path = write(tmp_path / "t.bin", [1], [2])
+    path.write_bytes(path.read_bytes().replace(b'"format_version": 1', b'"format_version": 9'))
+    with pytest.raises(DataError, match="version 9"):
+        open_tokens(path)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="none.bin"):
+        open_tokens(tmp_path / "none.bin")
+
+
+def test_a_writer_that_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
+    path = write(tmp_path / "t.bin", [1, 2], [3])
+    with pytest.raises(DataError, match="1000"), TokenWriter(path, 1000) as writer:
+        writer.append(np.array([5, 1000]))
+    assert open_tokens(path, verify=True).train.tolist() == [1, 2]
+    assert list(tmp_path.iterdir()) == [path]

@@ -1,0 +1,49 @@
+"""Laws of the one exit code out of many."""
+
+from __future__ import annotations
+
+import signal
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from windlass.launch.outcome import Failure, outcome_of
+
+NOW = 1_700_000_000
+OWN = st.integers(1, 127)
+TOLD_TO_STOP = st.sampled_from([-signal.SIGTERM, -signal.SIGINT, 130, 143])
+
+
+def failures(*codes: int, at: int = NOW) -> list[Failure]:
+    return [Failure(rank, code, at) for rank, code in enumerate(codes)]
+
+
+def test_no_failure_is_zero() -> None:
+    assert outcome_of([]).code == 0
+
+
+@given(st.lists(OWN, min_size=1))
+def test_the_worst_comes_back(codes: list[int]) -> None:
+    assert outcome_of(failures(*codes)).code == max(codes)
+
+
+@given(st.sampled_from([signal.SIGSEGV, signal.SIGKILL, signal.SIGABRT, signal.SIGTERM, signal.SIGINT]))
+def test_a_signal_is_128_and_its_number(number: signal.Signals) -> None:
+    assert outcome_of(failures(-number)).code == 128 + number
+
+
+@given(OWN, st.lists(TOLD_TO_STOP))
+def test_what_was_told_to_stop_does_not_hide_the_cause(code: int, others: list[int]) -> None:
+    assert outcome_of(failures(*others, code)).code == code
+
+
+@given(OWN, st.integers(1, 255) | st.just(-signal.SIGKILL), st.integers(2, 60))
+def test_what_follows_later_does_not_hide_the_cause(code: int, later: int, seconds: int) -> None:
+    outcome = outcome_of([*failures(later, at=NOW + seconds), Failure(1, code, NOW)])
+    assert outcome.code == code
+    assert [failure.rank for failure in outcome.failures] == [1]
+
+
+def test_messages_name_the_rank_and_what_ended_it() -> None:
+    assert str(Failure(3, 7, NOW)) == "rank 3 ended with exit code 7"
+    assert str(Failure(0, -signal.SIGSEGV, NOW)) == "rank 0 was ended by SIGSEGV"

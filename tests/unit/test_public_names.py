@@ -1,0 +1,96 @@
+"""A snapshot of the public names: a name can only be added, or deprecated first (CONTRIBUTING.md), on purpose."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import inspect
+import subprocess
+import sys
+
+import pytest
+
+import windlass
+
+PUBLIC = {
+    "windlass": [
+        "Engine",
+        "__version__",
+        "add_config_arguments",
+        "init_distributed",
+        "initialize",
+        "optim",
+        "zero",
+    ],
+    "windlass.zero": [
+        "GatheredParameters",
+        "full_grad",
+        "full_param",
+        "full_state",
+        "local_grad",
+        "local_param",
+        "local_state",
+        "set_full_grad",
+        "set_full_param",
+        "set_full_state",
+        "set_local_grad",
+        "set_local_param",
+        "set_local_state",
+    ],
+}
+# Callers write these by name, so names and order are as public as the function's own.
+INITIALIZE = [
+    "args",
+    "model",
+    "optimizer",
+    "model_parameters",
+    "training_data",
+    "lr_scheduler",
+    "distributed_port",
+    "mpu",
+    "dist_init_required",
+    "collate_fn",
+    "config",
+    "mesh_param",
+    "config_params",
+]
+
+
+@pytest.mark.parametrize("module", PUBLIC)
+def test_public_names_are_the_recorded_ones(module: str) -> None:
+    found = importlib.import_module(module)
+    assert sorted(found.__all__) == PUBLIC[module]
+    for name in PUBLIC[module]:
+        assert getattr(found, name) is not None
+
+
+def test_initialize_takes_the_recorded_arguments() -> None:
+    assert list(inspect.signature(windlass.initialize).parameters) == INITIALIZE
+
+
+def test_initialize_stays_a_function_when_its_module_is_imported() -> None:
+    importlib.import_module("windlass.initialize")
+    assert inspect.isfunction(windlass.initialize)
+
+
+def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'initialise'.*initialize"):
+        _ = windlass.initialise  # type: ignore[attr-defined]
+
+
+def test_public_names_are_offered_by_dir() -> None:
+    assert set(windlass.__all__) <= set(dir(windlass))
+
+
+@pytest.mark.parametrize("module", ["windlass", "windlass.cli.main", "windlass.cli.run", "windlass.cli.check"])
+def test_import_costs_no_torch(module: str) -> None:
+    code = f"import sys, {module}; print(*({{'torch', 'transformers', 'numpy'}} & set(sys.modules)))"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.split() == []
+
+
+def test_scripts_read_a_configuration_from_their_command_line() -> None:
+    parser = windlass.add_config_arguments(argparse.ArgumentParser())
+    arguments = parser.parse_args(["--deepspeed", "--deepspeed_config", "ds.json"])
+    assert (arguments.deepspeed, arguments.deepspeed_config) == (True, "ds.json")
+    assert parser.parse_args([]).deepspeed_config is None

@@ -1,0 +1,191 @@
+"""Windlass and its rivals behind one face: call the model, backpropagate, update."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from windlass.base.device import keep_freed_memory
+from windlass.base.errors import ConfigError
+
+RIVALS = ("none", "none-kept", "ddp", "zro", "fsdp2", "fsdp3", "ds1", "ds2", "ds3")
+_WINDLASS = re.compile(r"windlass-([0-3])(?:-(shm|gloo|nccl))?")
+
+
+@dataclass(frozen=True)
+class Trainee:
+    """A model in training under some engine; `update` ends a step, gradients cleared."""
+
+    call: Callable[..., Any]
+    backward: Callable[[torch.Tensor], Any]
+    update: Callable[[], Any]
+    parameter_sum: Callable[[], float]  # of all whole parameters, in float64; collective
+    engine: Any = None  # windlass's own, where it is one
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What all engines have in common: AdamW, and the norm that gradients are clipped to (0: not)."""
+
+    lr: float
+    clip: float
+    micro_batch: int
+
+
+def check_name(name: str) -> str:
+    """`name`, if it is an engine's.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if name not in RIVALS and _WINDLASS.fullmatch(name) is None:
+        raise ConfigError(
+            f"engine {name!r} does not exist; use windlass-STAGE[-TRANSPORT] (windlass-3, windlass-2-gloo) or one of "
+            f"{', '.join(RIVALS)}"
+        )
+    return name
+
+
+def synchronises(name: str) -> bool:
+    """Whether ranks under this engine train one model: its losses then equal those of the others that do."""
+    return not name.startswith("none")
+
+
+def make(name: str, model: nn.Module, blocks: Sequence[nn.Module], recipe: Recipe, device: torch.device) -> Trainee:
+    """Put `model` (built whole, alike on all ranks) under the engine `name`. Collective.
+
+    Args:
+        name: `none` (each rank for itself: the compute), `none-kept` (the same, where malloc keeps freed memory as
+            windlass has it), `ddp`, `zro` (DDP with ZeroRedundancyOptimizer), `fsdp2` and `fsdp3` (FSDP2 that keeps or
+            frees parameters after forward), `ds1` to `ds3` (DeepSpeed), `windlass-STAGE[-TRANSPORT]`.
+        blocks: what FSDP2 shards one by one.
+    """
+    check_name(name)
+    windlass = _WINDLASS.fullmatch(name)
+    if windlass is not None:
+        return _windlass(model, int(windlass[1]), windlass[2] or "auto", recipe)
+    model.to(device)
+    if name.startswith("none"):
+        return _alone(model, recipe, kept=name == "none-kept")
+    if name in ("ddp", "zro"):
+        return _replicated(model, recipe, zero_optimizer=name == "zro")
+    if name.startswith("fsdp"):
+        return _fully_sharded(model, blocks, recipe, device, reshard=name == "fsdp3")
+    return _deepspeed(model, int(name[2]), recipe)
+
+
+def _windlass(model: nn.Module, stage: int, transport: str, recipe: Recipe) -> Trainee:
+    config = {
+        "train_micro_batch_size_per_gpu": recipe.micro_batch,
+        "optimizer": {"type": "AdamW", "params": {"lr": recipe.lr}},
+        "zero_optimization": {"stage": stage},
+        "gradient_clipping": recipe.clip,
+        "steps_per_print": 10**9,
+        "comm": {"transport": transport},
+    }
+    return from_config(model, config)
+
+
+def from_config(model: nn.Module, config: dict[str, Any]) -> Trainee:
+    """Put `model` under windlass with this configuration. Collective."""
+    import windlass
+
+    engine, _, _, _ = windlass.initialize(model=model, config=config)
+
+    def parameter_sum() -> float:
+        total = 0.0
+        for parameter in model.parameters():
+            with windlass.zero.GatheredParameters(parameter):
+                total += _sum([parameter])
+        return total
+
+    return Trainee(engine, engine.backward, engine.step, parameter_sum, engine)
+
+
+def _alone(model: nn.Module, recipe: Recipe, *, kept: bool) -> Trainee:
+    if kept:
+        keep_freed_memory()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr, fused=True)
+
+    def update() -> None:
+        _clip(model, recipe)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+
+    return Trainee(model, torch.Tensor.backward, update, lambda: _sum(model.parameters()))
+
+
+def _replicated(model: nn.Module, recipe: Recipe, *, zero_optimizer: bool) -> Trainee:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+    from torch.nn.parallel import DistributedDataParallel
+
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    optimizer: torch.optim.Optimizer = (
+        ZeroRedundancyOptimizer(wrapped.parameters(), torch.optim.AdamW, lr=recipe.lr, fused=True)
+        if zero_optimizer
+        else torch.optim.AdamW(wrapped.parameters(), lr=recipe.lr, fused=True)
+    )
+    return Trainee(wrapped, torch.Tensor.backward, _updates(model, optimizer, recipe), lambda: _sum(model.parameters()))
+
+
+def _fully_sharded(
+    model: nn.Module, blocks: Sequence[nn.Module], recipe: Recipe, device: torch.device, *, reshard: bool
+) -> Trainee:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    for module in (*blocks, model):
+        fully_shard(module, mesh=mesh, reshard_after_forward=reshard)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr, fused=True)
+
+    def parameter_sum() -> float:
+        return sum(_sum([parameter.full_tensor()]) for parameter in model.parameters())  # type: ignore[operator]
+
+    return Trainee(model, torch.Tensor.backward, _updates(model, optimizer, recipe), parameter_sum)
+
+
+def _deepspeed(model: nn.Module, stage: int, recipe: Recipe) -> Trainee:
+    os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
+    os.environ.setdefault("DS_LOG_LEVEL", "error")
+    import deepspeed
+
+    config = {
+        "train_micro_batch_size_per_gpu": recipe.micro_batch,
+        "optimizer": {"type": "AdamW", "params": {"lr": recipe.lr, "torch_adam": True}},
+        "zero_optimization": {"stage": stage, "overlap_comm": False},
+        "gradient_clipping": recipe.clip,
+        "steps_per_print": 10**9,
+    }
+    engine, _, _, _ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+
+    def parameter_sum() -> float:
+        with deepspeed.zero.GatheredParameters(list(model.parameters())):
+            return _sum(model.parameters())
+
+    return Trainee(engine, engine.backward, engine.step, parameter_sum)
+
+
+def _updates(model: nn.Module, optimizer: torch.optim.Optimizer, recipe: Recipe) -> Callable[[], None]:
+    def update() -> None:
+        _clip(model, recipe)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return update
+
+
+def _clip(model: nn.Module, recipe: Recipe) -> None:
+    if recipe.clip:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.clip)
+
+
+def _sum(parameters: Iterable[torch.Tensor]) -> float:
+    return sum(float(parameter.detach().sum(dtype=torch.float64)) for parameter in parameters)
