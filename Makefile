@@ -3,7 +3,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
+# What is never imported need not be compiled to bytecode: that saves a good part of the installation's time.
+INSTALL := $(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check -c constraints.txt
 INPUTS := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help

@@ -17,12 +17,13 @@ from windlass.base.errors import ConfigError, ModelError
 from windlass.base.log import logger
 from windlass.comm.bootstrap import DEFAULT_TIMEOUT, init_distributed
 from windlass.comm.groups import build_data_mesh
+from windlass.comm.transport import Ways
 from windlass.config import Config, load
 from windlass.data.loader import make_loader
 from windlass.engine.progress import Progress
 from windlass.engine.reporting import opening_lines
 from windlass.engine.train import Engine
-from windlass.optim import by_name, schedules
+from windlass.optim import by_name, muon_groups, schedules
 from windlass.optim.loss_scale import LossScale, StaticLossScale, from_config
 from windlass.zero import registry
 from windlass.zero.partition import Rules
@@ -74,9 +75,7 @@ def initialize(
     if mpu is not None or mesh_param is not None:
         raise ConfigError("mpu and mesh_param ask for model parallelism, which is not yet built; leave them out")
     settings_of = load(_source(args, config, config_params))
-    refusals = settings_of.refusals()
-    if refusals:
-        raise ConfigError("this configuration can't be honoured:\n" + "\n".join(f"  {refusal}" for refusal in refusals))
+    settings_of.ensure_supported()
     if dist_init_required is False and not dist.is_initialized():
         raise ConfigError("dist_init_required=False, but torch.distributed is not initialised; initialise it or leave that out")
     init_distributed(port=distributed_port)
@@ -147,6 +146,8 @@ def _optimizer(
     if given is not None:
         raise ModelError(f"optimizer is a {type(given).__name__}; pass a torch optimizer or a callable that makes one")
     assert config.optimizer is not None
+    if config.optimizer.type.lower() == "muon" and parameters is None:
+        chosen = muon_groups(model)  # embeddings, heads and vectors are no matrices to orthogonalise
     return by_name.build(config.optimizer.type, dict(config.optimizer.params), chosen)
 
 
@@ -177,8 +178,16 @@ def _shard(
         wire=wire,
         before=before,
         after=after,
-        overlap=True if zero.overlap_comm is None else zero.overlap_comm,
-        bucket=zero.reduce_bucket_size,
+        overlap=zero.overlaps,
+        ways=Ways(
+            reduce_chunk=zero.reduce_bucket_size,
+            gather_chunk=zero.allgather_bucket_size,
+            scatter=zero.reduce_scatter,
+            together=zero.allgather_partitions,
+            rotate=zero.round_robin_gradients,
+        ),
+        contiguous=zero.contiguous_gradients,
+        ignore_unused=zero.ignore_unused_parameters,
         sub_group=zero.sub_group_size,
         ahead=zero.stage3_prefetch_bucket_size,
         live=zero.stage3_max_live_parameters,

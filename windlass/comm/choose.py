@@ -11,21 +11,21 @@ from windlass.base.errors import ConfigError
 from windlass.comm.groups import Group
 from windlass.comm.shared_memory import refusal
 from windlass.comm.shm import ShmTransport
-from windlass.comm.transport import Transport
+from windlass.comm.transport import Transport, Ways
 from windlass.comm.wire import GlooTransport, NcclTransport
 
 NAMES = ("auto", "shm", "gloo", "nccl")
 
 
 def choose_transport(
-    requested: str, group: Group, device: torch.device, *, chunk: int, timeout: timedelta
+    requested: str, group: Group, device: torch.device, *, ways: Ways, timeout: timedelta
 ) -> tuple[Transport, str]:
     """The transport for `group`, and one sentence that says why. Collective.
 
     Args:
         requested: auto, shm, gloo or nccl; the environment's `WINDLASS_TRANSPORT` goes before it.
         device: where the tensors lie.
-        chunk: elements that travel at once (gloo).
+        ways: how a wire transport sends.
         timeout: how long to wait for a peer (shm).
 
     Raises:
@@ -39,16 +39,16 @@ def choose_transport(
     if device.type == "cuda":
         if requested not in ("auto", "nccl"):
             raise ConfigError(f"{source} = {requested!r} moves CPU tensors, but the model is on {device}; use nccl or auto")
-        return NcclTransport(group, chunk), "the model is on GPUs"
+        return NcclTransport(group, ways), "the model is on GPUs"
     if requested == "nccl":
         raise ConfigError(f"{source} = 'nccl' moves GPU tensors, but the model is on the CPU; use auto, shm or gloo")
     if requested == "gloo":
-        return GlooTransport(group, chunk), f"{source} asks for it"
+        return GlooTransport(group, ways), f"{source} asks for it"
     if group.size == 1 and requested == "auto":
-        return GlooTransport(group, chunk), "one rank has nobody to talk to"
+        return GlooTransport(group, ways), "one rank has nobody to talk to"
     problem = refusal(group)
     if problem is None:
         return ShmTransport(group, timeout), f"{group.size} CPU ranks of one host"
     if requested == "shm":
         raise ConfigError(f"{source} = 'shm' can't be had: {problem}; use gloo or auto")
-    return GlooTransport(group, chunk), f"no shared memory: {problem}"
+    return GlooTransport(group, ways), f"no shared memory: {problem}"

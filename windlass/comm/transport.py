@@ -12,6 +12,25 @@ from windlass.comm.groups import Group
 from windlass.comm.traffic import Traffic
 
 
+@dataclass(frozen=True)
+class Ways:
+    """How a wire transport sends; shared memory has nothing to choose, each rank reads what it needs.
+
+    Args:
+        reduce_chunk: elements of a gradient that travel at once (`reduce_bucket_size`).
+        gather_chunk: elements of parameters that travel at once (`allgather_bucket_size`).
+        scatter: send each rank only its cut of a sum; else everybody the whole (`reduce_scatter`).
+        together: all cuts in one collective; else one broadcast a rank (`allgather_partitions`).
+        rotate: each rank begins with another peer (`round_robin_gradients`).
+    """
+
+    reduce_chunk: int = 500_000_000
+    gather_chunk: int = 500_000_000
+    scatter: bool = True
+    together: bool = True
+    rotate: bool = False
+
+
 @dataclass
 class Need:
     """A buffer to be allocated.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 import torch.distributed as dist
 
@@ -9,7 +11,7 @@ from windlass.base.pending import DONE, Pending, Step
 from windlass.comm.groups import Group
 from windlass.comm.ordered_sum import ordered_sum, sum_of_squares
 from windlass.comm.traffic import Traffic
-from windlass.comm.transport import Buffer, Need, cut
+from windlass.comm.transport import Buffer, Need, Reduction, Ways, cut
 
 
 class _Wire:
@@ -17,15 +19,9 @@ class _Wire:
 
     name = "wire"
 
-    def __init__(self, group: Group, chunk: int) -> None:
-        self.group, self.traffic = group, Traffic()
-        self._chunk = chunk
+    def __init__(self, group: Group, ways: Ways) -> None:
+        self.group, self.traffic, self.ways = group, Traffic(), ways
         self._tag = 0
-
-    def _next_tag(self) -> int:
-        """A tag for one operation, equal on all ranks since they start operations in one order."""
-        self._tag = (self._tag + 1) % (1 << 20)
-        return self._tag
 
     def allocate(self, needs: list[Need], device: torch.device) -> list[Buffer]:
         return [Buffer(torch.zeros(n.numel, dtype=n.dtype, device=device)) for n in needs]
@@ -35,6 +31,37 @@ class _Wire:
 
     def publish(self, buffer: Buffer) -> None:
         return
+
+    def reduce(
+        self, buffer: Buffer, out: torch.Tensor, *, add: bool, factor: float, elements: int, wire: torch.dtype
+    ) -> Reduction:
+        self._count("reduce", elements, buffer.local.numel(), wire.itemsize)
+        if not self.ways.scatter and self.group.size > 1:
+            return WholeReduction(self.group, buffer.local, out, add, factor, wire)
+        return self._scatter(buffer.local, out, add, factor, wire)
+
+    def gather(self, buffer: Buffer, *, elements: int) -> Pending:
+        if self.group.size == 1:
+            return DONE
+        self._count("gather", elements, buffer.local.numel(), buffer.local.element_size())
+        if not self.ways.together:
+            works = list(_broadcasts(buffer.local, self.group))
+        else:
+            works = list(self._gather(buffer.local))
+        return Step(None, lambda: _wait(works), lambda: None)
+
+    def _scatter(
+        self, flat: torch.Tensor, out: torch.Tensor, add: bool, factor: float, wire: torch.dtype
+    ) -> Reduction:
+        raise NotImplementedError
+
+    def _gather(self, flat: torch.Tensor) -> Iterator[dist.Work]:
+        raise NotImplementedError
+
+    def _next_tag(self) -> int:
+        """A tag for one operation, equal on all ranks since they start operations in one order."""
+        self._tag = (self._tag + 1) % (1 << 20)
+        return self._tag
 
     def _count(self, operation: str, elements: int, numel: int, itemsize: int) -> None:
         others = (self.group.size - 1) * numel // self.group.size
@@ -46,32 +73,23 @@ class GlooTransport(_Wire):
 
     Gloo's own reduce-scatter moves twice the bytes that its all-reduce does; a pairwise exchange and an ordered sum
     move (size - 1) / size of the buffer and give every transport the same bits.
-
-    Args:
-        group: the ranks.
-        chunk: elements of a buffer that travel at once; bounds the receive buffers.
     """
 
     name = "gloo"
 
-    def reduce(
-        self, buffer: Buffer, out: torch.Tensor, *, add: bool, factor: float, elements: int, wire: torch.dtype
-    ) -> GlooReduction:
-        self._count("reduce", elements, buffer.local.numel(), wire.itemsize)
-        return GlooReduction(self.group, buffer.local, out, add, factor, wire, self._chunk, self._next_tag())
+    def _scatter(
+        self, flat: torch.Tensor, out: torch.Tensor, add: bool, factor: float, wire: torch.dtype
+    ) -> Reduction:
+        return GlooReduction(self.group, flat, out, add, factor, wire, self.ways, self._next_tag())
 
-    def gather(self, buffer: Buffer, *, elements: int) -> Pending:
-        group = self.group
-        if group.size == 1:
-            return DONE
-        self._count("gather", elements, buffer.local.numel(), buffer.local.element_size())
-        works: list[dist.Work] = []
-        own, tag = cut(buffer.local, group.index, group.size), self._next_tag()
-        for index, rank in enumerate(group.ranks):
-            if index != group.index:
-                works.append(_receive(cut(buffer.local, index, group.size), rank, group, tag))
-                works.append(_send(own, rank, group, tag))
-        return Step(None, lambda: _wait(works), lambda: None)
+    def _gather(self, flat: torch.Tensor) -> Iterator[dist.Work]:
+        group, tag = self.group, self._next_tag()
+        span = max(1, self.ways.gather_chunk // group.size)
+        own = cut(flat, group.index, group.size)
+        for start in range(0, own.numel(), span):
+            for index in _peers(group, rotate=self.ways.rotate):
+                yield _receive(cut(flat, index, group.size)[start : start + span], group.ranks[index], group, tag)
+                yield _send(own[start : start + span], group.ranks[index], group, tag)
 
 
 class GlooReduction:
@@ -85,16 +103,16 @@ class GlooReduction:
         add: bool,
         factor: float,
         wire: torch.dtype,
-        chunk: int,
+        ways: Ways,
         tag: int,
     ) -> None:
         self.squares: torch.Tensor | None = None
         self._group, self._flat, self._out, self._tag = group, flat, out, tag
-        self._add, self._factor, self._wire = add, factor, wire
-        self._span = max(1, min(out.numel(), chunk // group.size))
+        self._add, self._factor, self._wire, self._rotate = add, factor, wire, ways.rotate
+        self._span = max(1, min(out.numel(), ways.reduce_chunk // group.size))
         self._works: list[dist.Work] = []
         self._parts: list[torch.Tensor] = []
-        self._kept: list[torch.Tensor] = []  # what is being sent must live until it was
+        self._sent: list[torch.Tensor] = []  # what is being sent must live until it was
         self._step = Step(self._ready, lambda: None, self._finish)
         self._start(0)
 
@@ -108,34 +126,27 @@ class GlooReduction:
         return self._span >= self._out.numel() and all(work.is_completed() for work in self._works)
 
     def _start(self, begin: int) -> None:
-        group = self._group
-        end = min(begin + self._span, self._out.numel())
-        self._works, self._parts, self._kept = [], [], []
-        for index, rank in enumerate(group.ranks):
-            theirs = cut(self._flat, index, group.size)[begin:end].to(self._wire)
-            if index == group.index:
-                self._parts.append(theirs)
-                continue
-            incoming = torch.empty_like(theirs)
-            self._parts.append(incoming)
-            self._kept.append(theirs)
-            self._works.append(_receive(incoming, rank, group, self._tag))
-            self._works.append(_send(theirs, rank, group, self._tag))
+        group, end = self._group, min(begin + self._span, self._out.numel())
+        parts = [cut(self._flat, index, group.size)[begin:end].to(self._wire) for index in range(group.size)]
+        self._sent, self._parts, self._works = parts, list(parts), []
+        for index in _peers(group, rotate=self._rotate):
+            self._parts[index] = torch.empty_like(parts[index])
+            self._works.append(_receive(self._parts[index], group.ranks[index], group, self._tag))
+            self._works.append(_send(parts[index], group.ranks[index], group, self._tag))
 
     def _finish(self) -> None:
         begin, squares = 0, torch.zeros((), dtype=torch.float64)
         while True:
             _wait(self._works)
             end = min(begin + self._span, self._out.numel())
-            measured = ordered_sum(
-                self._parts, self._out[begin:end], add=self._add, factor=self._factor, measure=True
-            )
+            target = self._out[begin:end]
+            measured = ordered_sum(self._parts, target, add=self._add, factor=self._factor, measure=True)
             squares = squares + measured if measured is not None else squares
             begin = end
             if begin >= self._out.numel():
                 break
             self._start(begin)
-        self._works, self._parts, self._kept = [], [], []
+        self._works, self._parts, self._sent = [], [], []
         self.squares = squares
 
 
@@ -144,37 +155,27 @@ class NcclTransport(_Wire):
 
     name = "nccl"
 
-    def reduce(
-        self, buffer: Buffer, out: torch.Tensor, *, add: bool, factor: float, elements: int, wire: torch.dtype
-    ) -> NcclReduction:
-        self._count("reduce", elements, buffer.local.numel(), wire.itemsize)
-        return NcclReduction(self.group, buffer.local, out, add, factor, wire)
+    def _scatter(
+        self, flat: torch.Tensor, out: torch.Tensor, add: bool, factor: float, wire: torch.dtype
+    ) -> Reduction:
+        return NcclReduction(self.group, flat, out, add, factor, wire)
 
-    def gather(self, buffer: Buffer, *, elements: int) -> Pending:
+    def _gather(self, flat: torch.Tensor) -> Iterator[dist.Work]:
         group = self.group
-        if group.size == 1:
-            return DONE
-        self._count("gather", elements, buffer.local.numel(), buffer.local.element_size())
-        own = cut(buffer.local, group.index, group.size)
-        work = dist.all_gather_into_tensor(buffer.local, own, group=group.process_group, async_op=True)
-        return Step(None, lambda: _wait([work]), lambda: None)
+        own = cut(flat, group.index, group.size)
+        work = dist.all_gather_into_tensor(flat, own, group=group.process_group, async_op=True)
+        assert work is not None
+        yield work
 
 
-class NcclReduction:
-    """A reduce-scatter under way; the sum lies in a buffer of its own until it is scaled into `out`."""
+class _Summed:
+    """A reduction that torch adds up; the sum lies in a tensor of its own until it is scaled into `out`."""
 
-    def __init__(
-        self, group: Group, flat: torch.Tensor, out: torch.Tensor, add: bool, factor: float, wire: torch.dtype
-    ) -> None:
+    def __init__(self, out: torch.Tensor, add: bool, factor: float) -> None:
         self.squares: torch.Tensor | None = None
         self._out, self._add, self._factor = out, add, factor
-        sent = flat.to(wire)
+        self._sum = out
         self._work: dist.Work | None = None
-        if group.size == 1:
-            self._sum = sent
-        else:
-            self._sum = torch.empty(out.numel(), dtype=wire, device=out.device)
-            self._work = dist.reduce_scatter_tensor(self._sum, sent, group=group.process_group, async_op=True)
         self._step = Step(None, self._block, self._finish)
 
     def poll(self) -> bool:
@@ -195,21 +196,60 @@ class NcclReduction:
         elif self._factor != 1.0:
             self._out.mul_(self._factor)
         self.squares = sum_of_squares(self._out)
-        del self._sum
+        self._sum = self._out
 
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(torch.uint8)  # gloo has no bfloat16; bytes travel all the same
+class NcclReduction(_Summed):
+    """A reduce-scatter under way."""
+
+    def __init__(
+        self, group: Group, flat: torch.Tensor, out: torch.Tensor, add: bool, factor: float, wire: torch.dtype
+    ) -> None:
+        super().__init__(out, add, factor)
+        self._sent = flat.to(wire)
+        self._sum = self._sent
+        if group.size > 1:
+            self._sum = torch.empty(out.numel(), dtype=wire, device=out.device)
+            pg = group.process_group
+            self._work = dist.reduce_scatter_tensor(self._sum, self._sent, group=pg, async_op=True)
+
+
+class WholeReduction(_Summed):
+    """An all-reduce of the whole, of which this rank keeps its cut (`reduce_scatter: false`)."""
+
+    def __init__(
+        self, group: Group, flat: torch.Tensor, out: torch.Tensor, add: bool, factor: float, wire: torch.dtype
+    ) -> None:
+        super().__init__(out, add, factor)
+        whole = flat.to(wire, copy=True)
+        self._sum = cut(whole, group.index, group.size)
+        self._work = dist.all_reduce(whole, group=group.process_group, async_op=True)
+
+
+def _broadcasts(flat: torch.Tensor, group: Group) -> Iterator[dist.Work]:
+    for index, rank in enumerate(group.ranks):
+        part = cut(flat, index, group.size).view(torch.uint8)
+        work = dist.broadcast(part, rank, group=group.process_group, async_op=True)
+        assert work is not None
+        yield work
+
+
+def _peers(group: Group, *, rotate: bool) -> list[int]:
+    """The others' indices; rotated, each rank begins with the one after itself."""
+    if rotate:
+        return [(group.index + step) % group.size for step in range(1, group.size)]
+    return [index for index in range(group.size) if index != group.index]
 
 
 def _send(tensor: torch.Tensor, rank: int, group: Group, tag: int) -> dist.Work:
-    work = dist.isend(_bytes(tensor), rank, group=group.process_group, tag=tag)
+    # as bytes: gloo knows no bfloat16
+    work = dist.isend(tensor.view(torch.uint8), rank, group=group.process_group, tag=tag)
     assert work is not None
     return work
 
 
 def _receive(tensor: torch.Tensor, rank: int, group: Group, tag: int) -> dist.Work:
-    work = dist.irecv(_bytes(tensor), rank, group=group.process_group, tag=tag)
+    work = dist.irecv(tensor.view(torch.uint8), rank, group=group.process_group, tag=tag)
     assert work is not None
     return work
 

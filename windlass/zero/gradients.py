@@ -77,6 +77,7 @@ class Gradients:
         overlap: let reductions run while the backward goes on.
         before: factor of a gradient before the ranks' parts are added.
         after: factor of their sum.
+        contiguous: take each gradient as it arrives; else all of a unit once it is complete.
 
     Attributes:
         weight: factor of the gradients of the backward that runs (1 / accumulation steps, as a rule).
@@ -95,7 +96,9 @@ class Gradients:
         overlap: bool,
         before: float,
         after: float,
+        contiguous: bool,
     ) -> None:
+        self._contiguous = contiguous
         self._cut, self._whole = policy.grad, not policy.state
         self._transport, self._wire, self._overlap = transport, wire, overlap
         self._accumulate, self._before, self._after = accumulate, before, after
@@ -141,8 +144,8 @@ class Gradients:
         gradient = parameter.grad
         if gradient is None:
             return
-        parameter.grad = None
         if gradient.requires_grad:
+            parameter.grad = None
             raise ModelError(
                 f"backward(create_graph=True) left a gradient with a graph on {slot.unit.names[index]!r}; a sharded "
                 "gradient has none. Use torch.autograd.grad(..., create_graph=True) and call backward on what you make of it"
@@ -150,20 +153,37 @@ class Gradients:
         if self.watch is not None:
             self.watch(slot.unit, index, gradient)
         self._touched = True
-        self._write(slot, index, gradient.to_dense() if gradient.is_sparse else gradient)
+        if self._contiguous:
+            self._take(slot, index)
         slot.used.add(index)
         again = index in slot.arrived
         slot.late = slot.late or again
         slot.arrived.add(index)
         self._poll()
         if slot.complete and not again:
+            if not self._contiguous:
+                self._take_all(slot)
             self.arrival_order.append(number)
             if self.syncing():
                 self._start_ready()
 
+    def _take(self, slot: Slot, index: int) -> None:
+        """Move a gradient from `.grad` into the unit's buffer."""
+        parameter = slot.unit.parameters[index]
+        gradient, parameter.grad = parameter.grad, None
+        if gradient is not None:
+            self._write(slot, index, gradient.to_dense() if gradient.is_sparse else gradient)
+
+    def _take_all(self, slot: Slot) -> None:
+        for index in sorted(slot.arrived):
+            self._take(slot, index)
+
     def end_backward(self) -> None:
         """The outermost backward ended: reduce what is left, if this backward reduces at all."""
         if self._touched:
+            if not self._contiguous:
+                for slot in self.slots:
+                    self._take_all(slot)
             if self.syncing():
                 self._flush()
             elif self._cut:

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from windlass.base.errors import ModelError
 from windlass.comm.choose import choose_transport
 from windlass.comm.groups import DataMesh
-from windlass.comm.transport import Buffer, Need, Transport
+from windlass.comm.transport import Buffer, Need, Transport, Ways
 from windlass.optim.elementwise import is_elementwise, prefer_fused
 from windlass.zero import registry
 from windlass.zero.access import Released, mark_present
@@ -39,7 +39,9 @@ class Settings:
         compute: dtype that floating-point parameters are cast to; None: each keeps its own.
         accumulate, wire: dtypes of kept gradients and of their travel.
         before, after: factors of a gradient before and after the ranks' parts are added.
-        bucket: elements that travel at once.
+        ways: how transports send.
+        contiguous: gradients leave `.grad` as they arrive; else when their unit is complete.
+        ignore_unused: a parameter without gradient is left alone; else it is an error.
         sub_group: elements that are updated at once.
         ahead, live, reuse: see `Foresight`.
     """
@@ -52,7 +54,9 @@ class Settings:
     before: float
     after: float
     overlap: bool
-    bucket: int
+    ways: Ways
+    contiguous: bool
+    ignore_unused: bool
     sub_group: int
     ahead: int
     live: int
@@ -103,12 +107,12 @@ class ShardedModel:
         policy = self.policy = settings.policy
         self.group = mesh.shard if policy.state else mesh.data
         self.transport, self.transport_reason = choose_transport(
-            settings.transport, self.group, device, chunk=settings.bucket, timeout=settings.timeout
+            settings.transport, self.group, device, ways=settings.ways, timeout=settings.timeout
         )
         regather = None
         if mesh.regather is not None and policy.param:
             regather, _ = choose_transport(
-                self.transport.name, mesh.regather, device, chunk=settings.bucket, timeout=settings.timeout
+                self.transport.name, mesh.regather, device, ways=settings.ways, timeout=settings.timeout
             )
             regather.traffic = self.transport.traffic
         blocks, plans = plan_units(model, settings.rules)
@@ -123,6 +127,7 @@ class ShardedModel:
             overlap=settings.overlap,
             before=settings.before,
             after=settings.after,
+            contiguous=settings.contiguous,
         )
         self._allocate(plans, regather)
         foresight = Foresight(settings.ahead, settings.live, settings.reuse)
@@ -172,7 +177,7 @@ class ShardedModel:
             flags: numbers that are added up over ranks on the way.
 
         Raises:
-            ModelError: there is no optimizer.
+            ModelError: there is no optimizer, or a parameter had no gradient and the settings say that it must have one.
         """
         if self.update is None:
             raise ModelError("there is no optimizer to step: pass one to initialize, or name one in the configuration")
@@ -181,6 +186,8 @@ class ShardedModel:
         if skip_overflow and not verdict.finite:
             self.forget_gradients()
             return Outcome(norm, applied=False, clip=1.0, flags=verdict.flags)
+        if not self.settings.ignore_unused:
+            self._refuse_unused(verdict.used)
         self.gradients.spread()
         self._take_edits()
         clip = clip_coefficient(norm, limit)
@@ -336,6 +343,19 @@ class ShardedModel:
         self.gradients.learn(verdict.order if not self._learned else [], verdict.late)
         self._learned = True
         return verdict
+
+    def _refuse_unused(self, used: list[list[bool]]) -> None:
+        unused = [
+            name
+            for slot, flags in zip(self.slots, used, strict=True)
+            for name, had in zip(slot.unit.names, flags, strict=True)
+            if not had
+        ]
+        if unused:
+            raise ModelError(
+                f"{len(unused)} parameters had no gradient on any rank in this step, {unused[0]!r} first; freeze them, use them "
+                "in the loss, or set zero_optimization.ignore_unused_parameters to true"
+            )
 
     def _write_back(self, unit: Unit) -> None:
         """Cast the masters into this rank's span of the parameters, where they are not the same memory."""
