@@ -60,7 +60,7 @@ def train(plan: Plan, interrupt: Interrupt) -> bool:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if rank == 0:
         logger.info(
-            "model %s: %.2f million parameters, %d ranks, ZeRO stage %d, %d tokens a step",
+            "model %s: %.2f million parameters, world size %d, ZeRO stage %d, %d tokens a step",
             plan.model,
             parameters / 1e6,
             world_size,

@@ -150,13 +150,21 @@ def _config(nproc: int, master_port: int | None, grace_s: float, logs: str) -> A
         "max_restarts": 0,
         "local_addr": _HOST,  # else the host's name is looked up, which many containers cannot
         "logs_specs": DefaultLogsSpecs(log_dir=logs),  # else torch leaves a folder in the system's temporary one
-        "signals_to_handle": ",".join(name for name in _TAKEN_OVER if hasattr(signal, name)),
+        "signals_to_handle": ",".join(_signals_to_handle()),
         "shutdown_timeout": round(grace_s),
     }
     if master_port is not None:
         config |= {"rdzv_backend": "static", "rdzv_endpoint": f"{_HOST}:{master_port}", "rdzv_configs": {"rank": 0}}
     known = {field.name for field in dataclasses.fields(LaunchConfig)}  # older torch has no signals_ or shutdown_
     return LaunchConfig(**{name: value for name, value in config.items() if name in known})
+
+
+def _signals_to_handle() -> list[str]:
+    """What is passed on to the ranks. A hang-up that `nohup` had ignored stays ignored."""
+    names = [name for name in _TAKEN_OVER if hasattr(signal, name)]
+    if "SIGHUP" in names and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+        names.remove("SIGHUP")
+    return names
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from windlass.launch.outcome import Outcome
 from windlass.launch.run import LaunchError, launch, start, threads_per_rank
 
 REPORT = """
@@ -108,6 +109,7 @@ def test_a_busy_default_port_is_no_obstacle(script: Callable[[str], str], tmp_pa
         "dist.init_process_group('gloo')\n"
         "ranks = torch.tensor(float(dist.get_rank() + 1))\n"
         "dist.all_reduce(ranks)\n"
+        "dist.destroy_process_group()\n"
         "sys.exit(0 if ranks == 3 else 1)\n"
     )
     with socket.socket() as squatter:
@@ -119,7 +121,7 @@ def test_a_busy_default_port_is_no_obstacle(script: Callable[[str], str], tmp_pa
             pass  # somebody else sits there already: as good
         with pytest.raises(LaunchError, match="port 29500 is in use"):
             start([script(source)], 2, master_port=29500)
-        assert launch([script(source)], 2) == 0
+        assert start([script(source)], 2) == Outcome(0)
     assert {report["MASTER_PORT"] for report in reports(tmp_path)} != {"29500"}
 
 
@@ -129,6 +131,18 @@ def test_a_chosen_port_is_used(script: Callable[[str], str], tmp_path: Path) -> 
         port = probe.getsockname()[1]
     assert start([script(REPORT)], 2, master_port=port).code == 0
     assert {report["MASTER_PORT"] for report in reports(tmp_path)} == {str(port)}
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="there is no SIGHUP here")
+def test_nohup_is_respected(script: Callable[[str], str]) -> None:
+    source = "import os, time\nif os.environ['RANK'] == '0': os.kill({launcher}, 1)\ntime.sleep(0.5)"
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert launch([script(source.format(launcher=os.getpid()))], 2) == 0
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        assert launch([script(source.format(launcher=os.getpid()))], 2) == 128 + signal.SIGHUP
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 @pytest.mark.parametrize(

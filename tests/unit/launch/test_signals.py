@@ -101,7 +101,8 @@ def test_no_way_to_end_leaves_a_rank(tmp_path: Path) -> None:
     ignored = Launched(tmp_path / "ignored", STUBBORN, "--grace", "1")
     everyone = (killed, asked, ignored)
     jobs = json.dumps([(str(launched.folder), launched.arguments) for launched in everyone])
-    parent = subprocess.Popen([sys.executable, "-c", FORKS, jobs])
+    # What a killed launcher cannot tidy away stays in this test's folder.
+    parent = subprocess.Popen([sys.executable, "-c", FORKS, jobs], env={**os.environ, "TMPDIR": str(tmp_path)})
     try:
         until(lambda: all(launched.is_up() for launched in everyone), "ranks start")
         killed.send(signal.SIGKILL)

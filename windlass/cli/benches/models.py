@@ -37,7 +37,8 @@ class LanguageModel(nn.Module):
         for block in self.blocks:
             x = block(x)
         logits = self.head(self.norm(x))[:, :-1].flatten(0, 1).float()
-        return functional.cross_entropy(logits, tokens[:, 1:].flatten())
+        loss: torch.Tensor = functional.cross_entropy(logits, tokens[:, 1:].flatten())
+        return loss
 
 
 class _Block(nn.Module):
@@ -52,4 +53,5 @@ class _Block(nn.Module):
         q, k, v = self.qkv(self.before_attention(x)).unflatten(-1, (3, self.heads, -1)).transpose(1, 3).unbind(2)
         attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True)  # [batch, head, length, size]
         x = x + self.out(attended.transpose(1, 2).flatten(2))
-        return x + self.mlp(self.before_mlp(x))
+        widened: torch.Tensor = self.mlp(self.before_mlp(x))
+        return x + widened

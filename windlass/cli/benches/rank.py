@@ -16,7 +16,7 @@ from torch.nn import functional
 from windlass.base.device import local_device, synchronize
 from windlass.cli.benches.memory import MemoryWatch
 from windlass.cli.benches.models import LanguageModel, linear_stack
-from windlass.cli.benches.trainee import Recipe, Trainee, from_config, make
+from windlass.cli.benches.trainee import Recipe, Trainee, from_config, import_what_is_needed, make
 from windlass.cli.benches.work import KINDS, TrainingWork, ZeroMemoryWork
 from windlass.cli.failure import explain
 from windlass.comm.bootstrap import init_distributed
@@ -45,6 +45,7 @@ def main(folder: Path) -> None:
 def zero_memory(work: ZeroMemoryWork) -> dict[str, Any]:
     """The most memory taken until each of `POINTS`, the sum of parameters after the steps, and the last loss."""
     device, rank = local_device(), dist.get_rank()
+    import_what_is_needed(work.engine)
     dist.barrier()  # connections and their buffers belong to the baseline
     watch = MemoryWatch(device)
     peaks = []
@@ -78,6 +79,7 @@ def zero_memory(work: ZeroMemoryWork) -> dict[str, Any]:
 def training(work: TrainingWork) -> dict[str, Any]:
     """Seconds and losses of every step of every configuration, in turns; memory, if watched."""
     device = local_device()
+    import_what_is_needed("windlass")
     dist.barrier()
     watch = MemoryWatch(device) if work.watch else None
     trainees: dict[str, Trainee] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
@@ -25,8 +26,8 @@ def measure(work: Work, nproc: int) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory(prefix="windlass-bench-") as folder:
         place = Path(folder)
         (place / "work.json").write_text(json.dumps({"kind": kind, "work": asdict(work)}))
-        quiet = {"WINDLASS_LOG_LEVEL": "WARNING", "OMP_NUM_THREADS": str(threads_per_rank(nproc))}
-        code = launch([_RANK, folder], nproc, module=True, env=quiet)
+        os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_rank(nproc)))  # set, it is not announced every time
+        code = launch([_RANK, folder], nproc, module=True, env={"WINDLASS_LOG_LEVEL": "WARNING"})
         if code:
             raise WindlassError(f"a rank of this experiment ended with exit code {code}; its own words are above")
         return [json.loads((place / f"rank{rank}.json").read_text()) for rank in range(nproc)]

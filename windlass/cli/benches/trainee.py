@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -56,6 +57,22 @@ def check_name(name: str) -> str:
 def synchronises(name: str) -> bool:
     """Whether ranks under this engine train one model: its losses then equal those of the others that do."""
     return not name.startswith("none")
+
+
+def import_what_is_needed(name: str) -> None:
+    """Import what `make` would import late, so that code does not count as the memory of training."""
+    torch.optim.AdamW([torch.zeros(1, requires_grad=True)], fused=True)  # the first optimizer imports half of torch
+    modules = {
+        "ddp": ["torch.nn.parallel"],
+        "zro": ["torch.nn.parallel", "torch.distributed.optim"],
+        "fsd": ["torch.distributed.fsdp", "torch.distributed.device_mesh"],
+        "ds1": ["deepspeed"],
+        "ds2": ["deepspeed"],
+        "ds3": ["deepspeed"],
+        "win": ["windlass.initialize", "windlass.zero"],
+    }
+    for module in modules.get(name[:3], []):
+        importlib.import_module(module)
 
 
 def make(name: str, model: nn.Module, blocks: Sequence[nn.Module], recipe: Recipe, device: torch.device) -> Trainee:
@@ -147,7 +164,8 @@ def _fully_sharded(
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr, fused=True)
 
     def parameter_sum() -> float:
-        return sum(_sum([parameter.full_tensor()]) for parameter in model.parameters())  # type: ignore[operator]
+        shards: Iterable[Any] = model.parameters()
+        return sum((_sum([shard.full_tensor()]) for shard in shards), 0.0)
 
     return Trainee(model, torch.Tensor.backward, _updates(model, optimizer, recipe), parameter_sum)
 
@@ -155,8 +173,7 @@ def _fully_sharded(
 def _deepspeed(model: nn.Module, stage: int, recipe: Recipe) -> Trainee:
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
     os.environ.setdefault("DS_LOG_LEVEL", "error")
-    import deepspeed
-
+    deepspeed = importlib.import_module("deepspeed")
     config = {
         "train_micro_batch_size_per_gpu": recipe.micro_batch,
         "optimizer": {"type": "AdamW", "params": {"lr": recipe.lr, "torch_adam": True}},

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from windlass.cli.benches.facts import write_result
 from windlass.cli.benches.picture import Panel, draw
 from windlass.cli.benches.ranks import measure
+from windlass.cli.benches.screen import screen
 from windlass.cli.benches.verdicts import verdict
 from windlass.cli.benches.work import TrainingWork
 
@@ -107,7 +107,7 @@ def _config(sizes: Sizes, *, stage: int) -> dict[str, Any]:
 
 
 def _measure(configs: dict[str, dict[str, Any]], sizes: Sizes, nproc: int) -> dict[str, Row]:
-    console = Console()
+    console = screen()
     console.print(f"time: {', '.join(configs)} in turns, {sizes.rounds} rounds of {sizes.steps} steps", style="dim")
     together = measure(sizes.work(configs), nproc)
     rows = {}
@@ -133,7 +133,7 @@ def _row(label: str, together: list[dict[str, Any]], alone: list[dict[str, Any]]
 
 
 def _tell(name: str, rows: dict[str, Row], verdicts: list[str], nproc: int, sizes: Sizes, out: Path) -> None:
-    console = Console()
+    console = screen()
     console.print(_table(rows, nproc, sizes))
     for line in verdicts:
         console.print(line, soft_wrap=True)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from windlass.cli.benches.facts import write_result
 from windlass.cli.benches.picture import Panel, draw
 from windlass.cli.benches.rank import POINTS
 from windlass.cli.benches.ranks import measure
+from windlass.cli.benches.screen import screen
 from windlass.cli.benches.trainee import check_name
 from windlass.cli.benches.verdicts import EQUAL_SUMS, equal, verdict
 from windlass.cli.benches.work import ZeroMemoryWork
@@ -24,7 +24,7 @@ def run(engines: list[str], nproc: int, width: int, depth: int, batch: int, step
     """Measure, print, write `zero-memory.json` and `.png` in `out`; whether all parameter sums are equal."""
     for engine in engines:
         check_name(engine)
-    console = Console()
+    console = screen()
     results: dict[str, dict[str, Any]] = {}
     for engine in engines:
         console.print(f"{engine}: {nproc} fresh ranks", style="dim")

@@ -41,11 +41,9 @@ def draw_loss(rows: Sequence[Row], path: Path, bytes_per_token: float, title: st
     axes = figure.add_subplot()
     axes.plot(steps, losses, color=_FAINT, linewidth=0.8, label="training, each step")
     axes.plot(steps, smooth(losses), color=_INK, linewidth=1.8, label="training, smoothed")
-    axes.plot(
-        [step for step, _ in held], [bits for _, bits in held], color=_MARK, marker="o", linewidth=1, label="held out"
-    )
-    for step, bits in held[:1] + held[-1:]:
-        axes.annotate(f"{bits:.2f}", (step, bits), xytext=(4, 7), textcoords="offset points", color=_MARK)
+    axes.scatter([step for step, _ in held], [bits for _, bits in held], color=_MARK, zorder=3, label="held out")
+    for (step, bits), side in zip(held[:1] + held[1:][-1:], ("left", "right"), strict=False):
+        axes.annotate(f"{bits:.2f}", (step, bits), xytext=(0, 8), textcoords="offset points", color=_MARK, ha=side)
     axes.set(xlabel="optimizer step", ylabel="bits per byte", title=title)
     right = axes.secondary_yaxis("right", functions=(to_nats, to_bits))
     right.set_ylabel("nats per token")
@@ -59,7 +57,7 @@ def draw_loss(rows: Sequence[Row], path: Path, bytes_per_token: float, title: st
     return True
 
 
-def smooth(values: Sequence[float], keep: float = 0.95) -> list[float]:
+def smooth(values: Sequence[float], keep: float = 0.9) -> list[float]:
     """An exponential mean without the pull to zero at its start."""
     mean, weight, out = 0.0, 0.0, []
     for value in values:

@@ -1,0 +1,204 @@
+"""Measures engines on the same work: memory in fresh processes, losses against each other, then time in turns."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rig.floor import Roofs, floor
+from rig.job import Job, Size
+from rig.plan import BASE, groups, turn
+from rig.squad import Squad, SquadFailed
+
+from windlass.cli.benches.facts import available_bytes
+from windlass.cli.benches.trainee import synchronises
+
+EQUAL_LOSS = 1e-5
+_WATCHED_STEPS = 2
+_SPARE = 0.8  # of the memory that is free; the rest is for what grows
+_UNKNOWN_MEMORY = 8 << 30
+
+
+@dataclass
+class Result:
+    """What is known of one engine. Times are in seconds; a step's is that of its slowest rank."""
+
+    engine: str
+    parameters: int = 0
+    failure: str | None = None
+    memory_kind: str = ""
+    memory: list[int] = field(default_factory=list)  # the peak of each rank, above the baseline
+    footprint: int = 0  # of all ranks, baseline included
+    first_losses: list[float] = field(default_factory=list)  # of the fresh processes, mean over ranks
+    losses: list[float] = field(default_factory=list)  # while timed, the untimed first step of a round included
+    loss_apart: float | None = None  # the furthest from the reference, over all steps
+    rounds: list[list[float]] = field(default_factory=list)  # timed steps
+    base_rounds: list[list[float]] = field(default_factory=list)  # those of `BASE` in the same rounds
+    compute: list[float] = field(default_factory=list)  # forward and backward of timed steps
+    between: list[float] = field(default_factory=list)  # from the end of a step to the start of the next
+    traffic: dict[str, Any] | None = None
+    floor: float | None = None
+
+    @property
+    def median(self) -> float:
+        """Seconds of a step."""
+        return statistics.median(self.steps)
+
+    @property
+    def steps(self) -> list[float]:
+        """All timed steps."""
+        return [seconds for one in self.rounds for seconds in one]
+
+    @property
+    def ratios(self) -> list[float]:
+        """Of each round: its median step over that of `BASE` in the same round."""
+        return [statistics.median(a) / statistics.median(b) for a, b in zip(self.rounds, self.base_rounds, strict=True)]
+
+    @property
+    def ratio(self) -> float:
+        """The median of `ratios`."""
+        return statistics.median(self.ratios)
+
+    @property
+    def bytes_per_parameter(self) -> float:
+        """Peak memory of the rank that takes most."""
+        return max(self.memory) / self.parameters
+
+
+@dataclass
+class Measured:
+    """All results of one size and number of ranks."""
+
+    size: Size
+    ranks: int
+    results: dict[str, Result]
+    reference: str | None  # the engine whose losses the others must have
+    roofs: Roofs | None = None
+    groups: list[list[str]] = field(default_factory=list)
+
+    @property
+    def unequal(self) -> list[str]:
+        """Engines whose losses are not the reference's."""
+        return [r.engine for r in self.results.values() if r.loss_apart is not None and r.loss_apart > EQUAL_LOSS]
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much is measured: steps that losses are compared on first, rounds, timed steps of a round."""
+
+    check_steps: int
+    rounds: int
+    steps: int
+
+
+Say = Callable[[str], None]
+
+
+def measure(engines: Sequence[str], size: Size, ranks: int, effort: Effort, say: Say) -> Measured:
+    """Measure `engines` (and `none`) on the same work. An engine that fails is told of and left out.
+
+    Args:
+        say: called with a line about what is being done.
+    """
+    names = [BASE, *(engine for engine in engines if engine != BASE)]
+    results = {name: Result(name) for name in names}
+    for name in names:
+        say(f"memory and first losses: {name}, {ranks} fresh ranks")
+        _in_fresh_ranks(results[name], size, ranks, effort.check_steps)
+        if results[name].failure:
+            say(f"  {results[name].failure}")
+    well = [name for name in names if not results[name].failure]
+    if BASE not in well:
+        raise SquadFailed(f"`{BASE}` failed, and all else is measured against it: {results[BASE].failure}")
+    together = [name for name in well if synchronises(name)]
+    reference = "ddp" if "ddp" in together else next(iter(together), None)
+    measured = Measured(size, ranks, results, reference)
+    _compare(measured)
+    for name in measured.unequal:
+        apart = results[name].loss_apart
+        results[name].failure = f"its losses are {apart:.1e} from those of {reference}, so its speed means nothing"
+        say(f"  {name}: {results[name].failure}")
+    if effort.rounds:
+        _time(measured, [name for name in well if not results[name].failure], effort, say)
+        _compare(measured)
+    return measured
+
+
+def _in_fresh_ranks(result: Result, size: Size, ranks: int, check_steps: int) -> None:
+    try:
+        with Squad(Job(result.engine, ranks, size)) as squad:
+            result.parameters = squad.ask("build", watch=True)[0]["parameters"]
+            first = squad.ask("steps", count=_WATCHED_STEPS)
+            memory = squad.ask("memory")
+            rest = squad.ask("steps", count=max(0, check_steps - _WATCHED_STEPS))
+    except SquadFailed as error:
+        result.failure = str(error)
+        return
+    result.memory_kind = memory[0]["kind"]
+    result.memory = [one["peak"] for one in memory]
+    result.footprint = sum(one["peak"] + one["base"] for one in memory)
+    result.first_losses = _means(first, "losses") + _means(rest, "losses")
+
+
+def _time(measured: Measured, names: list[str], effort: Effort, say: Say) -> None:
+    results, size, ranks = measured.results, measured.size, measured.ranks
+    needs = {name: results[name].footprint for name in names}
+    measured.groups = groups(names, needs, int(_SPARE * (available_bytes() or _UNKNOWN_MEMORY)))
+    for group in measured.groups:
+        say(f"time: {', '.join(group)} in turns, {effort.rounds} rounds of {effort.steps} steps")
+        squads: dict[str, Squad] = {}
+        try:
+            for name in group:
+                squads[name] = Squad(Job(name, ranks, size))
+                squads[name].ask("build", watch=False)
+                squads[name].ask("steps", count=1)
+            if measured.roofs is None:
+                found = squads[BASE].ask("roofs")
+                measured.roofs = Roofs(*(min(one[key] for one in found) for key in ("memory", "adam")))
+            _rounds(squads, results, effort)
+            for name, squad in squads.items():
+                results[name].traffic = squad.ask("traffic")[0]
+        finally:
+            for squad in squads.values():
+                squad.dismiss()
+    assert measured.roofs is not None
+    compute = statistics.median(results[BASE].compute)
+    for name in names:
+        results[name].floor = floor(name, results[name].parameters, ranks, compute, measured.roofs)
+
+
+def _rounds(squads: dict[str, Squad], results: dict[str, Result], effort: Effort) -> None:
+    losses: dict[str, list[float]] = {name: [] for name in squads}
+    for number in range(effort.rounds):
+        of_round = {}
+        for name in turn(list(squads), number):
+            told = squads[name].ask("steps", count=effort.steps + 1)  # the first finds cold caches
+            of_round[name] = _slowest(told, "seconds")[1:]
+            results[name].compute += _slowest(told, "compute")[1:]
+            results[name].between += _slowest(told, "between")[1:]
+            losses[name] += _means(told, "losses")
+        for name, seconds in of_round.items():
+            results[name].rounds.append(seconds)
+            results[name].base_rounds.append(of_round[BASE])
+    for name, one in losses.items():
+        results[name].losses = one
+
+
+def _compare(measured: Measured) -> None:
+    if measured.reference is None:
+        return
+    reference = measured.results[measured.reference]
+    for name, result in measured.results.items():
+        if synchronises(name) and result.first_losses:
+            pairs = [(result.first_losses, reference.first_losses), (result.losses, reference.losses)]
+            result.loss_apart = max(abs(a - b) for ours, theirs in pairs for a, b in zip(ours, theirs, strict=False))
+
+
+def _slowest(told: list[dict[str, list[float]]], key: str) -> list[float]:
+    return [max(step) for step in zip(*(rank[key] for rank in told), strict=True)]
+
+
+def _means(told: list[dict[str, list[float]]], key: str) -> list[float]:
+    return [statistics.mean(step) for step in zip(*(rank[key] for rank in told), strict=True)]

@@ -1,0 +1,119 @@
+"""The tables of a measurement, and its JSON."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import asdict
+from typing import Any
+
+from rig.floor import EXPLANATION
+from rig.measure import EQUAL_LOSS, Measured, Result
+from rig.targets import MEMORY, missed, speed_target
+from rich.table import Table
+
+
+def equality_line(measured: Measured) -> str:
+    """Whether the engines that train one model had the same losses, in one sentence; it comes before any time."""
+    compared = {name: r for name, r in measured.results.items() if r.loss_apart is not None}
+    if measured.reference is None or len(compared) < 2:
+        return "losses: nothing to compare (fewer than two engines that train one model)"
+    furthest = max(compared.values(), key=lambda r: r.loss_apart or 0.0)
+    steps = max(len(r.first_losses) + len(r.losses) for r in compared.values())
+    outcome = "equal" if not measured.unequal else f"NOT equal ({', '.join(measured.unequal)})"
+    return (
+        f"losses of {len(compared)} engines over {steps} steps: {outcome} to {EQUAL_LOSS:g} of {measured.reference}'s; "
+        f"the furthest is {furthest.engine} with {furthest.loss_apart:.1e}"
+    )
+
+
+def table(measured: Measured) -> Table:
+    """Speed and memory of every engine beside what was promised."""
+    results, size = measured.results, measured.size
+    parameters = next(iter(results.values())).parameters
+    found = Table(
+        title=f"{parameters / 1e6:.1f}M-parameter Llama in fp32, {measured.ranks} ranks x 1 thread, "
+        f"{size.batch} x {size.length} tokens each",
+        title_justify="left",
+    )
+    found.add_column("engine", no_wrap=True)
+    for column in ("ms", "min", "x none", "spread", "target", "", "floor ms", "of floor", "B/param", "target", ""):
+        found.add_column(column, justify="right", no_wrap=True)
+    for name, result in results.items():
+        if result.failure:
+            found.add_row(name, result.failure if len(result.failure) < 30 else "failed, see below")
+            continue
+        found.add_row(name, *_time_cells(result, speed_target(name, results)), *_memory_cells(result, MEMORY.get(name)))
+    return found
+
+
+def _time_cells(result: Result, target: float | None) -> list[str]:
+    if not result.rounds:
+        return [""] * 8
+    return [
+        f"{result.median * 1e3:.0f}",
+        f"{min(result.steps) * 1e3:.0f}",
+        f"{result.ratio:.3f}",
+        f"{min(result.ratios):.2f}-{max(result.ratios):.2f}",
+        *_against(result.ratio, target, 3),
+        f"{result.floor * 1e3:.0f}" if result.floor else "",
+        f"{result.floor / result.median:.0%}" if result.floor else "",
+    ]
+
+
+def _memory_cells(result: Result, target: float | None) -> list[str]:
+    return [f"{result.bytes_per_parameter:.1f}", *_against(result.bytes_per_parameter, target, 1)]
+
+
+def _against(value: float, target: float | None, digits: int) -> list[str]:
+    if target is None:
+        return ["", ""]
+    return [f"<= {target:.{digits}f}", "yes" if value <= target else "NO"]
+
+
+def notes(measured: Measured) -> list[str]:
+    """What must be known to read the table: how, roofs, promises not kept, failures."""
+    lines = [
+        "x none: median over rounds of the round's median step over that of `none` in the same round; "
+        "a step's time is its slowest rank's",
+        f"B/param: peak {next(iter(measured.results.values())).memory_kind} of the rank that takes most, above its imports",
+    ]
+    if measured.roofs is not None:
+        lines.append(
+            f"roofs of a rank while all work: memory {measured.roofs.memory / 1e9:.1f} GB/s, fused AdamW "
+            f"{measured.roofs.adam / 1e9:.1f} GB/s"
+        )
+    lines += [f"failed: {name}: {r.failure}" for name, r in measured.results.items() if r.failure]
+    lines += [f"target missed: {line}" for line in missed(measured.results)]
+    return lines
+
+
+def plain(measured: Measured) -> dict[str, Any]:
+    """The measurement as plain data."""
+    results = {}
+    for name, result in measured.results.items():
+        one = asdict(result)
+        if result.rounds:
+            one |= {
+                "median_ms": result.median * 1e3,
+                "min_ms": min(result.steps) * 1e3,
+                "ratio": result.ratio,
+                "ratios": result.ratios,
+                "speed_target": speed_target(name, measured.results),
+                "share_of_floor": result.floor / result.median if result.floor else None,
+                "time_outside_steps": sum(result.between) / (sum(result.between) + sum(result.steps)),
+                "median_compute_ms": statistics.median(result.compute) * 1e3,
+            }
+        if result.memory:
+            one |= {"bytes_per_parameter": result.bytes_per_parameter, "memory_target": MEMORY.get(name)}
+        results[name] = one
+    return {
+        "size": asdict(measured.size),
+        "ranks": measured.ranks,
+        "reference": measured.reference,
+        "losses": equality_line(measured),
+        "groups": measured.groups,
+        "roofs": asdict(measured.roofs) if measured.roofs else None,
+        "floor": EXPLANATION,
+        "missed": missed(measured.results),
+        "results": results,
+    }

@@ -1,0 +1,134 @@
+"""One rank: a process that trains when it is told to, and waits, using no time, when it is not."""
+
+from __future__ import annotations
+
+import os
+import time
+import traceback
+from multiprocessing.connection import Connection
+from typing import Any
+
+from rig.job import Job
+
+_ROOF_ELEMENTS = 1 << 24  # 64 MiB of float32: far more than a cache holds
+
+
+def main(connection: Connection, job: Job, rank: int, meeting: str) -> None:
+    """Answer commands (`(method, arguments)`) until `None` or the other end is gone.
+
+    Args:
+        meeting: path of a file, not there yet, by which the ranks find each other.
+    """
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(job.ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT="0"
+    )
+    try:
+        worker = Worker(job, rank, meeting)
+        while (told := connection.recv()) is not None:
+            method, arguments = told
+            connection.send((True, getattr(worker, method)(**arguments)))
+    except EOFError:
+        os._exit(1)  # whoever asked has ended
+    except Exception:
+        connection.send((False, traceback.format_exc()))
+    os._exit(0)  # without waiting for peers, which may have failed
+
+
+class Worker:
+    """The rank's side. Methods are commands; each is collective."""
+
+    def __init__(self, job: Job, rank: int, meeting: str) -> None:
+        import torch
+        import torch.distributed as dist
+        import transformers
+
+        torch.set_num_threads(job.threads)
+        dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=job.ranks)
+        self._torch, self._dist, self._job, self._rank = torch, dist, job, rank
+        self._llama, self._config = transformers.LlamaForCausalLM, transformers.LlamaConfig
+        self._taken = 0
+
+    def build(self, watch: bool) -> dict[str, Any]:
+        """Make the model whole, then the engine. With `watch`, memory is sampled from before on."""
+        from windlass.cli.benches.memory import MemoryWatch
+        from windlass.cli.benches.trainee import Recipe, make
+
+        job, size = self._job, self._job.size
+        self._dist.barrier()
+        device = self._torch.device("cpu")
+        self._watch = MemoryWatch(device) if watch else None
+        self._torch.manual_seed(0)
+        model = self._llama(
+            self._config(
+                hidden_size=size.hidden,
+                intermediate_size=size.hidden * 8 // 3 // 64 * 64,
+                num_hidden_layers=size.layers,
+                num_attention_heads=size.hidden // 64,
+                num_key_value_heads=size.hidden // 64,
+                vocab_size=size.vocabulary,
+                max_position_embeddings=512,
+                tie_word_embeddings=False,
+            )
+        )
+        parameters = sum(p.numel() for p in model.parameters())
+        self._trainee = make(job.engine, model, list(model.model.layers), Recipe(job.lr, job.clip, size.batch), device)
+        return {"parameters": parameters}
+
+    def steps(self, count: int) -> dict[str, list[float]]:
+        """Train; seconds of each step, of its forward and backward alone, and its loss on this rank's batch."""
+        told: dict[str, list[float]] = {"seconds": [], "compute": [], "losses": [], "between": []}
+        ended = time.perf_counter()
+        for _ in range(count):
+            tokens = self._batch()
+            self._dist.barrier()
+            start = time.perf_counter()
+            loss = self._trainee.call(input_ids=tokens, labels=tokens).loss
+            self._trainee.backward(loss)
+            computed = time.perf_counter()
+            self._trainee.update()
+            told["losses"].append(loss.item())
+            told["between"].append(start - ended)
+            ended = time.perf_counter()
+            told["seconds"].append(ended - start)
+            told["compute"].append(computed - start)
+            del loss
+        return told
+
+    def memory(self) -> dict[str, Any]:
+        """The most bytes that were taken since `build`, and of which kind they are. Ends the watch."""
+        assert self._watch is not None
+        return {"kind": self._watch.kind, "base": self._watch.base, "peak": self._watch.stop()}
+
+    def traffic(self) -> dict[str, Any] | None:
+        """What windlass says it moved in the last step, and by which transport; None for its rivals."""
+        if self._trainee.engine is None:
+            return None
+        report = self._trainee.engine.report()
+        return {key: report[key] for key in ("transport", "payload_elements", "bytes_moved")}
+
+    def roofs(self) -> dict[str, float]:
+        """Bytes a second that this rank moves while all ranks do the same: through memory, and in torch's fused AdamW."""
+        torch = self._torch
+        source, other, target = (torch.ones(_ROOF_ELEMENTS) for _ in range(3))
+        copy = 8 * _ROOF_ELEMENTS / self._seconds(lambda: target.copy_(source))
+        triad = 12 * _ROOF_ELEMENTS / self._seconds(lambda: torch.add(source, other, out=target))
+        source.requires_grad_(True).grad = other
+        adam = torch.optim.AdamW([source], lr=1e-4, fused=True)
+        return {"memory": max(copy, triad), "adam": 28 * _ROOF_ELEMENTS / self._seconds(adam.step)}
+
+    def _seconds(self, work: Any) -> float:
+        """The median of the seconds that `work` takes, first touches left out."""
+        times = []
+        for _ in range(8):
+            self._dist.barrier()
+            start = time.perf_counter()
+            work()
+            times.append(time.perf_counter() - start)
+        return sorted(times[1:])[3]
+
+    def _batch(self) -> Any:
+        """The next batch of this rank, `[batch, length]`: the same under every engine."""
+        draw = self._torch.Generator().manual_seed(1_000_003 * self._rank + self._taken)
+        self._taken += 1
+        size = self._job.size
+        return self._torch.randint(0, size.vocabulary, (size.batch, size.length), generator=draw)

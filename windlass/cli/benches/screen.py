@@ -1,0 +1,14 @@
+"""Where tables go: the terminal, and wide enough for a table where there is none."""
+
+from __future__ import annotations
+
+import sys
+
+from rich.console import Console
+
+_WIDE = 150
+
+
+def screen() -> Console:
+    """A console for stdout; a pipe or a file gets lines of up to 150 characters."""
+    return Console(width=None if sys.stdout.isatty() else _WIDE, highlight=False)
