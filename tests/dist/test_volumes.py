@@ -35,6 +35,11 @@ def elements(name: str) -> int:
     return sum(p.numel() for p in specimen(name).build().parameters())
 
 
+def payload(report: dict[str, Any]) -> int:
+    """Elements over all kinds of operation."""
+    return sum(report["payload_elements"].values())
+
+
 def volume(stage: int, accumulation: int) -> int:
     """Payload of a step in multiples of P: reductions and gathers, an all-reduce being both."""
     return {0: 2, 1: 2, 2: accumulation + 1, 3: 3 * accumulation}[stage]
@@ -48,7 +53,7 @@ def test_payload_is_exact(name: str, ranks: int, accumulation: int, stage: int, 
     setting = Setting(stage=stage, transport=transport, zero=FROZEN_KNOBS)
     wanted = volume(stage, accumulation) * elements(name)
     for reports in run_ranks(reported, ranks, name, recipe, setting, 3, transport=transport):
-        assert [report["payload_elements"] for report in reports] == [wanted] * 3
+        assert [payload(report) for report in reports] == [wanted] * 3
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
@@ -58,9 +63,59 @@ def test_default_knobs_never_carry_more(accumulation: int, stage: int, transport
     wanted = volume(stage, accumulation) * elements("four_blocks")
     for reports in run_ranks(reported, 2, "four_blocks", recipe, setting, 3, transport=transport):
         for report in reports:
-            assert 0 < report["payload_elements"] <= wanted
+            assert 0 < payload(report) <= wanted
 
 
 def test_one_rank_carries_nothing(stage: int) -> None:
     for reports in run_ranks(reported, 1, "mlp", Recipe(ranks=1), Setting(stage=stage), 2):
-        assert [report["payload_elements"] for report in reports] == [0, 0]
+        assert [payload(report) for report in reports] == [0, 0]
+
+
+LINE = 16  # elements: the most padding before a parameter, and at the end of each rank's cut
+
+
+def at_rest(report: dict[str, Any]) -> dict[str, int]:
+    """Bytes by slot, over all homes."""
+    sizes: dict[str, int] = {}
+    for (slot, _), size in report["slots"].items():
+        sizes[slot] = sizes.get(slot, 0) + size
+    return sizes
+
+
+@pytest.mark.parametrize("grad_bytes", [2, 4])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_bytes_at_rest_are_exact(stage: int, ranks: int, grad_bytes: int) -> None:
+    """16-bit parameters (2P), gradients of 2 or 4 bytes, fp32 master and two AdamW moments (12P), cut as the stage says.
+
+    With 16-bit gradients that is 4P + 12P/N, 2P + 14P/N and 16P/N. Parameters, gradients and masters are padded, and
+    the padding is bounded; moments are not, so over all ranks they make exactly P each.
+    """
+    dtype = {2: "bf16", 4: "fp32"}[grad_bytes]
+    recipe = Recipe(ranks=ranks, precision="bf16", optimizer="AdamW", optimizer_params=ADAMW)
+    setting = Setting(stage=stage, config=(("data_types", {"grad_accum_dtype": dtype}),))
+    found = [reports[-1] for reports in run_ranks(reported, ranks, "four_blocks", recipe, setting, 2)]
+    whole = elements("four_blocks")
+    names = len(list(specimen("four_blocks").build().parameters()))
+    for report in found:
+        padded = whole + report["padding_elements"]
+        assert report["padding_elements"] < LINE * (names + ranks * len(report["units"]))
+        sizes = at_rest(report)
+        assert sizes["param"] == 2 * padded // (ranks if stage == 3 else 1)
+        assert sizes["grad"] == grad_bytes * padded // (ranks if stage >= 2 else 1)
+        assert sizes["master"] == 4 * padded // ranks
+        assert set(sizes) == {"param", "grad", "master", "exp_avg", "exp_avg_sq"}
+        assert report["gathered_elements"] == 0
+    for moment in ("exp_avg", "exp_avg_sq"):
+        sizes_by_rank = [at_rest(report)[moment] for report in found]
+        assert sum(sizes_by_rank) == 4 * whole
+        assert max(sizes_by_rank) <= sizes["master"]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_fp32_parameters_at_rest_are_cut_at_stage_3(ranks: int, transport: str) -> None:
+    setting = Setting(stage=3, transport=transport)
+    for reports in run_ranks(reported, ranks, "four_blocks", Recipe(ranks=ranks), setting, 1, transport=transport):
+        sizes, padding = at_rest(reports[0]), reports[0]["padding_elements"]
+        assert sizes["param"] == 4 * (elements("four_blocks") + padding) // ranks
+        assert "master" not in sizes, "an fp32 shard is its own master"

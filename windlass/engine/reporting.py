@@ -105,7 +105,8 @@ class Reporter:
     def report(self) -> dict[str, Any]:
         """See `Engine.report`."""
         found = report(self._engine._sharded)
-        found["payload_elements"] = dict(self._last_payload)
+        found["payload"] = dict(self._last_payload)
+        found["payload_elements"] = sum(self._last_payload.values())
         found["bytes_moved"] = dict(self._last_moved)
         lines = [f"{slot:>12}: {size / 2**20:10.2f} MiB on {home}" for (slot, home), size in found["slots"].items()]
         gathered = found["gathered_elements"]
@@ -123,7 +124,8 @@ def report(model: ShardedModel) -> dict[str, Any]:
 
     Returns:
         `slots`: bytes by (slot, home), slots being `param`, `grad`, `master` and the optimizer's states (`exp_avg`,
-        ...); `transit`: bytes of the ring that gradients pass through; `units`: for each unit its names, elements, and
+        ...); `payload_elements`: parameters' elements that entered collectives in the last step, an all-reduce counted
+        twice, `payload`: the same by operation; `transit`: bytes of the ring that gradients pass through; `units`: for each unit its names, elements, and
         bytes by slot; `gathered_elements` and `gathered`: what is whole now and need not be; `padding_elements`.
     """
     slots: dict[tuple[str, str], int] = {}

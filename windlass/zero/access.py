@@ -68,9 +68,10 @@ class Released(nn.Parameter):
 
 
 def mark_released(parameter: nn.Parameter, unit: Unit) -> None:
-    """Take the values from `parameter`."""
-    if not isinstance(parameter, Released):
-        _released[id(parameter)] = ref(unit), type(parameter)
+    """Take the values from `parameter`; one that has none stays as it is."""
+    if isinstance(parameter, Released):
+        return
+    _released[id(parameter)] = ref(unit), type(parameter)
     key = (parameter.dtype, parameter.device)
     if key not in _nan:
         empty = float("nan") if parameter.is_floating_point() else 0

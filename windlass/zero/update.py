@@ -121,9 +121,21 @@ class ElementwiseUpdate:
             device = next(iter(chosen.values()))[0].tensor.device
             inner.grad_scale = torch.full((), divisor, dtype=torch.float32, device=device)  # type: ignore[attr-defined]
             inner.found_inf = torch.zeros((), dtype=torch.float32, device=device)  # type: ignore[attr-defined]
-        run_groups(self.optimizer, inner, {n: [s.tensor for s in segments] for n, segments in chosen.items()})
+        for part in self._parts(chosen):
+            run_groups(self.optimizer, inner, part)
         for name in ("grad_scale", "found_inf"):
             inner.__dict__.pop(name, None)
+
+    def _parts(self, chosen: dict[int, list[Segment]]) -> list[dict[int, list[nn.Parameter]]]:
+        """What may be stepped in one call. Torch's fused SGD takes tensors with a momentum or ones without, not both."""
+        tensors = {number: [segment.tensor for segment in segments] for number, segments in chosen.items()}
+        if type(self._inner) is not torch.optim.SGD:
+            return [tensors]
+        parts: list[dict[int, list[nn.Parameter]]] = [{}, {}]
+        for number, group in tensors.items():
+            for tensor in group:
+                parts[bool(self._inner.state.get(tensor))].setdefault(number, []).append(tensor)
+        return [part for part in parts if part]
 
     def _take_over_state(self) -> None:
         """State that the user's optimizer brought along, cut to this rank's segments."""
