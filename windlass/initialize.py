@@ -77,7 +77,9 @@ def initialize(
     settings_of = load(_source(args, config, config_params))
     settings_of.ensure_supported()
     if dist_init_required is False and not dist.is_initialized():
-        raise ConfigError("dist_init_required=False, but torch.distributed is not initialised; initialise it or leave that out")
+        raise ConfigError(
+            "dist_init_required=False, but torch.distributed is not initialised; initialise it or leave that out"
+        )
     init_distributed(port=distributed_port)
     world = dist.get_world_size()
     source = "torch.distributed" if "WORLD_SIZE" in os.environ else "one process, no launcher"
@@ -105,7 +107,9 @@ def _source(args: Any, config: Any, config_params: Any) -> Any:
     if from_args is not None and given is not None:
         raise ConfigError("there are two configurations: args.deepspeed_config and config; pass one")
     if from_args is None and given is None:
-        raise ConfigError("there is no configuration: pass config=... (a dict, a path or base64) or args.deepspeed_config")
+        raise ConfigError(
+            "there is no configuration: pass config=... (a dict, a path or base64) or args.deepspeed_config"
+        )
     return from_args if given is None else given
 
 
@@ -120,7 +124,8 @@ def _supersede(model: nn.Module) -> None:
     for number, other in others.items():
         if other.update is not None:
             raise ModelError(
-                "this model (or a part of it) has an engine that trains it; call engine.destroy() before the second initialize"
+                "this model (or a part of it) has an engine that trains it; call engine.destroy() before the second "
+                "initialize"
             )
         engine = _engines.pop(number, None)
         if engine is not None:
@@ -135,9 +140,14 @@ def _optimizer(
         return given
     if given is None and config.optimizer is None:
         return None
-    chosen = list(parameters) if parameters is not None else [p for p in model.parameters() if p.requires_grad]
+    chosen: list[Any] = (
+        list(parameters) if parameters is not None else [p for p in model.parameters() if p.requires_grad]
+    )
     if not any(p.requires_grad for p in model.parameters()):
-        raise ModelError("the model has no trainable parameter: set requires_grad on what shall be trained, or leave the optimizer out")
+        raise ModelError(
+            "the model has no trainable parameter: set requires_grad on what shall be trained, or leave the "
+            "optimizer out"
+        )
     if callable(given):
         made = given(chosen)
         if not isinstance(made, torch.optim.Optimizer):

@@ -11,7 +11,6 @@ from rig.floor import Roofs, floor
 from rig.job import Job, Size
 from rig.plan import BASE, groups, turn
 from rig.squad import Squad, SquadFailed
-
 from windlass.cli.benches.facts import available_bytes
 from windlass.cli.benches.trainee import synchronises
 

@@ -6,10 +6,11 @@ import statistics
 from dataclasses import asdict
 from typing import Any
 
+from rich.table import Table
+
 from rig.floor import EXPLANATION
 from rig.measure import EQUAL_LOSS, Measured, Result
 from rig.targets import MEMORY, missed, speed_target
-from rich.table import Table
 
 
 def equality_line(measured: Measured) -> str:

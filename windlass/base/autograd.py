@@ -14,4 +14,4 @@ def current_backward() -> int:
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Run `callback` when the backward of this thread ends; only valid inside one."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+    torch.autograd.Variable._execution_engine.queue_callback(callback)

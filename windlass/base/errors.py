@@ -16,7 +16,8 @@ class DataError(WindlassError, ValueError):
 
 
 class ModelError(WindlassError, ValueError):
-    """A model or optimizer that cannot be trained as given: no trainable parameter, wrong device, foreign parameters."""
+    """A model or optimizer that cannot be trained as given: no trainable parameter, wrong device, foreign
+    parameters."""
 
 
 class CheckpointError(WindlassError, RuntimeError):

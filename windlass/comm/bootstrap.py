@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 from datetime import timedelta
 
@@ -37,7 +38,10 @@ def init_distributed(
     if torch.cuda.is_available():
         torch.cuda.set_device(local_device())
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        dist.init_process_group(
+            backend, store=torch.distributed.distributed_c10d.HashStore(), rank=0, world_size=1, timeout=timeout
+        )
+        atexit.register(_end)
         return
     missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR") if name not in os.environ]
     if "MASTER_PORT" not in os.environ and port is not None:
@@ -50,3 +54,10 @@ def init_distributed(
             "start the script with `windlass run --nproc N script.py` or torchrun"
         )
     dist.init_process_group(backend, timeout=timeout)
+    atexit.register(_end)
+
+
+def _end() -> None:
+    """At exit: a gloo group that is still there when the interpreter goes aborts the process now and then."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

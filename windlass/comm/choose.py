@@ -38,7 +38,9 @@ def choose_transport(
         raise ConfigError(f"{source} = {requested!r} is no transport; use one of {', '.join(NAMES)}")
     if device.type == "cuda":
         if requested not in ("auto", "nccl"):
-            raise ConfigError(f"{source} = {requested!r} moves CPU tensors, but the model is on {device}; use nccl or auto")
+            raise ConfigError(
+                f"{source} = {requested!r} moves CPU tensors, but the model is on {device}; use nccl or auto"
+            )
         return NcclTransport(group, ways), "the model is on GPUs"
     if requested == "nccl":
         raise ConfigError(f"{source} = 'nccl' moves GPU tensors, but the model is on the CPU; use auto, shm or gloo")

@@ -17,7 +17,9 @@ def exchange(group: Group, sends: list[tuple[int, torch.Tensor]], receives: list
         receives: group index of the sender, and where the tensor goes; in the sender's order.
     """
     operations = [dist.P2POp(dist.isend, t.view(torch.uint8), group.ranks[i], group.process_group) for i, t in sends]
-    operations += [dist.P2POp(dist.irecv, t.view(torch.uint8), group.ranks[i], group.process_group) for i, t in receives]
+    operations += [
+        dist.P2POp(dist.irecv, t.view(torch.uint8), group.ranks[i], group.process_group) for i, t in receives
+    ]
     if operations:
         for work in dist.batch_isend_irecv(operations):
             work.wait()

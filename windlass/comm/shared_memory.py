@@ -102,10 +102,8 @@ class SharedMemory:
 
     @staticmethod
     def _map(pid: int, descriptor: int, size: int, *, own: int) -> torch.Tensor:
-        if pid == os.getpid():
-            file = os.dup(own)
-        else:
-            file = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+        theirs = f"/proc/{pid}/fd/{descriptor}"
+        file = os.dup(own) if pid == os.getpid() else os.open(theirs, os.O_RDWR | os.O_CLOEXEC)
         try:
             if os.fstat(file).st_size != size:
                 raise OSError(f"block of process {pid} has {os.fstat(file).st_size} bytes, not {size}")
@@ -125,7 +123,10 @@ class Counters:
 
     def __init__(self, group: Group, count: int, timeout: timedelta) -> None:
         self._memory = SharedMemory(group, 8 * count)
-        self._views = [memoryview(block.numpy()).cast("q") for block in self._memory.blocks]
+        self._views = [
+            memoryview(block.numpy()).cast("q")  # type: ignore[arg-type]
+            for block in self._memory.blocks
+        ]
         self._own = self._views[group.index]
         self._peers = [(i, view) for i, view in enumerate(self._views) if i != group.index]
         self._group, self._timeout = group, timeout.total_seconds()
@@ -171,7 +172,8 @@ class Counters:
             if waited > self._timeout:
                 raise CommunicationError(
                     f"rank {rank} (process {pid}) did not join {what} within {self._timeout:.0f} s; "
-                    "it is alive, so look at what it runs instead (py-spy dump), or raise the time-out of init_distributed"
+                    "it is alive, so look at what it runs instead (py-spy dump), or raise the time-out of "
+                    "init_distributed"
                 )
 
 

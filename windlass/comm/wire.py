@@ -50,9 +50,7 @@ class _Wire:
             works = list(self._gather(buffer.local))
         return Step(None, lambda: _wait(works), lambda: None)
 
-    def _scatter(
-        self, flat: torch.Tensor, out: torch.Tensor, add: bool, factor: float, wire: torch.dtype
-    ) -> Reduction:
+    def _scatter(self, flat: torch.Tensor, out: torch.Tensor, add: bool, factor: float, wire: torch.dtype) -> Reduction:
         raise NotImplementedError
 
     def _gather(self, flat: torch.Tensor) -> Iterator[dist.Work]:
@@ -77,9 +75,7 @@ class GlooTransport(_Wire):
 
     name = "gloo"
 
-    def _scatter(
-        self, flat: torch.Tensor, out: torch.Tensor, add: bool, factor: float, wire: torch.dtype
-    ) -> Reduction:
+    def _scatter(self, flat: torch.Tensor, out: torch.Tensor, add: bool, factor: float, wire: torch.dtype) -> Reduction:
         return GlooReduction(self.group, flat, out, add, factor, wire, self.ways, self._next_tag())
 
     def _gather(self, flat: torch.Tensor) -> Iterator[dist.Work]:
@@ -155,9 +151,7 @@ class NcclTransport(_Wire):
 
     name = "nccl"
 
-    def _scatter(
-        self, flat: torch.Tensor, out: torch.Tensor, add: bool, factor: float, wire: torch.dtype
-    ) -> Reduction:
+    def _scatter(self, flat: torch.Tensor, out: torch.Tensor, add: bool, factor: float, wire: torch.dtype) -> Reduction:
         return NcclReduction(self.group, flat, out, add, factor, wire)
 
     def _gather(self, flat: torch.Tensor) -> Iterator[dist.Work]:

@@ -33,12 +33,18 @@ class Blame:
     def find(self) -> str:
         """A phrase that names the first bad gradient over all ranks; empty if none was seen. Collective."""
         mine = next(
-            ((micro, place, name) for place, (micro, name, total) in enumerate(self._sums) if not torch.isfinite(total)),
+            (
+                (micro, place, name)
+                for place, (micro, name, total) in enumerate(self._sums)
+                if not torch.isfinite(total)
+            ),
             None,
         )
         found: list[tuple[int, int, str] | None] = [None] * self._data.size
         dist.all_gather_object(found, mine, group=self._data.process_group)
-        bad = sorted((micro, place, rank, name) for rank, one in enumerate(found) if one for micro, place, name in [one])
+        bad = sorted(
+            (micro, place, rank, name) for rank, one in enumerate(found) if one for micro, place, name in [one]
+        )
         if not bad:
             return "in the sum over ranks, where each rank's own gradient was finite"
         micro, _, rank, name = bad[0]

@@ -26,7 +26,9 @@ class Buffers:
             for name, buffer in module._buffers.items():
                 if buffer is None:
                     continue
-                cast = dtype is not None and buffer.is_floating_point() and name not in module._non_persistent_buffers_set
+                cast = (
+                    dtype is not None and buffer.is_floating_point() and name not in module._non_persistent_buffers_set
+                )
                 module._buffers[name] = buffer.to(device=device, dtype=dtype if cast else None)
         self._seen: list[tuple[int, int]] = []
         self._stale = False

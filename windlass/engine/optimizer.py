@@ -37,7 +37,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """As `engine.step()`."""
         if closure is not None:
-            raise ModelError("a closure would need a gradient in the middle of a step; call engine.backward, then engine.step")
+            raise ModelError(
+                "a closure would need a gradient in the middle of a step; call engine.backward, then engine.step"
+            )
         self._step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -46,9 +48,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def mark_called(self) -> None:
         """Tell torch's schedulers that a step was taken, on the user's object too."""
         self._opt_called = True
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]
+        self.optimizer.__dict__["_opt_called"] = True
 
-    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+    def state_dict(self) -> dict[str, Any]:
         """What a plain torch optimizer's `state_dict()` would be, with whole states. Collective."""
         groups, state, number = [], {}, 0
         for group in self.param_groups:

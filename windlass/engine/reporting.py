@@ -125,7 +125,8 @@ def report(model: ShardedModel) -> dict[str, Any]:
     Returns:
         `slots`: bytes by (slot, home), slots being `param`, `grad`, `master` and the optimizer's states (`exp_avg`,
         ...); `payload_elements`: parameters' elements that entered collectives in the last step, an all-reduce counted
-        twice, `payload`: the same by operation; `transit`: bytes of the ring that gradients pass through; `units`: for each unit its names, elements, and
+        twice, `payload`: the same by operation; `transit`: bytes of the ring that gradients pass through; `units`: for
+        each unit its names, elements, and
         bytes by slot; `gathered_elements` and `gathered`: what is whole now and need not be; `padding_elements`.
     """
     slots: dict[tuple[str, str], int] = {}
@@ -159,7 +160,9 @@ def report(model: ShardedModel) -> dict[str, Any]:
         "transport": model.transport.name,
         "slots": slots,
         "units": units,
-        "transit": sum(need.numel * need.dtype.itemsize for need in model.gradients.needs()) if model.policy.grad else 0,
+        "transit": sum(need.numel * need.dtype.itemsize for need in model.gradients.needs())
+        if model.policy.grad
+        else 0,
         "gathered": [unit.names[0] for unit in gathered],
         "gathered_elements": sum(unit.numel for unit in gathered),
         "padding_elements": sum(unit.layout.padded - unit.numel for unit in model.units),

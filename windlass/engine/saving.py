@@ -187,7 +187,8 @@ def _take_groups(engine: Engine, saved: list[dict[str, Any]]) -> None:
     groups = engine.optimizer.param_groups
     if len(saved) != len(groups):
         raise CheckpointError(
-            f"the checkpoint has {len(saved)} optimizer groups, this optimizer has {len(groups)}; build it with the same groups "
+            f"the checkpoint has {len(saved)} optimizer groups, this optimizer has {len(groups)}; build it with the "
+            f"same groups "
             "or load with load_optimizer_states=False"
         )
     for group, one in zip(groups, saved, strict=True):

@@ -95,7 +95,9 @@ class Engine(nn.Module):
         Raises:
             AssertionError: there is no optimizer, or the loss is no scalar.
         """
-        assert self.optimizer is not None, "backward needs an optimizer: pass one to initialize or name one in the config"
+        assert self.optimizer is not None, (
+            "backward needs an optimizer: pass one to initialize or name one in the config"
+        )
         assert isinstance(loss, torch.Tensor) and loss.numel() == 1, (
             f"backward takes a scalar loss, not {tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss)}"
         )
@@ -163,7 +165,8 @@ class Engine(nn.Module):
             extra = sum(s.unit.layout.padded for s in self._sharded.slots) * self._sharded.settings.accumulate.itemsize
             self._reporter.once(
                 "no_sync",
-                f"no_sync at stage {self.zero_optimization_stage()} keeps whole gradients: {extra / 2**20:.0f} MiB more a rank",
+                f"no_sync at stage {self.zero_optimization_stage()} keeps whole gradients: {extra / 2**20:.0f} MiB "
+                f"more a rank",
             )
         before, self._no_sync = self._no_sync, True
         try:
@@ -345,7 +348,8 @@ class Engine(nn.Module):
         `stage3_gather_16bit_weights_on_model_save` is set. Collective."""
         if self.zero_optimization_stage() == 3 and not self.zero_gather_16bit_weights_on_model_save():
             logger.warning(
-                "save_16bit_model wrote nothing: set zero_optimization.stage3_gather_16bit_weights_on_model_save to gather "
+                "save_16bit_model wrote nothing: set zero_optimization.stage3_gather_16bit_weights_on_model_save to "
+                "gather "
                 "the parameters of stage 3 for it"
             )
             return False

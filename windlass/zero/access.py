@@ -26,11 +26,14 @@ _nan: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
 # asked of a tensor without reading its values; looked up by the getter's or method's name
 _HARMLESS = frozenset(
-    "shape size numel nelement dim ndim ndimension stride dtype device layout is_leaf requires_grad requires_grad_ grad "
-    "grad_fn grad_dtype is_floating_point is_complex is_sparse is_quantized is_meta is_cuda is_cpu is_mps is_nested is_xla element_size "
-    "itemsize nbytes names name _version __hash__ register_hook register_post_accumulate_grad_hook _backward_hooks "
-    "_post_accumulate_grad_hooks is_contiguous __len__ is_inference type is_shared retains_grad output_nr "
-    "_is_view is_conj is_neg get_device is_signed _has_symbolic_sizes_strides is_tensor".split()
+    """
+    shape size numel nelement dim ndim ndimension stride dtype device layout is_leaf requires_grad requires_grad_ grad
+    grad_fn grad_dtype is_floating_point is_complex is_sparse is_quantized is_meta is_cuda is_cpu is_mps is_nested
+    is_xla
+    element_size itemsize nbytes names name _version __hash__ register_hook register_post_accumulate_grad_hook
+    _backward_hooks _post_accumulate_grad_hooks is_contiguous __len__ is_inference type is_shared retains_grad output_nr
+    _is_view is_conj is_neg get_device is_signed _has_symbolic_sizes_strides is_tensor
+    """.split()  # noqa: SIM905
 )
 
 
@@ -57,7 +60,7 @@ class Released(nn.Parameter):
         with torch._C.DisableTorchFunctionSubclass():
             return function(*args, **(kwargs or {}))
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
         return f"Released parameter of shape {tuple(self.shape)}, {self.dtype}: its values are spread over ranks"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
@@ -117,6 +120,6 @@ def _error(parameter: nn.Parameter, what: str) -> ReleasedParameterError:
         name = next((n for n, p in zip(unit.names, unit.parameters, strict=True) if p is parameter), "?")
     return ReleasedParameterError(
         f"{what!r} on parameter {name!r}: at stage 3 its values are spread over ranks outside of a forward; read or "
-        "change it inside `with windlass.zero.GatheredParameters([parameter], modifier_rank=None or a rank):`, or read it "
-        "with windlass.zero.full_param(parameter)"
+        "change it inside `with windlass.zero.GatheredParameters([parameter], modifier_rank=None or a rank):`, or read "
+        "it with windlass.zero.full_param(parameter)"
     )

@@ -22,7 +22,8 @@ _open: set[int] = set()  # ids of parameters inside a context now
 class GatheredParameters:
     """Gives parameters their whole values inside the context. Collective; parameters of no engine pass unchanged.
 
-    Inside, a sharded parameter holds a private copy in the parameter's dtype. With `modifier_rank=None` changes to it are
+    Inside, a sharded parameter holds a private copy in the parameter's dtype. With `modifier_rank=None` changes to it
+    are
     lost; with a rank, that rank's values reach all ranks and the master weights on exit. What is not sharded may be
     changed in place as ever; with a rank, its values are broadcast too.
 
@@ -43,7 +44,7 @@ class GatheredParameters:
         fwd_module: nn.Module | None = None,
         enabled: bool = True,
     ) -> None:
-        given = [params] if isinstance(params, torch.Tensor) else list(params)
+        given: list[nn.Parameter] = [params] if isinstance(params, nn.Parameter) else list(params)
         unique = {id(p): p for p in given}.values() if enabled else []
         self._places = [(p, place) for p in unique if (place := find(p)) is not None]
         self._rank = modifier_rank

@@ -1,6 +1,7 @@
 """From a parameter's `.grad` to this rank's cut of the reduced gradient.
 
-[Note: reduction] A gradient is copied (the first of a unit) or added (later ones) into the unit's flat buffer, `.grad` is
+[Note: reduction] A gradient is copied (the first of a unit) or added (later ones) into the unit's flat buffer, `.grad`
+is
 emptied, and when the unit is complete its buffer is reduced: `shard += sum over ranks`, and the buffer counts as empty
 again. So a unit may be reduced any number of times in a step. Which units are reduced when is the same on all ranks:
 after the first step they go in the order in which rank 0's became complete; units that were late once on any rank (an
@@ -31,7 +32,8 @@ class Slot:
     Attributes:
         buffer: `[padded]`, where gradients arrive: the unit's own, or borrowed from the ring.
         place: of the ring's, if borrowed.
-        aside: `[padded]` private, for gradients that must outlive the ring: kept back by `no_sync`, or too many at once.
+        aside: `[padded]` private, for gradients that must outlive the ring: kept back by `no_sync`, or too many at
+        once.
         shard: `[state span]`, reduced; a view of `buffer` where that is the unit's own.
         holds: `shard` has this step's gradient.
         written: parameters that have something in `buffer` or `aside`, not yet reduced.
@@ -148,7 +150,8 @@ class Gradients:
             parameter.grad = None
             raise ModelError(
                 f"backward(create_graph=True) left a gradient with a graph on {slot.unit.names[index]!r}; a sharded "
-                "gradient has none. Use torch.autograd.grad(..., create_graph=True) and call backward on what you make of it"
+                "gradient has none. Use torch.autograd.grad(..., create_graph=True) and call backward on what you "
+                "make of it"
             )
         if self.watch is not None:
             self.watch(slot.unit, index, gradient)
@@ -275,12 +278,12 @@ class Gradients:
             if not slot.written:
                 self._reopen(slot)
             return slot.buffer.local
-        if slot.buffer is None and not self._borrow(slot):
+        buffer = slot.buffer if slot.buffer is not None else self._borrow(slot)
+        if buffer is None:
             unit = slot.unit
             slot.aside = torch.zeros(unit.layout.padded, dtype=self._accumulate, device=unit.full.device)
             return slot.aside
-        assert slot.buffer is not None
-        return slot.buffer.local
+        return buffer.local
 
     def _reopen(self, slot: Slot) -> None:
         """Make a unit's own buffer writable again: what was reduced into it moves out, and peers have read it."""
@@ -291,15 +294,15 @@ class Gradients:
             slot.shard = slot.shard.clone()
         self._transport.settle(slot.buffer)
 
-    def _borrow(self, slot: Slot) -> bool:
-        """A buffer of the ring for `slot`; False if all hold gradients that are still incomplete."""
+    def _borrow(self, slot: Slot) -> Buffer | None:
+        """Lend `slot` a buffer of the ring; None if all hold gradients that are still incomplete."""
         while True:
             lent = self._ring.borrow(slot.unit.layout.padded)
             if lent is not None:
                 slot.place, slot.buffer = lent
-                return True
+                return slot.buffer
             if not self._flying:
-                return False
+                return None
             self._land()
 
     def _put_aside(self, slot: Slot) -> None:
@@ -377,18 +380,19 @@ class Gradients:
 
     def _prepare(self, slot: Slot) -> None:
         """Have the unit's unreduced gradient, zeros where there is none, in a buffer that peers can read."""
-        if self._cut and slot.buffer is None:
-            if not self._borrow(slot):
+        buffer = slot.buffer
+        if buffer is None:
+            buffer = self._borrow(slot)
+            if buffer is None:
                 self._put_aside(next(other for other in self.slots if other.place is not None))
-                self._borrow(slot)
-            assert slot.buffer is not None
+                buffer = self._borrow(slot)
+            assert buffer is not None
             if slot.aside is not None:
-                slot.buffer.local.copy_(slot.aside)
+                buffer.local.copy_(slot.aside)
                 slot.aside = None
         elif not self._cut and not slot.written:
             self._reopen(slot)
-        assert slot.buffer is not None
-        self._zero_unwritten(slot, slot.buffer.local)
+        self._zero_unwritten(slot, buffer.local)
 
     def _poll(self) -> None:
         while self._flying and self._flying[0].reduction.poll():

@@ -55,9 +55,7 @@ def attach_block(block: Block, runtime: Runtime) -> list[RemovableHandle]:
     ]
 
 
-def _mark_inputs(
-    args: tuple[Any, ...], kwargs: dict[str, Any], runtime: Runtime, call: Call
-) -> tuple[Any, Any] | None:
+def _mark_inputs(args: tuple[Any, ...], kwargs: dict[str, Any], runtime: Runtime, call: Call) -> tuple[Any, Any] | None:
     """Arrange for the end of the block's backward to be seen. A tensor is only replaced where it is a leaf, which
     torch lets nobody change in place: replacing any other would cut what the block does to it from the caller's view.
     """
@@ -90,11 +88,9 @@ def _mark_outputs(output: Any, block: Block, runtime: Runtime, call: Call) -> No
                 left.register_hook(lambda _: enter_backward())
 
 
-def attach_gradients(
-    parameters: list[nn.Parameter], arrived: Callable[[int], None]
-) -> list[RemovableHandle]:
+def attach_gradients(parameters: list[nn.Parameter], arrived: Callable[[int], None]) -> list[RemovableHandle]:
     """Call `arrived(i)` when the gradient of `parameters[i]` has been added to its `.grad`."""
     return [
-        parameter.register_post_accumulate_grad_hook(lambda _, i=index: arrived(i))  # type: ignore[misc]
+        parameter.register_post_accumulate_grad_hook(lambda _, i=index: arrived(i))
         for index, parameter in enumerate(parameters)
     ]

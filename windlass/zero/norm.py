@@ -39,7 +39,8 @@ class Verdict:
 
 
 def share_of_norm(slot: Slot, data: Group, shard_count: int) -> tuple[int, int]:
-    """`[start, stop)` of a slot's shard whose squares this rank adds, so that each element counts once over all ranks."""
+    """`[start, stop)` of a slot's shard whose squares this rank adds, so that each element counts once over all
+    ranks."""
     assert slot.shard is not None
     size = slot.shard.numel()
     parts = data.size if size == slot.unit.layout.padded else data.size // shard_count
@@ -101,7 +102,8 @@ def _read(values: list[float], slots: list[Slot]) -> Verdict:
 
 
 def clip_coefficient(norm: float, limit: float) -> float:
-    """The factor by which gradients of this norm are clipped to `limit`, as torch's `clip_grad_norm_` does; 0: no limit."""
+    """The factor by which gradients of this norm are clipped to `limit`, as torch's `clip_grad_norm_` does; 0: no
+    limit."""
     if limit <= 0:
         return 1.0
     coefficient = limit / (norm + 1e-6)

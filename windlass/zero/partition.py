@@ -87,7 +87,11 @@ def _child_blocks(module: nn.Module, prefix: str, rules: Rules) -> Iterator[Bloc
             continue
         large = sum(p.numel() for p in parameters) > rules.split_above
         element = isinstance(module, _CONTAINERS)
-        if isinstance(child, _CONTAINERS) or (_has_container(child) and not element) or (large and _has_children(child)):
+        if (
+            isinstance(child, _CONTAINERS)
+            or (_has_container(child) and not element)
+            or (large and _has_children(child))
+        ):
             own = list(child.parameters(recurse=False))
             if own:
                 yield Block(full, child, own)

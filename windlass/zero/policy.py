@@ -14,7 +14,8 @@ class Policy:
     Attributes:
         stage: for people to read; no code branches on it.
         param: every rank keeps only its cut of a parameter while nobody uses it; else each keeps all.
-        grad: gradients are reduced at every backward, and only the cut is kept; else once, at the accumulation boundary.
+        grad: gradients are reduced at every backward, and only the cut is kept; else once, at the accumulation
+        boundary.
         state: master weights and optimizer state exist only for the cut.
     """
 

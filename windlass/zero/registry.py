@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 from weakref import ReferenceType, ref
 
 from torch import nn
@@ -14,7 +15,8 @@ if TYPE_CHECKING:
     from windlass.zero.unit import Unit
 
 
-class Place(NamedTuple):
+@dataclass(frozen=True)
+class Place:
     """Where a parameter lives: whose, in which unit, as which of its parameters."""
 
     model: ShardedModel
@@ -61,6 +63,7 @@ def require(parameter: nn.Parameter) -> Place:
     place = find(parameter)
     if place is None:
         raise ModelError(
-            f"a parameter of shape {tuple(parameter.shape)} belongs to no engine; pass one of engine.module.parameters()"
+            f"a parameter of shape {tuple(parameter.shape)} belongs to no engine; pass one of "
+            f"engine.module.parameters()"
         )
     return place

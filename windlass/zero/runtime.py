@@ -25,7 +25,8 @@ class Call:
 class Runtime:
     """Gathers before use, releases after, in forward and backward.
 
-    [Note: when a unit may go] After a forward, unless that runs inside a backward (recomputation). After the backward of
+    [Note: when a unit may go] After a forward, unless that runs inside a backward (recomputation). After the backward
+    of
     a call, which is when the gradient of one of the block's inputs is complete: autograd runs ready nodes last made
     first, so by then every node of the block has run. A block whose inputs need no gradient keeps its units to the end
     of the outermost backward. "Its own gradients arrived" is no sign: a frozen weight is still needed by what lies
@@ -107,7 +108,8 @@ class Runtime:
             self._release(unit)
 
     def adopt(self, unit: Unit) -> bool:
-        """Gather `unit` for a block that uses it without owning it, and tie it to that block; False outside a forward."""
+        """Gather `unit` for a block that uses it without owning it, and tie it to that block; False outside a
+        forward."""
         if not self._running:
             return False
         call = self._running[-1]

@@ -23,7 +23,7 @@ from windlass.zero.gradients import Gradients, Slot
 from windlass.zero.hooks import attach_block, attach_gradients, attach_model
 from windlass.zero.layout import Layout
 from windlass.zero.norm import Verdict, agree, clip_coefficient
-from windlass.zero.partition import Plan, Rules, plan_units
+from windlass.zero.partition import Block, Plan, Rules, plan_units
 from windlass.zero.policy import Policy
 from windlass.zero.runtime import Runtime
 from windlass.zero.unit import Unit
@@ -177,7 +177,8 @@ class ShardedModel:
             flags: numbers that are added up over ranks on the way.
 
         Raises:
-            ModelError: there is no optimizer, or a parameter had no gradient and the settings say that it must have one.
+            ModelError: there is no optimizer, or a parameter had no gradient and the settings say that it must have
+            one.
         """
         if self.update is None:
             raise ModelError("there is no optimizer to step: pass one to initialize, or name one in the configuration")
@@ -295,13 +296,15 @@ class ShardedModel:
             if wide:
                 unit.master = unit.shard if unit.released else unit.own_cut(unit.full)
             else:
-                unit.master = unit.own_cut(values).float().clone() if values.dtype != torch.float32 else (
-                    unit.own_cut(values).clone()
+                unit.master = (
+                    unit.own_cut(values).float().clone()
+                    if values.dtype != torch.float32
+                    else (unit.own_cut(values).clone())
                 )
         del values
         unit.settle_in()
 
-    def _attach(self, blocks: list[object]) -> None:
+    def _attach(self, blocks: list[Block]) -> None:
         places = []
         for number, slot in enumerate(self.slots):
             places += [(number, index) for index in range(len(slot.unit.parameters))]
@@ -314,7 +317,7 @@ class ShardedModel:
         self._handles += attach_gradients(parameters, arrived)
         if any(unit.released for unit in self.units):
             for block in blocks:
-                self._handles += attach_block(block, self.runtime)  # type: ignore[arg-type]
+                self._handles += attach_block(block, self.runtime)
         self._handles += attach_model(self.model, self.runtime)
 
     # a step
@@ -353,7 +356,8 @@ class ShardedModel:
         ]
         if unused:
             raise ModelError(
-                f"{len(unused)} parameters had no gradient on any rank in this step, {unused[0]!r} first; freeze them, use them "
+                f"{len(unused)} parameters had no gradient on any rank in this step, {unused[0]!r} first; freeze "
+                f"them, use them "
                 "in the loss, or set zero_optimization.ignore_unused_parameters to true"
             )
 
@@ -380,7 +384,8 @@ class ShardedModel:
             one.wait()
 
     def _take_edits(self) -> None:
-        """A parameter that was changed in place since the last step: its master follows, or the change would be lost."""
+        """A parameter that was changed in place since the last step: its master follows, or the change would be
+        lost."""
         for slot in self.slots:
             unit = slot.unit
             if unit.master is None or unit.released or unit.master.dtype == unit.dtype:
@@ -399,12 +404,12 @@ def _check_devices(model: nn.Module, device: torch.device) -> None:
         if parameter.device.type == "meta":
             raise ModelError(f"parameter {name!r} is on the meta device and has no values; load or initialise it first")
         if parameter.device.type not in ("cpu", device.type) or (
-            parameter.device.type == device.type and None not in (parameter.device.index, device.index)
+            parameter.device.type == device.type
+            and None not in (parameter.device.index, device.index)
             and parameter.device.index != device.index
         ):
             raise ModelError(
-                f"parameter {name!r} is on {parameter.device}, but this rank trains on {device}; move the model there or "
+                f"parameter {name!r} is on {parameter.device}, but this rank trains on {device}; move the model "
+                f"there or "
                 "leave it on the CPU"
             )
-
-

@@ -162,4 +162,3 @@ class Unit:
     def parameter_view(self, flat: torch.Tensor, index: int) -> torch.Tensor:
         """The place of one parameter in a flat tensor over the whole unit, shaped."""
         return flat.narrow(0, self.layout.offsets[index], self.layout.numels[index]).view(self.shapes[index])
-

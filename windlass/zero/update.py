@@ -127,7 +127,8 @@ class ElementwiseUpdate:
             inner.__dict__.pop(name, None)
 
     def _parts(self, chosen: dict[int, list[Segment]]) -> list[dict[int, list[nn.Parameter]]]:
-        """What may be stepped in one call. Torch's fused SGD takes tensors with a momentum or ones without, not both."""
+        """What may be stepped in one call. Torch's fused SGD takes tensors with a momentum or ones without, not
+        both."""
         tensors = {number: [segment.tensor for segment in segments] for number, segments in chosen.items()}
         if type(self._inner) is not torch.optim.SGD:
             return [tensors]
@@ -156,7 +157,8 @@ class ElementwiseUpdate:
 def run_groups(
     optimizer: torch.optim.Optimizer, inner: torch.optim.Optimizer, tensors: dict[int, list[nn.Parameter]]
 ) -> None:
-    """Step `inner` once on `tensors` (by group number) under the hyper-parameters of `optimizer`'s groups as they are now.
+    """Step `inner` once on `tensors` (by group number) under the hyper-parameters of `optimizer`'s groups as they
+    are now.
 
     What a rule writes into its group comes back to the user's; gradients are dropped.
     """
@@ -171,7 +173,8 @@ def run_groups(
 
 
 def batches(slots: list[Slot], limit: int) -> list[list[Slot]]:
-    """Slots from the last to the first (what the next forward wants first is updated last), at most `limit` elements each."""
+    """Slots from the last to the first (what the next forward wants first is updated last), at most `limit` elements
+    each."""
     batches: list[list[Slot]] = []
     size = 0
     for slot in reversed(slots):
@@ -195,6 +198,8 @@ def check_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> None
         for place, parameter in enumerate(group["params"]):
             if id(parameter) not in own:
                 raise ModelError(
-                    f"optimizer group {number}, parameter {place}, of shape {tuple(parameter.shape)}, is none of the model's; "
-                    "build the optimizer from the parameters of the very model that is passed (after moving or wrapping it)"
+                    f"optimizer group {number}, parameter {place}, of shape {tuple(parameter.shape)}, is none of the "
+                    f"model's; "
+                    "build the optimizer from the parameters of the very model that is passed (after moving or "
+                    "wrapping it)"
                 )

@@ -1,6 +1,7 @@
 """Reads and writes one parameter's weight, gradient and optimizer state, whole or this rank's piece, at any stage.
 
-All functions with `full` are collective: every rank of the engine calls them, for the same parameters in the same order.
+All functions with `full` are collective: every rank of the engine calls them, for the same parameters in the same
+order.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from windlass.zero.update import ElementwiseUpdate
 
 
 def full_param(parameter: nn.Parameter) -> torch.Tensor:
-    """The whole weight as a new float32 tensor (or the parameter's own dtype if that is not trained): the master weight."""
+    """The whole weight as a new float32 tensor (or the parameter's own dtype if that is not trained): the master
+    weight."""
     place = require(parameter)
     if place.unit.master is None:
         with place.model.runtime.holding([place.unit]):
@@ -58,8 +60,11 @@ def full_state(parameter: nn.Parameter, key: str) -> torch.Tensor | None:
     place = require(parameter)
     pieces = _state(place)
     found: list[Any] = [None] * place.model.group.size
-    mine = [(start, value.detach().cpu() if isinstance(value, torch.Tensor) else value)
-            for start, _, state in pieces if (value := state.get(key)) is not None]
+    mine = [
+        (start, value.detach().cpu() if isinstance(value, torch.Tensor) else value)
+        for start, _, state in pieces
+        if (value := state.get(key)) is not None
+    ]
     dist.all_gather_object(found, mine, group=place.model.group.process_group)
     parts = sorted((part for entry in found for part in entry), key=lambda part: part[0])
     if not parts:
