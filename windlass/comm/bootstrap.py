@@ -8,6 +8,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from windlass.base.device import local_device
 from windlass.base.errors import CommunicationError
@@ -38,9 +39,7 @@ def init_distributed(
     if torch.cuda.is_available():
         torch.cuda.set_device(local_device())
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
-        dist.init_process_group(
-            backend, store=torch.distributed.distributed_c10d.HashStore(), rank=0, world_size=1, timeout=timeout
-        )
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
         atexit.register(_end)
         return
     missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR") if name not in os.environ]

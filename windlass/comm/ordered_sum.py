@@ -63,6 +63,7 @@ def sum_of_squares(flat: torch.Tensor) -> torch.Tensor:
     """Sum of squares of `flat` `[n]` as a float64 scalar tensor; on a CPU the same bits as `ordered_sum` measures."""
     wide = flat if flat.dtype in (torch.float32, torch.float64) else flat.float()
     if wide.device.type != "cpu":
-        return torch.linalg.vector_norm(wide).double().square()
+        norm: torch.Tensor = torch.linalg.vector_norm(wide)
+        return norm.double().square()
     squares = [torch.dot(chunk, chunk) for chunk in wide.split(CHUNK)] if wide.numel() else []
     return torch.stack(squares).double().sum() if squares else torch.zeros((), dtype=torch.float64)
