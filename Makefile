@@ -18,7 +18,7 @@ help:
 	@echo "make bench   speed and memory beside plain PyTorch (long)"
 
 demo: $(VENV)/.demo
-	$(BIN)/windlass train --config examples/demo.json --model tiny --data stdlib --nproc 2 --out runs/demo --overwrite
+	$(BIN)/windlass train --config examples/demo.json --model tiny --data stdlib --nproc 2 --steps 900 --prompt "def " --out runs/demo --overwrite
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest

@@ -16,7 +16,7 @@ from typing import Annotated
 
 import typer
 from rig.job import Size
-from rig.measure import Effort, Measured, measure
+from rig.measure import Effort, Measured, Say, measure
 from rig.show import equality_line, notes, plain, table
 from rig.targets import missed
 
@@ -50,7 +50,7 @@ def main(
     results: Annotated[Path, typer.Option(help="Folder of the JSON.")] = _RESULTS,
     strict: Annotated[bool, typer.Option("--strict", help="A missed target is a failure.")] = False,
 ) -> None:
-    """Measure, print the tables, write the JSON. Exit code 1 if losses differ (or, with --strict, a target is missed)."""
+    """Measure, print the tables, write the JSON. Exit code 1: losses differ, or --strict and a target missed."""
     _prepare()
     console = screen()
     size = Size(hidden, layers, length, batch)
@@ -69,15 +69,15 @@ def main(
         path = write_result(results / f"{name or 'train'}.json", {"bench": "train", **plain(one)})
         console.print(f"written: {path}", soft_wrap=True)
     wrong = any(m.unequal or any(r.failure for r in m.results.values()) for m in measured)
-    if wrong or (strict and any(missed(m.results) for m in measured)):
+    if wrong or (strict and any(missed(m) for m in measured)):
         raise typer.Exit(1)
 
 
-def _growth(chosen: list[str], size: Size, effort: Effort, path: Path, say: object) -> list[Measured]:
+def _growth(chosen: list[str], size: Size, effort: Effort, path: Path, say: Say) -> list[Measured]:
     from rig import growth
 
     sizes = [replace(one, length=size.length, batch=size.batch) for one in growth.SIZES if one.hidden <= size.hidden]
-    by_size, by_ranks = growth.grow(chosen or growth.ENGINES, sizes, growth.RANKS, effort, say)  # type: ignore[arg-type]
+    by_size, by_ranks = growth.grow(chosen or growth.ENGINES, sizes, growth.RANKS, effort, say)
     unique = by_size + [m for m in by_ranks if m.ranks != 2]
     for one in unique:
         _print(one)

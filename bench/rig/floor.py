@@ -10,11 +10,11 @@ _ADAM_BYTES = 28  # a parameter: reads parameter, gradient and two moments, writ
 _PASSES = 4  # through memory for a byte over the loopback: read and written on its way into the kernel, and out of it
 
 EXPLANATION = (
-    "forward and backward as `none` takes them + AdamW on the parameters a rank updates (28 bytes each, at the rate of "
-    "torch's fused step) + bytes at memory bandwidth. shm: a rank reads its cut of every rank's gradients and writes the "
-    "sum; a gather moves nothing, since all can map the same pages. gloo: the cuts of others go out and come in once for "
-    "each reduction and gather (stage 0, 1, 2: one each; stage 3: two gathers), four passes through memory a byte. Norm and "
-    "clipping ride on these. Rates are a rank's while all ranks do the same."
+    "forward and backward as `none` takes them + AdamW on the parameters a rank updates (28 bytes each, at the rate "
+    "of torch's fused step) + bytes at memory bandwidth. shm: a rank reads its cut of every rank's gradients and "
+    "writes the sum; a gather moves nothing, since all can map the same pages. gloo: the cuts of others go out and "
+    "come in once for each reduction and gather (stages 0, 1, 2: one each; stage 3: two gathers), four passes through "
+    "memory a byte. Norm and clipping ride on these. Rates are a rank's while all ranks do the same."
 )
 
 

@@ -13,6 +13,7 @@ from rig.plan import BASE
 SIZES = (Size(hidden=256, layers=4), Size(hidden=512, layers=8), Size(hidden=768, layers=12))
 RANKS = (1, 2, 4)
 ENGINES = (BASE, "ddp", "fsdp3", "windlass-0", "windlass-1", "windlass-2", "windlass-3")
+_Value = Callable[[Measured, str], float]
 _COLORS = ("#888888", "#e09f3e", "#9e2a2b", "#a9c4de", "#6b9ac4", "#34699a", "#0b2545", "#588157", "#7b2d8b")
 
 
@@ -63,7 +64,7 @@ def _lines(
     panel: Any,
     series: list[Measured],
     places: list[float],
-    value: Callable[[Measured, str], float],
+    value: _Value,
     skip: Sequence[str],
 ) -> None:
     engines = list(series[0].results)

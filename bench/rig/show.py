@@ -10,7 +10,7 @@ from rich.table import Table
 
 from rig.floor import EXPLANATION
 from rig.measure import EQUAL_LOSS, Measured, Result
-from rig.targets import MEMORY, missed, speed_target
+from rig.targets import memory_target, missed, speed_target
 
 
 def equality_line(measured: Measured) -> str:
@@ -43,7 +43,11 @@ def table(measured: Measured) -> Table:
         if result.failure:
             found.add_row(name, result.failure if len(result.failure) < 30 else "failed, see below")
             continue
-        found.add_row(name, *_time_cells(result, speed_target(name, results)), *_memory_cells(result, MEMORY.get(name)))
+        found.add_row(
+            name,
+            *_time_cells(result, speed_target(measured, name)),
+            *_memory_cells(result, memory_target(measured, name)),
+        )
     return found
 
 
@@ -76,7 +80,8 @@ def notes(measured: Measured) -> list[str]:
     lines = [
         "x none: median over rounds of the round's median step over that of `none` in the same round; "
         "a step's time is its slowest rank's",
-        f"B/param: peak {next(iter(measured.results.values())).memory_kind} of the rank that takes most, above its imports",
+        f"B/param: peak {next(iter(measured.results.values())).memory_kind} of the rank that takes most, above those "
+        "after importing torch and transformers",
     ]
     if measured.roofs is not None:
         lines.append(
@@ -84,7 +89,7 @@ def notes(measured: Measured) -> list[str]:
             f"{measured.roofs.adam / 1e9:.1f} GB/s"
         )
     lines += [f"failed: {name}: {r.failure}" for name, r in measured.results.items() if r.failure]
-    lines += [f"target missed: {line}" for line in missed(measured.results)]
+    lines += [f"target missed: {line}" for line in missed(measured)]
     return lines
 
 
@@ -99,13 +104,13 @@ def plain(measured: Measured) -> dict[str, Any]:
                 "min_ms": min(result.steps) * 1e3,
                 "ratio": result.ratio,
                 "ratios": result.ratios,
-                "speed_target": speed_target(name, measured.results),
+                "speed_target": speed_target(measured, name),
                 "share_of_floor": result.floor / result.median if result.floor else None,
                 "time_outside_steps": sum(result.between) / (sum(result.between) + sum(result.steps)),
                 "median_compute_ms": statistics.median(result.compute) * 1e3,
             }
         if result.memory:
-            one |= {"bytes_per_parameter": result.bytes_per_parameter, "memory_target": MEMORY.get(name)}
+            one |= {"bytes_per_parameter": result.bytes_per_parameter, "memory_target": memory_target(measured, name)}
         results[name] = one
     return {
         "size": asdict(measured.size),
@@ -115,6 +120,6 @@ def plain(measured: Measured) -> dict[str, Any]:
         "groups": measured.groups,
         "roofs": asdict(measured.roofs) if measured.roofs else None,
         "floor": EXPLANATION,
-        "missed": missed(measured.results),
+        "missed": missed(measured),
         "results": results,
     }

@@ -1,8 +1,9 @@
-"""What windlass promises on this work, and whether it was kept."""
+"""What windlass promises on one piece of work, and whether it was kept."""
 
 from __future__ import annotations
 
-from rig.measure import Result
+from rig.job import Size
+from rig.measure import Measured
 
 # Step time over that of `none`, in shared memory.
 SPEED = {"windlass-0-shm": 1.10, "windlass-1-shm": 1.02, "windlass-2-shm": 1.02, "windlass-3-shm": 1.08}
@@ -17,24 +18,34 @@ AGAINST = {
 MEMORY = {"windlass-1-shm": 15.0, "windlass-2-shm": 13.0, "windlass-3-shm": 11.0}
 
 
-def speed_target(engine: str, results: dict[str, Result]) -> float | None:
+def speed_target(measured: Measured, engine: str) -> float | None:
     """The most that `engine` may take, as a multiple of `none`; None without a promise or the rival to compare with."""
+    if not _promised(measured):
+        return None
     if engine in SPEED:
         return SPEED[engine]
-    rival, share = AGAINST.get(engine, (None, 0.0))
-    if rival is None or rival not in results or not results[rival].rounds:
-        return None
-    return share * results[rival].ratio
+    rival, share = AGAINST.get(engine, ("", 0.0))
+    known = measured.results.get(rival)
+    return share * known.ratio if known is not None and known.rounds else None
 
 
-def missed(results: dict[str, Result]) -> list[str]:
+def memory_target(measured: Measured, engine: str) -> float | None:
+    """The most bytes a parameter that `engine` may take; None without a promise."""
+    return MEMORY.get(engine) if _promised(measured) else None
+
+
+def missed(measured: Measured) -> list[str]:
     """One sentence for each promise that was not kept."""
     found = []
-    for engine, result in results.items():
-        target = speed_target(engine, results)
+    for engine, result in measured.results.items():
+        target, limit = speed_target(measured, engine), memory_target(measured, engine)
         if target is not None and result.rounds and result.ratio > target:
             found.append(f"{engine}: {result.ratio:.3f} x none, target {target:.3f}")
-        limit = MEMORY.get(engine)
         if limit is not None and result.memory and result.bytes_per_parameter > limit:
             found.append(f"{engine}: {result.bytes_per_parameter:.1f} bytes a parameter, target {limit:.1f}")
     return found
+
+
+def _promised(measured: Measured) -> bool:
+    """A promise holds for the size and the ranks that it was given for; constant costs rule where these are small."""
+    return measured.size == Size() and measured.ranks == 2

@@ -107,7 +107,7 @@ class Worker:
         return {key: report[key] for key in ("transport", "payload_elements", "bytes_moved")}
 
     def roofs(self) -> dict[str, float]:
-        """Bytes a second that this rank moves while all ranks do the same: through memory, and in torch's fused AdamW."""
+        """Bytes a second of this rank while all do the same: plain memory traffic, and torch's fused AdamW."""
         torch = self._torch
         source, other, target = (torch.ones(_ROOF_ELEMENTS) for _ in range(3))
         copy = 8 * _ROOF_ELEMENTS / self._seconds(lambda: target.copy_(source))

@@ -104,9 +104,9 @@ def _run(job: Job) -> Outcome:
                 world_size=job.world,
                 timeout=timedelta(seconds=job.timeout),
             )
+            dist.barrier()  # no rank fails, and so closes its connections, while a peer still makes them
             value = job.function(*job.args)
-            if job.backend == "gloo":
-                dist.barrier()  # no rank tears its group down while a peer still talks to it
+            dist.barrier()  # nor while a peer still talks to it
             outcome = Outcome(value)
         except BaseException as error:
             kinds = tuple(kind.__name__ for kind in type(error).__mro__)

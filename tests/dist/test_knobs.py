@@ -37,7 +37,6 @@ def test_a_knob_of_zero_changes_no_result(knob: tuple[str, Any], stage: int) -> 
 SCALES: list[tuple[tuple[str, Any], ...]] = [
     (("prescale_gradients", True),),
     (("gradient_predivide_factor", 4.0),),
-    (("prescale_gradients", True), ("gradient_predivide_factor", 4.0)),
     (("communication_data_type", "fp32"),),
 ]
 

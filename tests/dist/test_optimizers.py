@@ -19,7 +19,7 @@ from tests.oracle import Recipe, relative_error
 BY_NAME: dict[str, dict[str, Any]] = {
     "SGD": {"lr": 0.05, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
     "AdamW": {"lr": 1e-2, "weight_decay": 0.1, "amsgrad": True, "eps": 1e-6},
-    "Adagrad": {"lr": 0.05, "lr_decay": 0.1, "eps": 1e-6},
+    "Adagrad": {"lr": 0.05, "lr_decay": 0.1, "eps": 1e-4},
     "Adadelta": {"lr": 1.0, "eps": 1e-4},
     "Adamax": {"lr": 1e-2, "eps": 1e-6},
     "NAdam": {"lr": 1e-2, "eps": 1e-6},
@@ -57,8 +57,15 @@ def test_own_optimizers_equal_themselves_in_one_process(name: str, precision: st
     """LAMB's norms and Muon's matrices need whole parameters wherever the cuts fall."""
     from windlass.optim.by_name import build
 
+    def factory(masters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        heads = [parameter_name.startswith("head.") for parameter_name, _ in specimen("mlp").build().named_parameters()]
+        for master, head in zip(masters, heads, strict=True):
+            if name == "Muon" and head:
+                master.use_muon = False  # type: ignore[attr-defined]  # a head is no hidden matrix
+        return build(name, OWN[name], masters)
+
     recipe = recipe_for(name, OWN[name], precision=precision)
-    wanted = oracle.train(specimen("mlp"), recipe, lambda params: build(name, OWN[name], params))
+    wanted = oracle.train(specimen("mlp"), recipe, factory)
     said = complaints(train_ranks("mlp", recipe, Setting(stage=stage)), wanted, recipe)
     if name == "Lion":  # the sign of a gradient that is nearly zero is nobody's: allow for a few elements
         said = [line for line in said if precision == "fp32"]

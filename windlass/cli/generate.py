@@ -12,7 +12,7 @@ def generate(
     directory: Annotated[Path, typer.Argument(help="Hugging Face directory, such as OUT/hf of `windlass train`.")],
     prompt: Annotated[str, typer.Option(help="Text to continue.")] = "",
     max_new_tokens: Annotated[int, typer.Option(help="At most so many tokens are added.")] = 200,
-    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token each time.")] = 0.8,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token each time.")] = 0.6,
     top_p: Annotated[
         float, typer.Option(help="Draw among the likeliest tokens that together have this probability.")
     ] = 0.95,

@@ -15,7 +15,7 @@ def continue_text(
     prompt: str,
     *,
     max_new_tokens: int,
-    temperature: float = 0.8,
+    temperature: float = 0.6,
     top_p: float = 0.95,
     seed: int = 0,
     device: str = "cpu",

@@ -1,0 +1,98 @@
+"""What a released parameter gives to who touches it."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from windlass.base.errors import ReleasedParameterError
+from windlass.zero.access import Released, mark_present, mark_released, unit_of
+
+
+class FakeUnit:
+    def __init__(self, parameter: nn.Parameter, answer: bool) -> None:
+        self.names, self.parameters, self.asked = ["layer.weight"], [parameter], 0
+        self.value, self.answer = parameter.detach().clone(), answer
+
+    def adopt(self, unit: Any) -> bool:
+        self.asked += 1
+        if self.answer:
+            mark_present(self.parameters[0])
+            self.parameters[0].data = self.value
+        return self.answer
+
+
+@pytest.fixture
+def released() -> tuple[nn.Parameter, FakeUnit]:
+    parameter = nn.Parameter(torch.randn(3, 4))
+    unit = FakeUnit(parameter, answer=False)
+    mark_released(parameter, unit)  # type: ignore[arg-type]
+    return parameter, unit
+
+
+def test_it_keeps_its_shape_and_identity_and_takes_no_memory(released: tuple[nn.Parameter, FakeUnit]) -> None:
+    parameter, unit = released
+    assert isinstance(parameter, nn.Parameter) and isinstance(parameter, Released)
+    assert parameter.shape == (3, 4) and parameter.numel() == 12 and parameter.dtype == torch.float32
+    assert parameter.requires_grad and parameter.grad is None and parameter.is_leaf
+    assert "layer" not in repr(parameter) and "3, 4" in repr(parameter)
+    assert unit_of(parameter) is unit and unit.asked == 0
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda p: p + 1,
+        lambda p: p.sum(),
+        lambda p: torch.nn.functional.linear(torch.ones(1, 4), p),
+        lambda p: torch.cat([torch.zeros(1, 4), p]),
+        lambda p: p.data,
+        lambda p: p.detach(),
+        lambda p: p[0],
+        lambda p: p.to(torch.float64),
+        lambda p: p.tolist(),
+        copy.deepcopy,
+        pickle.dumps,
+    ],
+)
+def test_any_use_of_its_values_raises_and_says_how(released: tuple[nn.Parameter, FakeUnit], use: Any) -> None:
+    with pytest.raises(ReleasedParameterError, match=r"layer\.weight.*GatheredParameters"):
+        use(released[0])
+
+
+def test_a_write_is_refused(released: tuple[nn.Parameter, FakeUnit]) -> None:
+    with torch.no_grad(), pytest.raises(ReleasedParameterError):
+        released[0].fill_(1.0)
+    with pytest.raises(ReleasedParameterError):
+        released[0].data = torch.zeros(3, 4)
+
+
+def test_state_dict_raises_rather_than_giving_an_empty_tensor(released: tuple[nn.Parameter, FakeUnit]) -> None:
+    module = nn.Module()
+    module.weight = released[0]
+    with pytest.raises(ReleasedParameterError):
+        module.state_dict()
+
+
+def test_inside_a_forward_its_unit_brings_it() -> None:
+    parameter = nn.Parameter(torch.randn(3, 4))
+    unit = FakeUnit(parameter, answer=True)
+    mark_released(parameter, unit)  # type: ignore[arg-type]
+    out = torch.nn.functional.linear(torch.ones(1, 4), parameter)
+    assert torch.equal(out, torch.ones(1, 4) @ unit.value.T) and type(parameter) is nn.Parameter
+    out.sum().backward()
+    assert parameter.grad is not None
+
+
+def test_hooks_and_flags_may_be_set_while_it_is_away(released: tuple[nn.Parameter, FakeUnit]) -> None:
+    parameter = released[0]
+    parameter.requires_grad_(False)
+    assert not parameter.requires_grad
+    parameter.requires_grad_(True)
+    parameter.register_hook(lambda g: g)
+    parameter.grad = None

@@ -1,0 +1,47 @@
+"""Who adds which squares, and what clipping multiplies by."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from windlass.zero.layout import Layout
+from windlass.zero.norm import clip_coefficient, share_of_norm
+
+
+@given(shard=st.integers(1, 16), replicas=st.integers(1, 8), numel=st.integers(1, 5000), cut=st.booleans())
+def test_over_all_ranks_each_element_of_the_gradient_counts_once(
+    shard: int, replicas: int, numel: int, cut: bool
+) -> None:
+    world = shard * replicas
+    layout = Layout((numel,), world)
+    counted = torch.zeros(layout.padded, dtype=torch.int64)
+    for rank in range(world):
+        start, stop = layout.cut(rank % shard, shard) if cut else (0, layout.padded)
+        slot: Any = SimpleNamespace(shard=torch.empty(stop - start), unit=SimpleNamespace(layout=layout))
+        data: Any = SimpleNamespace(size=world, index=rank)
+        first, last = share_of_norm(slot, data, shard if cut else world)
+        counted[start + first : start + last] += 1
+    assert bool((counted == 1).all())
+
+
+@pytest.mark.parametrize(("norm", "limit"), [(0.5, 1.0), (1.0, 1.0), (3.0, 1.0), (math.inf, 1.0), (2.0, 0.0)])
+def test_the_coefficient_is_torchs(norm: float, limit: float) -> None:
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.full((1,), norm)
+    wanted = norm
+    if limit > 0:
+        torch.nn.utils.clip_grad_norm_([parameter], limit)
+        wanted = parameter.grad.item()
+    found = norm * clip_coefficient(norm, limit)
+    assert found == pytest.approx(wanted, rel=1e-6, nan_ok=True)
+
+
+def test_a_norm_that_is_not_a_number_is_not_clipped_away() -> None:
+    assert math.isnan(clip_coefficient(math.nan, 1.0))

@@ -1,0 +1,76 @@
+"""Blocks and units of typical models."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from windlass.zero.partition import Rules, find_blocks, plan_units
+
+
+class Layer(nn.Module):
+    def __init__(self, frozen: bool = False) -> None:
+        super().__init__()
+        self.up, self.norm = nn.Linear(4, 8), nn.LayerNorm(8)
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.up.requires_grad_(not frozen)
+
+
+class Model(nn.Module):
+    def __init__(self, frozen: bool = False) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+        self.embed = nn.Embedding(10, 4)
+        self.layers = nn.ModuleList(Layer(frozen) for _ in range(2))
+        self.head = nn.Linear(4, 10, bias=False)
+        self.head.weight = self.embed.weight
+
+
+def names(rules: Rules, model: nn.Module) -> list[str]:
+    return [block.name for block in find_blocks(model, rules)]
+
+
+def test_a_transformer_block_is_one_block_with_all_it_holds() -> None:
+    assert names(Rules(), Model()) == ["", "embed", "layers.0", "layers.1", "head"]
+
+
+def test_every_parameter_is_in_exactly_one_unit() -> None:
+    model = Model(frozen=True)
+    _, plans = plan_units(model, Rules(keep_below=9))
+    found = [name for plan in plans for name in plan.names]
+    assert sorted(found) == sorted(name for name, _ in model.named_parameters())
+
+
+def test_units_are_of_one_kind() -> None:
+    model = Model(frozen=True)
+    model.layers[1].norm.to(torch.bfloat16)
+    _, plans = plan_units(model, Rules(keep_below=5))
+    for plan in plans:
+        assert len({(p.dtype, p.requires_grad, p.numel() < 5) for p in plan.parameters}) == 1
+
+
+def test_a_tied_weight_is_a_unit_of_its_own_that_both_users_trigger() -> None:
+    _, plans = plan_units(Model(), Rules())
+    tied = next(plan for plan in plans if "embed.weight" in plan.names)
+    assert tied.names == ["embed.weight"] and [block.name for block in tied.blocks] == ["embed", "head"]
+
+
+def test_the_root_owns_only_what_nobody_else_does() -> None:
+    _, plans = plan_units(Model(), Rules())
+    assert [plan.names for plan in plans if plan.blocks[0].name == ""] == [["scale"]]
+
+
+def test_blocks_can_be_named_by_class_or_path() -> None:
+    assert names(Rules(blocks=("Layer",)), Model()) == ["", "embed", "layers.0", "layers.1", "head"]
+    assert "layers.0.experts" in names(Rules(blocks=("layers.0.experts",)), Model())
+
+
+def test_a_block_too_large_is_cut_into_its_children() -> None:
+    assert "layers.0.up" in names(Rules(split_above=50), Model())
+
+
+def test_small_neighbours_merge_below_the_limit_only() -> None:
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(6)))
+    assert len(plan_units(model, Rules())[1]) == 6
+    assert len(plan_units(model, Rules(merge_below=50))[1]) == 2
+    assert len(plan_units(model, Rules(keep_below=1000))[1]) == 1
