@@ -116,7 +116,6 @@ def _run(job: Job) -> Outcome:
                 dist.destroy_process_group()
             torch.set_default_dtype(torch.float32)
             torch.set_grad_enabled(True)
-            gc.collect()
     return outcome
 
 
@@ -133,6 +132,7 @@ def _worker(connection: Connection, log: str, path: list[str]) -> None:
     import torch.distributed  # noqa: F401  (imported once, here, so that no test pays for it)
 
     torch.set_num_threads(1)
+    modules = 0
     connection.send_bytes(pickle.dumps("ready"))
     while True:
         try:
@@ -145,6 +145,10 @@ def _worker(connection: Connection, log: str, path: list[str]) -> None:
             outcome = Outcome(kinds=(type(error).__name__,), text=traceback.format_exc())
         sys.stdout.flush()
         sys.stderr.flush()
+        gc.collect()  # what the job left behind
+        if len(sys.modules) > modules:  # what it imported stays, and need not be looked at after every job
+            gc.freeze()
+            modules = len(sys.modules)
         connection.send_bytes(_packed(outcome))
 
 

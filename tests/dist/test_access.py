@@ -103,8 +103,7 @@ def edited(modifier: int | None, setting: Setting, precision: str) -> dict[str, 
     return {"after": after, "losses": losses, "final": final}
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("modifier", [0, 2])
+@pytest.mark.parametrize(("modifier", "precision"), [(0, "bf16"), (2, "fp32")])
 def test_what_the_modifier_rank_writes_holds_everywhere(
     modifier: int, precision: str, stage: int, transport: str
 ) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.dist.harness import run_ranks
-from tests.dist.laws import Setting, ds_config, hold, specimen, start, whole_params
+from tests.dist.laws import Setting, ds_config, hold_all, specimen, start, whole_params
 from tests.models import Place, cast
 from tests.oracle import Recipe, relative_error
 
@@ -17,10 +17,10 @@ RECIPE = Recipe(ranks=2, precision="fp16", optimizer_params=(("lr", 0.05), ("mom
 
 
 @pytest.mark.parametrize("scaling", [{"loss_scale": 1.0}, {"loss_scale": 256.0}, {"initial_scale_power": 8}], ids=str)
-def test_the_scale_leaves_no_trace(scaling: dict[str, Any], stage: int, transport: str) -> None:
+def test_the_scale_leaves_no_trace(scaling: dict[str, Any], transport: str) -> None:
     recipe = Recipe(ranks=2, accumulation=2, steps=3, precision="fp16")
     config = (("fp16", {"enabled": True, **scaling}),)
-    hold("tied", recipe, Setting(stage=stage, transport=transport, config=config))
+    hold_all("tied", recipe, [Setting(stage=s, transport=transport, config=config) for s in range(4)])
 
 
 def scales(fp16: dict[str, Any], overflows: list[bool], setting: Setting) -> list[dict[str, Any]]:

@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 
 from tests.dist.harness import RankError, run_ranks
-from tests.dist.laws import Setting, ds_config, hold, specimen, start
+from tests.dist.laws import Setting, ds_config, hold_all, specimen, start
 from tests.models import Place
 from tests.oracle import Recipe
 
-ZERO_KNOBS: list[tuple[str, Any]] = [
+Knob = tuple[str, Any]
+
+ZERO_KNOBS: list[Knob] = [
     ("reduce_scatter", False),
     ("allgather_partitions", False),
     ("contiguous_gradients", False),
@@ -23,18 +25,18 @@ ZERO_KNOBS: list[tuple[str, Any]] = [
     ("stage3_max_live_parameters", 500),
     ("stage3_max_reuse_distance", 500),
     ("merge_below", 10**9),
+    ("blocks", ["Block"]),
 ]
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("knob", ZERO_KNOBS, ids=lambda knob: f"{knob[0]}={knob[1]}")
-def test_a_knob_of_zero_changes_no_result(knob: tuple[str, Any], stage: int) -> None:
-    transport = "shm" if stage == 2 else "gloo"
+def test_a_knob_of_zero_changes_no_result(knob: Knob) -> None:
     recipe = Recipe(ranks=2, accumulation=2, steps=3)
-    hold("tied", recipe, Setting(stage=stage, transport=transport, zero=(knob,)))
+    transports = {1: "gloo", 2: "shm", 3: "gloo"}
+    hold_all("tied", recipe, [Setting(stage=s, transport=t, zero=(knob,)) for s, t in transports.items()])
 
 
-SCALES: list[tuple[tuple[str, Any], ...]] = [
+SCALES: list[tuple[Knob, ...]] = [
     (("prescale_gradients", True),),
     (("gradient_predivide_factor", 4.0),),
     (("communication_data_type", "fp32"),),
@@ -42,26 +44,26 @@ SCALES: list[tuple[tuple[str, Any], ...]] = [
 
 
 @pytest.mark.parametrize("scale", SCALES, ids=lambda scale: "+".join(f"{k}={v}" for k, v in scale))
-def test_scaling_before_or_after_the_reduction(scale: tuple[tuple[str, Any], ...], stage: int, transport: str) -> None:
+def test_scaling_before_or_after_the_reduction(scale: tuple[Knob, ...], transport: str) -> None:
     recipe = Recipe(ranks=3, accumulation=2, steps=3)
-    hold("mlp", recipe, Setting(stage=stage, transport=transport, config=scale))
+    hold_all("mlp", recipe, [Setting(stage=s, transport=transport, config=scale) for s in range(4)])
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_gradients_may_travel_in_16_bits(dtype: str, stage: int, transport: str) -> None:
-    recipe = Recipe(ranks=2, steps=3)
-    setting = Setting(stage=stage, transport=transport, config=(("communication_data_type", dtype),))
-    hold("mlp", recipe, setting, exact=False)
+def test_gradients_may_travel_in_16_bits(dtype: str, transport: str) -> None:
+    config = (("communication_data_type", dtype),)
+    settings = [Setting(stage=s, transport=transport, config=config) for s in range(4)]
+    hold_all("mlp", Recipe(ranks=2, steps=3), settings, exact=False)
 
 
 @pytest.mark.parametrize("grad_dtype", ["fp32", "bf16"])
-def test_gradients_may_be_accumulated_in_either_dtype(grad_dtype: str, stage: int, transport: str) -> None:
+def test_gradients_may_be_accumulated_in_either_dtype(grad_dtype: str, transport: str) -> None:
     recipe = Recipe(ranks=2, accumulation=2, steps=3, precision="bf16")
     config = (("data_types", {"grad_accum_dtype": grad_dtype}),)
-    hold("mlp", recipe, Setting(stage=stage, transport=transport, config=config))
+    hold_all("mlp", recipe, [Setting(stage=s, transport=transport, config=config) for s in range(4)])
 
 
-SHARDINGS: list[tuple[int, tuple[str, int]]] = [
+SHARDINGS: list[tuple[int, Knob]] = [
     (3, ("zero_hpz_partition_size", 2)),
     (1, ("mics_shard_size", 2)),
     (2, ("mics_shard_size", 2)),
@@ -71,13 +73,13 @@ SHARDINGS: list[tuple[int, tuple[str, int]]] = [
 ]
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("accumulation", [1, 3])
-@pytest.mark.parametrize("sharding", SHARDINGS, ids=lambda s: f"stage{s[0]}-{s[1][0]}={s[1][1]}")
-def test_cuts_over_fewer_ranks(sharding: tuple[int, tuple[str, int]], accumulation: int, transport: str) -> None:
+def test_cuts_over_fewer_ranks(accumulation: int, precision: str, transport: str) -> None:
     """hpZ gathers again from a smaller group; MiCS keeps replicas of a cut state."""
-    stage, knob = sharding
-    recipe = Recipe(ranks=4, accumulation=accumulation, steps=3)
-    hold("cross_attention", recipe, Setting(stage=stage, transport=transport, zero=(knob,)))
+    recipe = Recipe(ranks=4, accumulation=accumulation, precision=precision, steps=3)
+    settings = [Setting(stage=stage, transport=transport, zero=(knob,)) for stage, knob in SHARDINGS]
+    hold_all("cross_attention", recipe, settings)
 
 
 def start_only(config: dict[str, Any]) -> None:

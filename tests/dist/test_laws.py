@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.dist.cases import FACTORS, HF_FACTORS, allowed, name_of, recipe_of, setting_of
-from tests.dist.laws import ADAMW, SGD, Setting, bitwise_difference, hold, train_ranks
+from tests.dist.laws import ADAMW, SGD, Setting, bitwise_difference, hold, train_ranks_in_turn
 from tests.oracle import Recipe
 from tests.pairwise import pairwise
 
@@ -51,17 +51,18 @@ SAME_ARITHMETIC = [
 ]
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", SAME_ARITHMETIC)
-def test_stages_1_2_3_are_bitwise_equal(name: str, ranks: int, transport: str) -> None:
-    recipe = Recipe(ranks=ranks, optimizer="AdamW", optimizer_params=ADAMW, steps=3)
-    runs = {stage: train_ranks(name, recipe, Setting(stage=stage, transport=transport)) for stage in (1, 2, 3)}
-    assert not bitwise_difference(runs[1], runs[2]), "stages 1 and 2"
-    assert not bitwise_difference(runs[1], runs[3]), "stages 1 and 3"
+def test_stages_and_transports_are_bitwise_equal(name: str, precision: str) -> None:
+    recipe = Recipe(ranks=3, precision=precision, optimizer="AdamW", optimizer_params=ADAMW, steps=3)
+    settings = [Setting(stage=stage, transport=transport) for transport in ("shm", "gloo") for stage in (1, 2, 3)]
+    first, *others = train_ranks_in_turn(name, recipe, settings)
+    for setting, other in zip(settings[1:], others, strict=True):
+        assert not (said := bitwise_difference(first, other)), (setting, said[:5])
 
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_run_repeats_bitwise(stage: int, transport: str) -> None:
     recipe = Recipe(ranks=3, optimizer_params=SGD, steps=3)
-    runs = [train_ranks("tied", recipe, Setting(stage=stage, transport=transport)) for _ in range(2)]
-    assert not bitwise_difference(*runs)
+    first, second = train_ranks_in_turn("tied", recipe, 2 * [Setting(stage=stage, transport=transport)])
+    assert not bitwise_difference(first, second)

@@ -35,7 +35,7 @@ def ddp_rank(name: str, recipe: Recipe) -> RankTrace:
             with contextlib.nullcontext() if last else wrapped.no_sync():
                 losses.append(float(subject.train(wrapped, subject.batch(Place(step, micro, rank)), backward)))
         trace.losses.append(losses)
-        trace.grads.append({n: None if p.grad is None else p.grad.clone() for n, p in named})
+        trace.grads[step] = {n: None if p.grad is None else p.grad.clone() for n, p in named}
         trace.norms.append(float(torch.nn.utils.clip_grad_norm_([p for _, p in named], recipe.clipping)))
         optimizer.step()
         optimizer.zero_grad()

@@ -12,6 +12,7 @@ from tests.dist.harness import run_ranks
 from tests.dist.laws import ADAMW, SGD, Setting, backward_of, ds_config, specimen, start
 from tests.models import Place, cast
 from tests.oracle import Recipe
+from tests.pairwise import pairwise
 
 
 def reported(name: str, recipe: Recipe, setting: Setting, steps: int) -> list[dict[str, Any]]:
@@ -40,15 +41,23 @@ def volume(stage: int, accumulation: int) -> int:
     return {0: 2, 1: 2, 2: accumulation + 1, 3: 3 * accumulation}[stage]
 
 
-@pytest.mark.parametrize("accumulation", [1, 3])
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("name", ["four_blocks", "odd_shapes", "attention"])
-def test_payload_is_exact(name: str, ranks: int, accumulation: int, stage: int, transport: str) -> None:
-    recipe = Recipe(ranks=ranks, accumulation=accumulation, optimizer_params=SGD)
-    setting = Setting(stage=stage, transport=transport, zero=FROZEN_KNOBS)
-    wanted = volume(stage, accumulation) * elements(name)
-    for reports in run_ranks(reported, ranks, name, recipe, setting, 3, transport=transport):
-        assert [report["payload_elements"] for report in reports] == [wanted] * 3
+SPECIMENS = ["four_blocks", "odd_shapes", "attention"]
+ROWS = pairwise({"stage": [3, 2, 1, 0], "ranks": [2, 4], "accumulation": [1, 3], "transport": ["shm", "gloo"]})
+
+
+def reported_in_turn(recipe: Recipe, setting: Setting) -> list[list[dict[str, Any]]]:
+    return [reported(name, recipe, setting, 3) for name in SPECIMENS]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: "-".join(str(value) for value in row.values()))
+def test_payload_is_exact(row: dict[str, Any]) -> None:
+    """Thresholds, live, reuse and prefetch 0."""
+    recipe = Recipe(ranks=row["ranks"], accumulation=row["accumulation"], optimizer_params=SGD)
+    setting = Setting(stage=row["stage"], zero=FROZEN_KNOBS)
+    for by_name in run_ranks(reported_in_turn, row["ranks"], recipe, setting, transport=row["transport"]):
+        for name, reports in zip(SPECIMENS, by_name, strict=True):
+            wanted = volume(row["stage"], row["accumulation"]) * elements(name)
+            assert [report["payload_elements"] for report in reports] == [wanted] * 3, name
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])

@@ -86,11 +86,7 @@ def load_engine(
         ignore=() if optimizer else ("state/",),
         cast=True,
     )
-    trained = [slot.unit for slot in model.slots]
-    model.parameters_changed(trained)
-    for unit in model.units:
-        if not unit.trainable and unit.released and not trainable_only:
-            unit.updated()
+    model.parameters_changed([unit for unit in model.units if unit.trainable or not trainable_only])
     engine.progress.load_state_dict(found.plain["engine"])
     engine._scaler.load_state_dict(found.plain["loss_scale"])
     if optimizer and engine.optimizer is not None:

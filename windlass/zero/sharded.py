@@ -26,7 +26,7 @@ from windlass.zero.norm import Verdict, agree, clip_coefficient
 from windlass.zero.partition import Block, Plan, Rules, plan_units
 from windlass.zero.policy import Policy
 from windlass.zero.runtime import Runtime
-from windlass.zero.unit import Unit
+from windlass.zero.unit import Presence, Unit
 from windlass.zero.update import ElementwiseUpdate, check_parameters
 from windlass.zero.whole import WholeUpdate
 
@@ -189,6 +189,7 @@ class ShardedModel:
             return Outcome(norm, applied=False, clip=1.0, flags=verdict.flags)
         if not self.settings.ignore_unused:
             self._refuse_unused(verdict.used)
+        self.runtime.release_all()  # what stayed after an evaluation holds the old values
         self.gradients.spread()
         self._take_edits()
         clip = clip_coefficient(norm, limit)
@@ -223,10 +224,18 @@ class ShardedModel:
                 yield piece.index, piece.start, piece.stop, unit.master.narrow(0, piece.offset, piece.numel)
 
     def parameters_changed(self, units: list[Unit]) -> None:
-        """Masters of `units` were set from outside: renew the parameters from them. Collective."""
-        for unit in units:
+        """The masters (or, frozen, the shards) of `units` were set from outside: renew the parameters. Collective."""
+        trained = [unit for unit in units if unit.master is not None]
+        for unit in trained:
             self._write_back(unit)
-        self._bring(units)
+        self._bring(trained)
+        for unit in units:
+            if unit.released and unit.master is None:
+                unit.updated()
+            if unit.frees and unit.presence is not Presence.RELEASED:  # what is whole now has the old values
+                unit.let_go(stale=True)
+                if unit.users:
+                    unit.await_present()
         self._remember_versions()
 
     def destroy(self) -> None:

@@ -124,11 +124,15 @@ class Unit:
         self._pending = DONE
         self._point()
 
-    def let_go(self) -> None:
-        """Release: the parameters lose their values, and the memory of `full` goes back."""
+    def let_go(self, *, stale: bool = False) -> None:
+        """Release: the parameters lose their values, and the memory of `full` goes back.
+
+        Args:
+            stale: the shard has newer values than `full`, so that no second copy may be taken from it.
+        """
         if self.presence is not Presence.PRESENT:
             self._pending.wait()
-        if self._regather is not None and self.secondary is not None and not self._secondary_valid:
+        if self._regather is not None and self.secondary is not None and not self._secondary_valid and not stale:
             near = self._regather.group
             self.secondary.copy_(cut(self.full, near.index, near.size))
             self._secondary_valid = True

@@ -249,7 +249,7 @@ def _set_frozen(place: Place, value: torch.Tensor) -> None:
     for piece in unit.layout.pieces(start, stop):
         if piece.index == place.index:
             unit.shard.narrow(0, piece.offset, piece.numel).copy_(flat[piece.start : piece.stop])
-    unit.updated()
+    place.model.parameters_changed([unit])
 
 
 def _check_shape(place: Place, value: torch.Tensor) -> None:

@@ -1,0 +1,197 @@
+"""One training step of a ~1B Llama in bf16 on one GPU: windlass, stage by stage, beside plain PyTorch, in one run.
+
+    python bench/gpu_train.py                                     # on a CUDA device with about 60 GiB free
+    python bench/gpu_train.py --device cpu --hidden 64 --layers 2 --vocabulary 256 --length 32 --batch 1
+
+The second line only tries the plumbing. Of the plain loops `master` is the one to compare with, since its arithmetic is
+windlass's:
+
+master    bf16 parameters compute; the optimizer (torch's fused AdamW) holds fp32 copies, gradients are cast to fp32
+          before clipping, and the updated copies are cast back.
+autocast  fp32 parameters under torch.autocast(bf16): what most scripts do; the casts cost time in forward.
+pure      bf16 parameters, gradients and moments: fewer bytes, and updates below a bf16 digit are lost. A bound.
+
+On one rank nothing is cut, so all stages do the same work; each is measured to show that none pays for what it does
+not need. `master` beside itself (`--engines master`) shows the noise.
+"""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.table import Table
+from rig.clock import free, roofs, run
+from rig.one_gpu import PLAIN, STAGES, Shape, batches, build
+
+from windlass.cli.benches.facts import write_result
+from windlass.cli.benches.screen import screen
+
+_RESULTS = Path(__file__).parent / "results"
+_TARGET = 1.03  # x `master`
+_LOSS_NOISE = 0.02  # relative; bf16 keeps 8 bits
+
+
+@dataclass(frozen=True)
+class Trial:
+    """An engine beside `master`, which took every other turn."""
+
+    engine: str
+    parameters: int
+    seconds: list[float]
+    master_seconds: list[float]
+    ratios: list[float]  # by round
+    losses: list[float]
+    master_losses: list[float]
+    peak_bytes: int | None
+
+    @property
+    def ratio(self) -> float:
+        """The median over rounds."""
+        return statistics.median(self.ratios)
+
+    @property
+    def loss_apart(self) -> float:
+        """The furthest two losses of one step, relative."""
+        return max(abs(a - b) / abs(b) for a, b in zip(self.losses, self.master_losses, strict=True))
+
+
+def main(
+    device: Annotated[str, typer.Option(help="cuda, or cpu to try the plumbing.")] = "cuda",
+    engines: Annotated[str, typer.Option(help="Comma-separated.")] = ",".join((*STAGES, *PLAIN[1:])),
+    hidden: Annotated[int, typer.Option(help="Width, a multiple of 64.")] = 2048,
+    layers: Annotated[int, typer.Option(help="Blocks.")] = 16,
+    vocabulary: Annotated[int, typer.Option(help="Tokens.")] = 32000,
+    length: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 2048,
+    batch: Annotated[int, typer.Option(help="Sequences.")] = 4,
+    rounds: Annotated[int, typer.Option(min=1, help="Turns of each engine.")] = 7,
+    steps: Annotated[int, typer.Option(min=1, help="Timed steps of a turn.")] = 5,
+    name: Annotated[str, typer.Option(help="Of the file in --results.")] = "gpu_train",
+    results: Annotated[Path, typer.Option(help="Folder of the JSON.")] = _RESULTS,
+) -> None:
+    """Measure each engine against `master` in turns, print a table, write the JSON; exit code 1 if losses differ."""
+    place = _device(device)
+    shape, console = Shape(hidden, layers, vocabulary, length, batch), screen()
+    best = roofs(place)
+    trials = []
+    for engine in engines.split(","):
+        console.print(f"{engine} and master in turns, {rounds} rounds of {steps} steps", style="dim")
+        trials.append(_try(engine.strip(), shape, rounds, steps, place))
+    console.print(_equality(trials), soft_wrap=True)
+    console.print(_table(trials, shape, best, place))
+    path = write_result(results / f"{name}.json", _plain(trials, shape, best, place))
+    console.print(f"written: {path}", soft_wrap=True)
+    if any(t.loss_apart > _LOSS_NOISE for t in trials):
+        raise typer.Exit(1)
+
+
+def _device(name: str) -> torch.device:
+    if name == "cuda" and not torch.cuda.is_available():
+        raise typer.BadParameter("there is no CUDA device; --device cpu with small sizes tries the plumbing")
+    return torch.device(name, 0) if name == "cuda" else torch.device(name)
+
+
+def _try(engine: str, shape: Shape, rounds: int, steps: int, device: torch.device) -> Trial:
+    """`engine` and `master` take turns; they are built for it and go after it, so that two models are alive at most."""
+    peak = _peak(engine, shape, device)
+    contenders = {"ours": build(engine, shape, device), "master": build("master", shape, device)}
+    parameters = contenders["ours"].parameters
+    tokens = {name: batches(shape, device) for name in contenders}
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    losses: dict[str, list[float]] = {name: [] for name in contenders}
+    ratios = []
+    for number in range(rounds + 1):
+        of_round = {}
+        for name in contenders if number % 2 else reversed(contenders):
+            times, found = run(contenders[name].step, tokens[name], steps + 1, device)
+            of_round[name] = times[1:]
+            losses[name] += found
+        if number:  # the first round warms up: allocator, autotuning, clocks
+            ratios.append(statistics.median(of_round["ours"]) / statistics.median(of_round["master"]))
+            for name, times in of_round.items():
+                seconds[name] += times
+    for one in contenders.values():
+        one.end()
+    contenders.clear()
+    del one
+    free(device)
+    return Trial(engine, parameters, seconds["ours"], seconds["master"], ratios, losses["ours"], losses["master"], peak)
+
+
+def _peak(engine: str, shape: Shape, device: torch.device) -> int | None:
+    """Device bytes at the peak of two steps, building included, with nothing else alive; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    free(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    contender = build(engine, shape, device)
+    run(contender.step, batches(shape, device), 2, device)
+    peak = torch.cuda.max_memory_allocated(device) - before
+    contender.end()
+    del contender
+    free(device)
+    return peak
+
+
+def _equality(trials: list[Trial]) -> str:
+    unequal = [t.engine for t in trials if t.loss_apart > _LOSS_NOISE]
+    outcome = f"NOT equal ({', '.join(unequal)})" if unequal else "equal"
+    furthest = max(trials, key=lambda t: t.loss_apart)
+    return (
+        f"losses: {outcome} within {_LOSS_NOISE:.0%} of master's over {len(trials[0].losses)} steps; the furthest is "
+        f"{furthest.engine} with {furthest.loss_apart:.2%}"
+    )
+
+
+def _flops(parameters: int, shape: Shape) -> float:
+    """Of a step: 6 a parameter (the embedding looks up) and token, and causal attention's 6 length x hidden a layer."""
+    products = parameters - shape.vocabulary * shape.hidden
+    tokens = shape.batch * shape.length
+    return 6.0 * tokens * (products + shape.layers * shape.length * shape.hidden)
+
+
+def _table(trials: list[Trial], shape: Shape, best: dict[str, float], device: torch.device) -> Table:
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    table = Table(
+        title=f"{trials[0].parameters / 1e9:.3f}B Llama, bf16, {shape.batch} x {shape.length} tokens, {where}; "
+        f"roofs: {best['matmul'] / 1e12:.0f} TFLOP/s, {best['copy'] / 1e9:.0f} GB/s",
+        title_justify="left",
+    )
+    for column in ("engine", "ms", "master ms", "x master", "spread", "target", "", "of roof", "peak GiB"):
+        table.add_column(column, justify="left" if column == "engine" else "right", no_wrap=True)
+    for trial in trials:
+        median = statistics.median(trial.seconds)
+        ours = trial.engine in STAGES
+        table.add_row(
+            trial.engine,
+            f"{median * 1e3:.1f}",
+            f"{statistics.median(trial.master_seconds) * 1e3:.1f}",
+            f"{trial.ratio:.3f}",
+            f"{min(trial.ratios):.3f}-{max(trial.ratios):.3f}",
+            f"<= {_TARGET}" if ours else "",
+            ("yes" if trial.ratio <= _TARGET else "NO") if ours else "",
+            f"{_flops(trial.parameters, shape) / median / best['matmul']:.0%}",
+            f"{trial.peak_bytes / 2**30:.1f}" if trial.peak_bytes is not None else "",
+        )
+    return table
+
+
+def _plain(trials: list[Trial], shape: Shape, best: dict[str, float], device: torch.device) -> dict[str, Any]:
+    return {
+        "bench": "gpu_train",
+        "device": str(device),
+        "shape": asdict(shape),
+        "roofs": best,
+        "flops_of_a_step": _flops(trials[0].parameters, shape),
+        "target": _TARGET,
+        "trials": [{**asdict(t), "ratio": t.ratio, "loss_apart": t.loss_apart} for t in trials],
+    }
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,1 @@
+"""The benchmarks' own logic; never their figures."""

@@ -1,0 +1,124 @@
+"""`windlass bench`: verdicts, engine names, models; the real runs are marked slow."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from windlass.base.errors import ConfigError
+from windlass.cli.bench import bench_app
+from windlass.cli.benches import facts, picture
+from windlass.cli.benches.models import LanguageModel, linear_stack
+from windlass.cli.benches.trainee import check_name, synchronises
+from windlass.cli.benches.verdicts import contradictions, equal, order, verdict
+
+
+@given(st.dictionaries(st.sampled_from("abcdef"), st.floats(1, 100), min_size=1), st.floats(0, 0.5))
+def test_an_order_never_contradicts_itself(values: dict[str, float], tolerance: float) -> None:
+    ranked = order(values, tolerance).replace("=", "<").split(" < ")
+    assert sorted(ranked) == sorted(values)
+    assert contradictions(values, ranked, tolerance) == []
+
+
+def test_a_verdict_names_the_pair_that_stands_the_other_way_round() -> None:
+    values = {"stage 0": 10.0, "stage 1": 8.0, "stage 2": 8.1}
+    line = verdict("speed (ms a step)", values, ("stage 0", "stage 1", "stage 2"), 0.05)
+    assert "measured stage 1 = stage 2 < stage 0" in line
+    assert "does not hold: stage 1 8 is below stage 0 10" in line
+    assert "holds" in verdict("speed", values, ("stage 1", "stage 2", "stage 0"), 0.05)
+
+
+def test_sums_are_compared_relative_to_their_size() -> None:
+    assert equal({"a": 1000.0, "b": 1000.0005}, 1e-6)
+    assert not equal({"a": 1000.0, "b": 1000.002}, 1e-6)
+    assert not equal({"a": 1000.0, "b": -1000.0}, 1e-6)
+
+
+@pytest.mark.parametrize(
+    "name", ["windlass-0", "windlass-3-shm", "windlass-2-gloo", "ddp", "zro", "fsdp3", "none-kept"]
+)
+def test_names_of_engines(name: str) -> None:
+    assert check_name(name) == name
+    assert synchronises(name) == (name != "none-kept")
+
+
+@pytest.mark.parametrize("name", ["windlass-4", "windlass-0-mpi", "windlass", "fsdp", ""])
+def test_a_wrong_name_is_told_the_right_ones(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"windlass-STAGE.*ddp"):
+        check_name(name)
+
+
+def test_the_language_model_sees_no_future() -> None:
+    torch.manual_seed(0)
+    model = LanguageModel(vocabulary=50, hidden=64, layers=2, length=16)
+    tokens = torch.randint(0, 50, (2, 16))
+    grads = []
+    for last in (3, 7):  # the last token is only predicted, so its own embedding can't matter
+        changed = tokens.clone()
+        changed[:, -1] = last
+        grads.append([h for h in _hidden(model, changed)])
+    assert torch.equal(grads[0][0][:, :-1], grads[1][0][:, :-1])
+    assert not torch.equal(grads[0][0][:, -1], grads[1][0][:, -1])
+    assert model(tokens).shape == () and model(tokens).dtype == torch.float32
+
+
+def _hidden(model: LanguageModel, tokens: torch.Tensor) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    handle = model.norm.register_forward_hook(lambda module, inputs, output: found.append(output.detach()))
+    model(tokens)
+    handle.remove()
+    return found
+
+
+def test_the_stack_is_the_tutorials() -> None:
+    assert sum(p.numel() for p in linear_stack(30, 4).parameters()) == 4 * (30 * 30 + 30)
+
+
+def test_a_result_says_where_it_was_measured(tmp_path: Path) -> None:
+    path = facts.write_result(tmp_path / "new" / "x.json", {"answer": 42})
+    written = json.loads(path.read_text())
+    assert written["answer"] == 42
+    assert written["versions"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
+    assert written["machine"]["cores"] >= 1 and "commit" in written
+    assert [p.name for p in path.parent.iterdir()] == ["x.json"]
+
+
+def test_a_picture_is_a_png(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "new" / "x.png"
+    assert picture.draw([picture.Panel("speed", "samples / s", {"stage 0": 1.0, "ddp": 2.0})], path, "title")
+    assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.mark.parametrize("command", ["zero-memory", "stages", "precision"])
+def test_commands_have_help(command: str) -> None:
+    result = CliRunner().invoke(bench_app, [command, "--help"])
+    assert result.exit_code == 0 and "--out" in result.output
+
+
+def test_a_width_that_is_no_multiple_of_a_head_is_refused() -> None:
+    result = CliRunner().invoke(bench_app, ["stages", "--hidden", "100"])
+    assert result.exit_code == 2 and "try 64" in result.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["zero-memory", "--width", "64", "--depth", "3", "--engines", "ddp,windlass-1,windlass-3"],
+        ["stages", "--hidden", "64", "--layers", "1", "--length", "16", "--rounds", "1", "--steps", "1"],
+        ["precision", "--hidden", "64", "--layers", "1", "--length", "16", "--rounds", "2", "--steps", "2"],
+    ],
+)
+def test_experiments_run_and_leave_their_files(arguments: list[str], tmp_path: Path) -> None:
+    result = CliRunner().invoke(bench_app, [*arguments, "--out", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    written = json.loads((tmp_path / f"{arguments[0]}.json").read_text())
+    assert written["verdicts"] and written["bench"] == arguments[0]
+    assert (tmp_path / f"{arguments[0]}.png").stat().st_size > 1000

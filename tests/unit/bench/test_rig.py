@@ -1,0 +1,147 @@
+"""Grouping, turns, floors and comparisons of the training benchmark."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=12), st.integers(1, 120))
+def test_every_engine_is_in_one_group_with_the_base_and_within_the_budget(sizes: list[int], budget: int) -> None:
+    from rig.plan import BASE, groups
+
+    needs = {BASE: 10, **{f"e{i}": size for i, size in enumerate(sizes)}}
+    found = groups(list(needs), needs, budget)
+    assert sorted(e for group in found for e in group if e != BASE) == sorted(e for e in needs if e != BASE)
+    for group in found:
+        assert group[0] == BASE and group.count(BASE) == 1
+        assert sum(needs[e] for e in group) <= budget or len(group) == 2
+
+
+def test_groups_are_as_full_as_the_budget_allows() -> None:
+    from rig.plan import groups
+
+    assert groups(["none", "a", "b", "c"], {"none": 1, "a": 2, "b": 2, "c": 2}, 5) == [
+        ["none", "a", "b"],
+        ["none", "c"],
+    ]
+
+
+def test_turns_alternate() -> None:
+    from rig.plan import turn
+
+    assert [turn("abc", number) for number in range(3)] == [list("abc"), list("cba"), list("abc")]
+
+
+def test_floor_counts_what_each_stage_must_do() -> None:
+    from rig.floor import Roofs, floor
+
+    roofs = Roofs(memory=4.0, adam=28.0)  # an element a second each
+
+    def at(engine: str, ranks: int = 2) -> float | None:
+        return floor(engine, 100, ranks, 1000.0, roofs)
+
+    assert at("none") == 1000 + 100
+    assert at("windlass-0-shm") == 1000 + 100 + 150
+    assert at("windlass-1-shm") == at("windlass-2-shm") == at("windlass-3-shm") == 1000 + 50 + 150
+    assert at("windlass-2-gloo") == 1000 + 50 + 150 + 2 * 4 * 50
+    assert at("windlass-3-gloo") == 1000 + 50 + 150 + 3 * 4 * 50
+    assert at("windlass-3", ranks=1) == 1000 + 100
+    assert at("ddp") is None
+
+
+def _result(engine: str, losses: list[float], seconds: float, peak: int = 0) -> object:
+    from rig.measure import Result
+
+    return Result(
+        engine,
+        parameters=100,
+        memory_kind="bytes",
+        memory=[peak, peak - 1],
+        first_losses=losses,
+        rounds=[[seconds, seconds], [2 * seconds, 2 * seconds]],
+        base_rounds=[[1.0, 1.0], [2.0, 2.0]],
+        compute=[0.5],
+        between=[0.0],
+        floor=seconds / 2,
+    )
+
+
+def _measured(**seconds: float) -> object:
+    from rig.job import Size
+    from rig.measure import Measured, _compare
+
+    results = {name.replace("_", "-"): value for name, value in seconds.items()}
+    found = Measured(
+        Size(), 2, {name: _result(name, [3.0, 2.0], value, peak=1400) for name, value in results.items()}, "ddp"
+    )
+    _compare(found)
+    return found
+
+
+def test_ratios_are_of_the_same_round() -> None:
+    measured = _measured(none=1.0, ddp=1.25)
+    assert measured.results["ddp"].ratios == [1.25, 1.25]  # though the second round was twice as slow
+    assert measured.results["ddp"].bytes_per_parameter == 14.0
+
+
+@pytest.mark.parametrize("apart", [0.0, 0.9e-5, 1.1e-5, float("inf")])
+def test_a_loss_that_differs_is_found_wherever_it_is(apart: float) -> None:
+    from rig.measure import _compare
+    from rig.show import equality_line
+
+    measured = _measured(none=1.0, ddp=1.25, windlass_2_shm=1.0)
+    measured.results["none"].first_losses = [9.0, 9.0]  # trains alone: nothing to compare
+    measured.results["windlass-2-shm"].losses = [1.0 + apart]
+    measured.results["ddp"].losses = [1.0]
+    _compare(measured)
+    assert measured.unequal == (["windlass-2-shm"] if apart > 1e-5 else [])
+    assert ("NOT equal (windlass-2-shm)" in equality_line(measured)) == (apart > 1e-5)
+
+
+def test_missed_targets_are_named_for_the_promised_work_only() -> None:
+    from dataclasses import replace
+
+    from rig.targets import missed
+
+    measured = _measured(none=1.0, ddp=1.2, fsdp3=2.0, windlass_2_shm=1.03, windlass_1_shm=1.01, windlass_3_gloo=1.5)
+    assert missed(measured) == [
+        "windlass-2-shm: 1.030 x none, target 1.020",
+        "windlass-2-shm: 14.0 bytes a parameter, target 13.0",
+        "windlass-3-gloo: 1.500 x none, target 1.400",
+    ]
+    assert missed(replace(measured, ranks=4)) == []
+
+
+def test_tables_and_json_hold_every_engine() -> None:
+    import json
+
+    from rig.show import notes, plain, table
+
+    measured = _measured(none=1.0, ddp=1.2, windlass_0_shm=1.0)
+    measured.results["ddp"].failure = "a reason that is far too long for a cell of the table"
+    assert table(measured).row_count == 3
+    assert any("failed: ddp: a reason" in note for note in notes(measured))
+    again = json.loads(json.dumps(plain(measured)))
+    assert set(again["results"]) == set(measured.results)
+    assert again["results"]["windlass-0-shm"]["ratio"] == 1.0
+
+
+def test_promises_are_about_engines_that_a_default_run_has() -> None:
+    import importlib.util
+
+    from rig.targets import AGAINST, MEMORY, SPEED
+
+    spec = importlib.util.spec_from_file_location("bench_train", str(_script("train.py")))
+    assert spec is not None and spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    engines = script.default_engines()
+    assert {*SPEED, *AGAINST, *MEMORY, *(rival for rival, _ in AGAINST.values())} <= set(engines)
+
+
+def _script(name: str) -> object:
+    from tests.unit.bench.conftest import BENCH
+
+    return BENCH / name
