@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -76,7 +75,7 @@ def main(
 def _growth(chosen: list[str], size: Size, effort: Effort, path: Path, say: Say) -> list[Measured]:
     from rig import growth
 
-    sizes = [replace(one, length=size.length, batch=size.batch) for one in growth.SIZES if one.hidden <= size.hidden]
+    sizes = growth.sizes_up_to(size)
     by_size, by_ranks = growth.grow(chosen or growth.ENGINES, sizes, growth.RANKS, effort, say)
     unique = by_size + [m for m in by_ranks if m.ranks != 2]
     for one in unique:

@@ -184,6 +184,8 @@ def relative_error(found: Mapping[str, Tensor | None], wanted: Mapping[str, Tens
             continue
         difference = float((have.double() - want.double()).norm())
         error = difference / max(float(want.double().norm()), rms * want.numel() ** 0.5, 1e-30)
-        if not error <= worst:  # NaN counts as worst
+        if error != error:
+            return float("inf"), f"{name}: NaN"
+        if error > worst:
             worst, where = error, name
     return worst, where

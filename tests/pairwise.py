@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations
 from typing import Any
@@ -62,9 +63,8 @@ def _fill(
         if position == len(rest):
             return row
         name = rest[position]
-        # Ties are broken by a rotation, so that values nobody asks for are still spread over the rows.
-        count = len(factors[name])
-        order = sorted(range(count), key=lambda i: (-gain(name, i, row), (i + len(left)) % count))
+        # Ties are broken by a hash, so that values nobody asks for are still spread over the rows, factor by factor.
+        order = sorted(range(len(factors[name])), key=lambda i: (-gain(name, i, row), _shuffle(name, i, len(left))))
         for index in order:
             longer = {**row, name: index}
             if allowed({n: factors[n][i] for n, i in longer.items()}):
@@ -74,6 +74,10 @@ def _fill(
         return None
 
     return extend(0, chosen)
+
+
+def _shuffle(name: str, index: int, turn: int) -> int:
+    return zlib.crc32(f"{name} {index} {turn}".encode())
 
 
 def _pair(names: list[str], a: str, i: int, b: str, j: int) -> Pair:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from windlass import optim as optim
     from windlass import zero as zero
+    from windlass.base.errors import WindlassError as WindlassError
     from windlass.comm.bootstrap import init_distributed as init_distributed
     from windlass.engine.train import Engine as Engine
     from windlass.initialize import initialize as initialize
@@ -17,10 +18,20 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-__all__ = ["Engine", "__version__", "add_config_arguments", "init_distributed", "initialize", "optim", "zero"]
+__all__ = [
+    "Engine",
+    "WindlassError",
+    "__version__",
+    "add_config_arguments",
+    "init_distributed",
+    "initialize",
+    "optim",
+    "zero",
+]
 
 _HOMES = {
     "Engine": "windlass.engine.train",
+    "WindlassError": "windlass.base.errors",
     "add_config_arguments": "windlass.launch.arguments",
     "init_distributed": "windlass.comm.bootstrap",
     "initialize": "windlass.initialize",

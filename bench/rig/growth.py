@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,18 @@ from rig.job import Size
 from rig.measure import Effort, Measured, Say, measure
 from rig.plan import BASE
 
-SIZES = (Size(hidden=256, layers=4), Size(hidden=512, layers=8), Size(hidden=768, layers=12))
 RANKS = (1, 2, 4)
 ENGINES = (BASE, "ddp", "fsdp3", "windlass-0", "windlass-1", "windlass-2", "windlass-3")
 _Value = Callable[[Measured, str], float]
 _COLORS = ("#888888", "#e09f3e", "#9e2a2b", "#a9c4de", "#6b9ac4", "#34699a", "#0b2545", "#588157", "#7b2d8b")
+
+
+def sizes_up_to(size: Size) -> list[Size]:
+    """`size`, and before it those of a third and two thirds of its width and depth."""
+    return [
+        replace(size, hidden=max(64, size.hidden * part // 3 // 64 * 64), layers=max(1, size.layers * part // 3))
+        for part in (1, 2, 3)
+    ]
 
 
 def grow(

@@ -51,6 +51,11 @@ class Result:
         return [seconds for one in self.rounds for seconds in one]
 
     @property
+    def base_median(self) -> float:
+        """Seconds of a step of `BASE` in the same rounds."""
+        return statistics.median(seconds for one in self.base_rounds for seconds in one)
+
+    @property
     def ratios(self) -> list[float]:
         """Of each round: its median step over that of `BASE` in the same round."""
         return [statistics.median(a) / statistics.median(b) for a, b in zip(self.rounds, self.base_rounds, strict=True)]
@@ -74,8 +79,8 @@ class Measured:
     ranks: int
     results: dict[str, Result]
     reference: str | None  # the engine whose losses the others must have
-    roofs: Roofs | None = None
     groups: list[list[str]] = field(default_factory=list)
+    roofs: list[Roofs] = field(default_factory=list)  # of each group
 
     @property
     def unequal(self) -> list[str]:
@@ -153,19 +158,22 @@ def _time(measured: Measured, names: list[str], effort: Effort, say: Say) -> Non
                 squads[name] = Squad(Job(name, ranks, size))
                 squads[name].ask("build", watch=False)
                 squads[name].ask("steps", count=1)
-            if measured.roofs is None:
-                found = squads[BASE].ask("roofs")
-                measured.roofs = Roofs(*(min(one[key] for one in found) for key in ("memory", "adam")))
+            before = len(results[BASE].compute)
+            roofs = _roofs(squads[BASE])
             _rounds(squads, results, effort)
+            compute = statistics.median(results[BASE].compute[before:])  # of this group: the machine may change
             for name, squad in squads.items():
                 results[name].traffic = squad.ask("traffic")[0]
+                results[name].floor = floor(name, results[name].parameters, ranks, compute, roofs)
+            measured.roofs.append(roofs)
         finally:
             for squad in squads.values():
                 squad.dismiss()
-    assert measured.roofs is not None
-    compute = statistics.median(results[BASE].compute)
-    for name in names:
-        results[name].floor = floor(name, results[name].parameters, ranks, compute, measured.roofs)
+
+
+def _roofs(squad: Squad) -> Roofs:
+    found = squad.ask("roofs")
+    return Roofs(*(min(one[key] for one in found) for key in ("memory", "adam")))
 
 
 def _rounds(squads: dict[str, Squad], results: dict[str, Result], effort: Effort) -> None:

@@ -37,7 +37,20 @@ def table(measured: Measured) -> Table:
         title_justify="left",
     )
     found.add_column("engine", no_wrap=True)
-    for column in ("ms", "min", "x none", "spread", "target", "", "floor ms", "of floor", "B/param", "target", ""):
+    for column in (
+        "ms",
+        "min",
+        "none ms",
+        "x none",
+        "spread",
+        "target",
+        "",
+        "floor ms",
+        "of floor",
+        "B/param",
+        "target",
+        "",
+    ):
         found.add_column(column, justify="right", no_wrap=True)
     for name, result in results.items():
         if result.failure:
@@ -53,16 +66,23 @@ def table(measured: Measured) -> Table:
 
 def _time_cells(result: Result, target: float | None) -> list[str]:
     if not result.rounds:
-        return [""] * 8
+        return [""] * 9
     return [
         f"{result.median * 1e3:.0f}",
         f"{min(result.steps) * 1e3:.0f}",
+        f"{result.base_median * 1e3:.0f}",
         f"{result.ratio:.3f}",
         f"{min(result.ratios):.2f}-{max(result.ratios):.2f}",
         *_against(result.ratio, target, 3),
         f"{result.floor * 1e3:.0f}" if result.floor else "",
-        f"{result.floor / result.median:.0%}" if result.floor else "",
+        f"{_share_of_floor(result):.0%}" if result.floor else "",
     ]
+
+
+def _share_of_floor(result: Result) -> float:
+    """Floor over step, each as a multiple of `none` in the same rounds: `none` may be in several groups."""
+    assert result.floor is not None
+    return result.floor / result.base_median / result.ratio
 
 
 def _memory_cells(result: Result, target: float | None) -> list[str]:
@@ -83,11 +103,11 @@ def notes(measured: Measured) -> list[str]:
         f"B/param: peak {next(iter(measured.results.values())).memory_kind} of the rank that takes most, above those "
         "after importing torch and transformers",
     ]
-    if measured.roofs is not None:
-        lines.append(
-            f"roofs of a rank while all work: memory {measured.roofs.memory / 1e9:.1f} GB/s, fused AdamW "
-            f"{measured.roofs.adam / 1e9:.1f} GB/s"
-        )
+    lines += [
+        f"roofs of a rank while all work ({', '.join(group)}): memory {roofs.memory / 1e9:.1f} GB/s, fused AdamW "
+        f"{roofs.adam / 1e9:.1f} GB/s"
+        for group, roofs in zip(measured.groups, measured.roofs, strict=True)
+    ]
     lines += [f"failed: {name}: {r.failure}" for name, r in measured.results.items() if r.failure]
     lines += [f"target missed: {line}" for line in missed(measured)]
     return lines
@@ -105,7 +125,7 @@ def plain(measured: Measured) -> dict[str, Any]:
                 "ratio": result.ratio,
                 "ratios": result.ratios,
                 "speed_target": speed_target(measured, name),
-                "share_of_floor": result.floor / result.median if result.floor else None,
+                "share_of_floor": _share_of_floor(result) if result.floor else None,
                 "time_outside_steps": sum(result.between) / (sum(result.between) + sum(result.steps)),
                 "median_compute_ms": statistics.median(result.compute) * 1e3,
             }
@@ -118,7 +138,7 @@ def plain(measured: Measured) -> dict[str, Any]:
         "reference": measured.reference,
         "losses": equality_line(measured),
         "groups": measured.groups,
-        "roofs": asdict(measured.roofs) if measured.roofs else None,
+        "roofs": [asdict(roofs) for roofs in measured.roofs],
         "floor": EXPLANATION,
         "missed": missed(measured),
         "results": results,

@@ -312,13 +312,17 @@ def _quiet_environment() -> Any:
 
 
 def _rank_error(failed: list[int], outcomes: dict[int, Outcome], ranks: list[Worker], more: str = "") -> RankError:
-    """The first failure in full (a peer's 'connection closed' follows from it), the others by their last line."""
-    first = failed[0]
-    lines = [f"\nrank {rank} then: {outcomes[rank].text.strip().splitlines()[-1]}" for rank in failed[1:]]
+    """The first failure in full, the others by their last line. A broken connection follows from a peer's failure."""
+    first = next((rank for rank in failed if not _follows(outcomes[rank].text)), failed[0])
+    lines = [f"\nrank {rank} then: {outcomes[rank].text.strip().splitlines()[-1]}" for rank in failed if rank != first]
     printed = ranks[first].output().strip()[-LOG_TAIL:]
     if printed:
         lines.append(f"\noutput of rank {first}:\n{printed}")
     return RankError(first, outcomes[first].kinds, outcomes[first].text, "".join(lines) + more)
+
+
+def _follows(text: str) -> bool:
+    return any(words in text for words in ("Connection closed by peer", "Connection reset by peer", "Broken pipe"))
 
 
 def _free_port() -> int:

@@ -26,8 +26,8 @@ ADAMW_CALM = (("lr", 1e-3), ("eps", 1e-4), ("weight_decay", 0.01))
 # born with 8 bits, so another order of operations shows at 2^-9; the master weights move by lr times that.
 FP32_BOUND = 1e-6
 BF16_GRAD_BOUND = 2e-2
-BF16_PARAM_BOUND = 1e-3
-BF16_STATE_BOUND = 1e-2  # of what the model computes with: one unit in the last of 8 bits is 2^-8
+BF16_PARAM_BOUND = 5e-4
+BF16_STATE_BOUND = 5e-3  # of what the model computes with: one unit in the last of 8 bits is 2^-8
 
 
 @dataclass(frozen=True)

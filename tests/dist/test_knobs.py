@@ -19,7 +19,7 @@ ZERO_KNOBS: list[Knob] = [
     ("contiguous_gradients", False),
     ("round_robin_gradients", True),
     ("sub_group_size", 100),
-    ("reduce_bucket_size", 1),
+    ("reduce_bucket_size", 50),
     ("allgather_bucket_size", 1),
     ("stage3_prefetch_bucket_size", 100),
     ("stage3_max_live_parameters", 500),

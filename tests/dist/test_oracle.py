@@ -77,4 +77,4 @@ def test_the_law_sees_a_wrong_scale_a_lost_rank_and_a_lost_tensor() -> None:
     assert relative_error(one_rank.grads[0], grads)[0] > 0.1
     name = next(iter(grads))
     assert relative_error({**grads, name: None}, grads)[0] == float("inf")
-    assert relative_error({**grads, name: torch.full_like(grads[name], torch.nan)}, grads)[1] == name  # type: ignore[arg-type]
+    assert relative_error({**grads, name: torch.full_like(grads[name], torch.nan)}, grads)[1] == f"{name}: NaN"  # type: ignore[arg-type]

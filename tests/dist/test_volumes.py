@@ -90,7 +90,7 @@ def at_rest(report: dict[str, Any]) -> dict[str, int]:
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_bytes_at_rest_are_exact(stage: int, ranks: int, grad_bytes: int) -> None:
-    """16-bit parameters (2P), gradients of 2 or 4 bytes, fp32 master and two AdamW moments (12P), cut as the stage says.
+    """16-bit parameters (2P), gradients of 2 or 4 bytes, fp32 master and two AdamW moments (12P), cut by the stage.
 
     With 16-bit gradients that is 4P + 12P/N, 2P + 14P/N and 16P/N. Parameters, gradients and masters are padded, and
     the padding is bounded; moments are not, so over all ranks they make exactly P each.

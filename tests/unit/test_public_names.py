@@ -15,6 +15,7 @@ import windlass
 PUBLIC = {
     "windlass": [
         "Engine",
+        "WindlassError",
         "__version__",
         "add_config_arguments",
         "init_distributed",

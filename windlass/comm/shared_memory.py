@@ -136,6 +136,14 @@ class Counters:
         fence()
         self._own[counter] = value
 
+    def set(self, counter: int, value: int) -> None:
+        """Set an own number that peers read once another counter has told them to."""
+        self._own[counter] = value
+
+    def read(self, rank: int, counter: int) -> int:
+        """A rank's number, by its place in the group."""
+        return int(self._views[rank][counter])
+
     def reached(self, counter: int, value: int) -> bool:
         """Whether every peer's counter is at `value` or above."""
         for _, view in self._peers:

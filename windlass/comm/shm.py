@@ -14,14 +14,15 @@ from windlass.comm.traffic import Traffic
 from windlass.comm.transport import Buffer, Need, cut
 
 _ALIGN = 64
-_COUNTERS = 4  # for each buffer: offered and taken of reduce, offered and taken of share
+_PER_BUFFER = 2  # counters: published, gathered
+_PER_LANE = 3  # counters: offered, taken, and from which place of the ring
 
 
 class ShmTransport:
     """One-sided: an operation needs its peers to have offered their part, not to take part at the same moment.
 
-    Each buffer has two pairs of counters. A rank raises `offered` once its part may be read and `taken` once it has
-    read the others'; whoever wants to write the buffer again waits for its peers' `taken` (`settle`).
+    A rank raises `offered` (or `published`) once its part may be read and `taken` (or `gathered`) once it has read the
+    others'; whoever wants to write the buffer again waits for its peers' `taken` (`settle`).
     """
 
     name = "shm"
@@ -29,39 +30,49 @@ class ShmTransport:
     def __init__(self, group: Group, timeout: timedelta) -> None:
         self.group, self.traffic = group, Traffic()
         self._timeout = timeout
-        self._counters: list[Counters] = []
+        self._turns: list[int] = []
+        self._lanes = 0  # where the lanes' counters begin
 
-    def allocate(self, needs: list[Need], device: torch.device) -> list[Buffer]:
+    def allocate(self, needs: list[Need], device: torch.device, *, lanes: int = 0) -> list[Buffer]:
         """Buffers in shared memory, zeroed; those with `common` exist once. Collective."""
         own = _sizes([n for n in needs if not n.common])
         common = _sizes([n for n in needs if n.common])
         memory = SharedMemory(self.group, own[-1])
         # the common block lies in the first rank's memory; the others contribute an empty one
-        shared = SharedMemory(self.group, common[-1] if self.group.index == 0 else 1) if common[-1] else None
-        self._counters.append(Counters(self.group, _COUNTERS * max(len(needs), 1), self._timeout))
+        shared = SharedMemory(self.group, common[-1] if self.group.index == 0 else 1)
+        self._lanes, self._turns = _PER_BUFFER * len(needs), [0] * lanes
+        self._counters = Counters(self.group, max(1, self._lanes + _PER_LANE * lanes), self._timeout)
         buffers: list[Buffer] = []
         starts = {False: iter(own), True: iter(common)}
         for number, need in enumerate(needs):
             start = next(starts[need.common])
             size = need.numel * need.dtype.itemsize
-            blocks = memory.blocks if not need.common else [shared.blocks[0]] * self.group.size  # type: ignore[union-attr]
+            blocks = [shared.blocks[0]] * self.group.size if need.common else memory.blocks
             parts = [block[start : start + size].view(need.dtype) for block in blocks]
-            key = (len(self._counters) - 1) << 32 | number
-            buffers.append(Buffer(parts[self.group.index], parts, need.common, key))
+            buffers.append(Buffer(parts[self.group.index], parts, need.common, _PER_BUFFER * number))
         return buffers
 
     def reduce(
-        self, buffer: Buffer, out: torch.Tensor, *, add: bool, factor: float, elements: int, wire: torch.dtype
+        self,
+        lane: int,
+        buffer: Buffer,
+        out: torch.Tensor,
+        *,
+        add: bool,
+        factor: float,
+        elements: int,
+        wire: torch.dtype,
     ) -> ShmReduction:
-        return ShmReduction(self, buffer, out, add, factor, elements, wire)
+        return ShmReduction(self, lane, buffer, out, add, factor, elements, wire)
 
     def publish(self, buffer: Buffer) -> None:
-        self.offer(buffer, "gather")
+        buffer.published += 1
+        self._counters.raise_to(buffer.key, buffer.published)
 
     def gather(self, buffer: Buffer, *, elements: int) -> Pending:
         if self.group.size == 1:
             return DONE
-        turn = buffer.rounds.get("gather", 0)
+        turn, counters = buffer.published, self._counters
 
         def read() -> None:
             size, moved = self.group.size, 0
@@ -70,44 +81,55 @@ class ShmTransport:
                     theirs = cut(part, index, size)
                     cut(buffer.local, index, size).copy_(theirs)
                     moved += theirs.numel() * theirs.element_size()
-            self.taken(buffer, "gather", turn)
+            counters.raise_to(buffer.key + 1, turn)
             self.traffic.add("gather", elements, moved)
 
         return Step(
-            lambda: self.reached(buffer, "gather", turn), lambda: self.wait(buffer, "gather", turn, "a gather"), read
+            lambda: counters.reached(buffer.key, turn), lambda: counters.wait(buffer.key, turn, "a gather"), read
         )
 
     def settle(self, buffer: Buffer) -> None:
-        for operation in ("reduce", "gather"):
-            turn = buffer.rounds.get(operation, 0)
-            if turn:
-                counters, base = self._place(buffer, operation)
-                counters.wait(base + 1, turn, "the release of a buffer")
+        what = "the release of a buffer"
+        self._counters.wait(buffer.key + 1, buffer.published, what)
+        if buffer.mark.turn:
+            self._counters.wait(self._lane(buffer.mark.lane) + 1, buffer.mark.turn, what)
 
-    def offer(self, buffer: Buffer, operation: str) -> int:
-        """Say that this rank's part may be read; returns the turn that peers must have offered too."""
-        turn = buffer.rounds.get(operation, 0) + 1
-        buffer.rounds[operation] = turn
-        counters, base = self._place(buffer, operation)
-        counters.raise_to(base, turn)
+    def offer(self, lane: int, buffer: Buffer) -> int:
+        """Say that this rank's part of a lane's next sum may be read; returns the turn that peers must have offered."""
+        base = self._lane(lane)
+        # a peer that has not read the turn before would look for it in the place of this one
+        self._counters.wait(base + 1, self._turns[lane], "the reduction before")
+        self._turns[lane] += 1
+        turn = self._turns[lane]
+        buffer.mark.lane, buffer.mark.turn = lane, turn
+        self._counters.set(base + 2, buffer.place)
+        self._counters.raise_to(base, turn)
         return turn
 
-    def taken(self, buffer: Buffer, operation: str, turn: int) -> None:
+    def taken(self, lane: int, turn: int) -> None:
         """Say that this rank has read what its peers offered."""
-        counters, base = self._place(buffer, operation)
-        counters.raise_to(base + 1, turn)
+        self._counters.raise_to(self._lane(lane) + 1, turn)
 
-    def reached(self, buffer: Buffer, operation: str, turn: int) -> bool:
-        counters, base = self._place(buffer, operation)
-        return counters.reached(base, turn)
+    def offered(self, lane: int, turn: int) -> bool:
+        """Whether all peers have offered their parts of this turn."""
+        return self._counters.reached(self._lane(lane), turn)
 
-    def wait(self, buffer: Buffer, operation: str, turn: int, what: str) -> None:
-        counters, base = self._place(buffer, operation)
-        counters.wait(base, turn, what)
+    def wait(self, lane: int, turn: int) -> None:
+        """Block until `offered`."""
+        self._counters.wait(self._lane(lane), turn, "a gradient reduction")
 
-    def _place(self, buffer: Buffer, operation: str) -> tuple[Counters, int]:
-        number = buffer.key & 0xFFFFFFFF
-        return self._counters[buffer.key >> 32], _COUNTERS * number + (0 if operation == "reduce" else 2)
+    def parts(self, lane: int, buffer: Buffer) -> list[torch.Tensor]:
+        """Every rank's part of what is offered in a lane, this rank's cut of it, in rank order."""
+        group, numel = self.group, buffer.local.numel()
+        found = []
+        for rank in range(group.size):
+            place = buffer.place if rank == group.index else self._counters.read(rank, self._lane(lane) + 2)
+            whole = buffer.ring[place][rank] if buffer.ring else buffer.parts[rank]
+            found.append(cut(whole[:numel], group.index, group.size))
+        return found
+
+    def _lane(self, lane: int) -> int:
+        return self._lanes + _PER_LANE * lane
 
 
 class ShmReduction:
@@ -116,6 +138,7 @@ class ShmReduction:
     def __init__(
         self,
         transport: ShmTransport,
+        lane: int,
         buffer: Buffer,
         out: torch.Tensor,
         add: bool,
@@ -124,10 +147,10 @@ class ShmReduction:
         wire: torch.dtype,
     ) -> None:
         self.squares: torch.Tensor | None = None
-        self._transport, self._buffer, self._out = transport, buffer, out
+        self._transport, self._lane, self._buffer, self._out = transport, lane, buffer, out
         self._add, self._factor, self._elements, self._wire = add, factor, elements, wire
-        self._turn = transport.offer(buffer, "reduce")
-        self._step = Step(self._ready, self._block, self._finish)
+        turn = self._turn = transport.offer(lane, buffer)
+        self._step = Step(lambda: transport.offered(lane, turn), lambda: transport.wait(lane, turn), self._finish)
 
     def poll(self) -> bool:
         return self._step.poll()
@@ -135,21 +158,15 @@ class ShmReduction:
     def wait(self) -> None:
         self._step.wait()
 
-    def _ready(self) -> bool:
-        return self._transport.reached(self._buffer, "reduce", self._turn)
-
-    def _block(self) -> None:
-        self._transport.wait(self._buffer, "reduce", self._turn, "a gradient reduction")
-
     def _finish(self) -> None:
-        group = self._transport.group
-        parts = [cut(part, group.index, group.size) for part in self._buffer.parts]
+        size = self._transport.group.size
+        parts = self._transport.parts(self._lane, self._buffer)
         if self._wire != parts[0].dtype:
             parts = [part.to(self._wire) for part in parts]
         self.squares = ordered_sum(parts, self._out, add=self._add, factor=self._factor, measure=True)
-        self._transport.taken(self._buffer, "reduce", self._turn)
-        others = (group.size - 1) * self._out.numel()
-        self._transport.traffic.add("reduce", self._elements if group.size > 1 else 0, others * self._wire.itemsize)
+        self._transport.taken(self._lane, self._turn)
+        moved = (size - 1) * self._out.numel() * self._wire.itemsize
+        self._transport.traffic.add("reduce", self._elements if size > 1 else 0, moved)
 
 
 def _sizes(needs: list[Need]) -> list[int]:

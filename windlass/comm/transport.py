@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -47,6 +47,14 @@ class Need:
 
 
 @dataclass
+class Mark:
+    """The last reduction that was offered from a buffer: its lane and turn; turn 0 is none."""
+
+    lane: int = 0
+    turn: int = 0
+
+
+@dataclass
 class Buffer:
     """A flat buffer of this rank and, where the transport maps them, the same buffer of its peers.
 
@@ -54,14 +62,25 @@ class Buffer:
         local: `[numel]`, this rank's.
         parts: every rank's `local` in group order, or empty where peers can't be read.
         common: `local` is the same memory on all ranks.
-        rounds: how often each operation was started on it, by operation.
+        key: of its counters.
+        published: how often its cuts were published.
+        ring: the parts of all buffers that this one may be exchanged with, itself among them.
+        place: its place in `ring`; ranks may have the same gradient in different places.
+        mark: shared by all cuts of one buffer.
     """
 
     local: torch.Tensor
     parts: list[torch.Tensor] = field(default_factory=list)
     common: bool = False
     key: int = 0
-    rounds: dict[str, int] = field(default_factory=dict)
+    published: int = 0
+    ring: list[list[torch.Tensor]] = field(default_factory=list)
+    place: int = 0
+    mark: Mark = field(default_factory=Mark)
+
+    def first(self, numel: int) -> Buffer:
+        """The first `numel` elements of it, as the same buffer."""
+        return replace(self, local=self.local[:numel])
 
 
 def cut(flat: torch.Tensor, index: int, count: int) -> torch.Tensor:
@@ -77,14 +96,23 @@ class Transport(Protocol):
     group: Group
     traffic: Traffic
 
-    def allocate(self, needs: list[Need], device: torch.device) -> list[Buffer]:
-        """Buffers for `needs`, zeroed. Collective: ranks ask for the same."""
+    def allocate(self, needs: list[Need], device: torch.device, *, lanes: int = 0) -> list[Buffer]:
+        """Buffers for `needs`, zeroed, and as many lanes for reductions. Collective: ranks ask for the same, once."""
         ...
 
     def reduce(
-        self, buffer: Buffer, out: torch.Tensor, *, add: bool, factor: float, elements: int, wire: torch.dtype
+        self,
+        lane: int,
+        buffer: Buffer,
+        out: torch.Tensor,
+        *,
+        add: bool,
+        factor: float,
+        elements: int,
+        wire: torch.dtype,
     ) -> Reduction:
-        """Sum the ranks' `buffer`; this rank's cut of `factor *` the sum goes to (or is added to) `out`.
+        """Sum what the ranks offer in `lane`, each from its own buffer; this rank's cut of `factor *` the sum goes to
+        (or is added to) `out`.
 
         Args:
             out: `[numel / size]`; may be this rank's cut of the buffer.

@@ -23,7 +23,7 @@ class _Wire:
         self.group, self.traffic, self.ways = group, Traffic(), ways
         self._tag = 0
 
-    def allocate(self, needs: list[Need], device: torch.device) -> list[Buffer]:
+    def allocate(self, needs: list[Need], device: torch.device, *, lanes: int = 0) -> list[Buffer]:
         return [Buffer(torch.zeros(n.numel, dtype=n.dtype, device=device)) for n in needs]
 
     def settle(self, buffer: Buffer) -> None:
@@ -33,7 +33,15 @@ class _Wire:
         return
 
     def reduce(
-        self, buffer: Buffer, out: torch.Tensor, *, add: bool, factor: float, elements: int, wire: torch.dtype
+        self,
+        lane: int,
+        buffer: Buffer,
+        out: torch.Tensor,
+        *,
+        add: bool,
+        factor: float,
+        elements: int,
+        wire: torch.dtype,
     ) -> Reduction:
         self._count("reduce", elements, buffer.local.numel(), wire.itemsize)
         if not self.ways.scatter and self.group.size > 1:

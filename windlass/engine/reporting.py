@@ -65,9 +65,6 @@ class Reporter:
         if due or (self._monitor is not None and self._monitor.enabled):
             self._tell(step, due)
         self._loss_sum, self._losses = None, 0
-        norm = engine.grad_norm()
-        if norm is not None and not math.isfinite(norm) and not engine.fp16_enabled():
-            self.once("norm", f"the gradient norm at step {step} is {norm}: {self._first_bad()}")
         traffic = engine._sharded.transport.traffic
         self._last_payload, self._last_moved = dict(traffic.payload), dict(traffic.bytes_moved)
         traffic.reset()
@@ -95,12 +92,6 @@ class Reporter:
                 logger.info(f"time | {self._timers.summary(max(1, int(self._config.steps_per_print or 1)))}")
             if self._config.memory_breakdown:
                 see_memory_usage(f"step {step}", engine.device)
-
-    def _first_bad(self) -> str:
-        for slot in self._engine._sharded.slots:
-            if slot.unit.master is not None and not bool(torch.isfinite(slot.unit.master).all()):
-                return f"the parameters of {slot.unit.names[0]!r} and its neighbours are not finite after it"
-        return "the parameters are still finite on this rank; look for a division by zero or a log of zero in the loss"
 
     def report(self) -> dict[str, Any]:
         """See `Engine.report`."""

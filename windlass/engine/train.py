@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from windlass.base.errors import ModelError
+from windlass.base.errors import LossError, ModelError
 from windlass.base.log import logger
 from windlass.config import Config
 from windlass.engine.blame import Blame
@@ -119,7 +119,11 @@ class Engine(nn.Module):
         return loss.float() * self._scaler.scale if self._scaler.scale != 1.0 else loss
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
-        """End a micro-batch; at the accumulation boundary clip, update, clear gradients and advance the schedule."""
+        """End a micro-batch; at the accumulation boundary clip, update, clear gradients and advance the schedule.
+
+        Raises:
+            LossError: a gradient is not finite (under fp16 such a step is skipped instead). Nothing was updated.
+        """
         assert self.optimizer is not None, "step needs an optimizer: pass one to initialize or name one in the config"
         if self._no_sync:
             raise ModelError("step() inside no_sync(): gradients were not reduced; leave the context first")
@@ -137,6 +141,12 @@ class Engine(nn.Module):
             self._config.gradient_clipping, self._scaler.scale, skip_overflow=fp16, flags=changed
         )
         self._norm = outcome.norm
+        if outcome.bad:
+            raise LossError(
+                f"step {self.progress.global_steps}: the gradient norm is {outcome.norm}, first in {outcome.bad!r}; "
+                "the parameters are as they were. Look for a loss that is not finite, lower the learning rate, or "
+                "leave out the batch: the gradients are dropped, so training may go on"
+            )
         if outcome.flags[0] > 0:
             self._buffers_of.invalidate()
         self.optimizer.mark_called()

@@ -64,6 +64,7 @@ class GatheredParameters:
             if isinstance(parameter, Released):
                 mark_present(parameter)
             parameter.data = copy
+            place.unit.lent.add(place.index)
             self._copied.append((parameter, place))
         return self
 
@@ -79,6 +80,7 @@ class GatheredParameters:
                 values.append((parameter, value))
         for parameter, place in self._copied:
             _open.discard(id(parameter))
+            place.unit.lent.discard(place.index)
             if place.unit.presence is Presence.RELEASED:
                 mark_released(parameter, place.unit)
             else:

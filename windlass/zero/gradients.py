@@ -288,8 +288,7 @@ class Gradients:
     def _reopen(self, slot: Slot) -> None:
         """Make a unit's own buffer writable again: what was reduced into it moves out, and peers have read it."""
         assert slot.buffer is not None
-        while any(flight.slot is slot for flight in self._flying):
-            self._land()
+        self._land_all_of(slot)
         if slot.holds and slot.shard is not None and _same(slot.shard, slot.unit.own_cut(slot.buffer.local)):
             slot.shard = slot.shard.clone()
         self._transport.settle(slot.buffer)
@@ -360,6 +359,7 @@ class Gradients:
     def _reduce(self, slot: Slot) -> None:
         """Start the reduction of a unit; its buffer is empty from then on."""
         group = self._transport.group
+        self._land_all_of(slot)
         self._prepare(slot)
         assert slot.buffer is not None
         own = cut(slot.buffer.local, group.index, group.size)
@@ -368,7 +368,13 @@ class Gradients:
         assert slot.shard is not None
         out = slot.shard if slot.shard.numel() == own.numel() else cut(slot.shard, group.index, group.size)
         reduction = self._transport.reduce(
-            slot.buffer, out, add=slot.holds, factor=self._after, elements=slot.unit.numel, wire=self._wire
+            self.slots.index(slot),
+            slot.buffer,
+            out,
+            add=slot.holds,
+            factor=self._after,
+            elements=slot.unit.numel,
+            wire=self._wire,
         )
         self._flying.append(_Flight(slot, reduction, slot.place))
         slot.written.clear()
@@ -393,6 +399,10 @@ class Gradients:
         elif not self._cut and not slot.written:
             self._reopen(slot)
         self._zero_unwritten(slot, buffer.local)
+
+    def _land_all_of(self, slot: Slot) -> None:
+        while any(flight.slot is slot for flight in self._flying):
+            self._land()
 
     def _poll(self) -> None:
         while self._flying and self._flying[0].reduction.poll():

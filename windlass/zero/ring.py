@@ -28,6 +28,8 @@ class Ring:
 
     def bind(self, buffers: list[Buffer], transport: Transport) -> None:
         self._buffers, self._transport = buffers, transport
+        for place, buffer in enumerate(buffers):
+            buffer.place, buffer.ring = place, [other.parts for other in buffers] if buffer.parts else []
         self._free = deque(range(len(buffers)))
 
     def borrow(self, numel: int) -> tuple[int, Buffer] | None:
@@ -40,8 +42,7 @@ class Ring:
         place = self._free.popleft()
         whole = self._buffers[place]
         self._transport.settle(whole)
-        parts = [part[:numel] for part in whole.parts]
-        return place, Buffer(whole.local[:numel], parts, whole.common, whole.key, whole.rounds)
+        return place, whole.first(numel)
 
     def give_back(self, place: int) -> None:
         self._free.append(place)

@@ -67,12 +67,21 @@ class Settings:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a step did. `norm` is of the whole unclipped gradient, loss scale removed."""
+    """What a step did.
+
+    Attributes:
+        norm: of the whole unclipped gradient, loss scale removed.
+        applied: the parameters were updated. If not, the gradient was not finite and is dropped.
+        clip: the factor that clipping came to.
+        flags: sums over ranks of the caller's numbers.
+        bad: the first parameter whose gradient is not finite, where that was looked for.
+    """
 
     norm: float
     applied: bool
     clip: float
     flags: list[float]
+    bad: str = ""
 
 
 class ShardedModel:
@@ -173,7 +182,7 @@ class ShardedModel:
         Args:
             limit: clip the gradient to this norm; 0: do not.
             scale: the loss scale that is in the gradients.
-            skip_overflow: a gradient that is not finite skips the update.
+            skip_overflow: expect gradients that are not finite now and then, and do not look for whose they are.
             flags: numbers that are added up over ranks on the way.
 
         Raises:
@@ -184,9 +193,9 @@ class ShardedModel:
             raise ModelError("there is no optimizer to step: pass one to initialize, or name one in the configuration")
         verdict = self._agree(flags or [])
         norm = verdict.norm / scale
-        if skip_overflow and not verdict.finite:
+        if not verdict.finite and (skip_overflow or (bad := self.first_bad())):
             self.forget_gradients()
-            return Outcome(norm, applied=False, clip=1.0, flags=verdict.flags)
+            return Outcome(norm, applied=False, clip=1.0, flags=verdict.flags, bad="" if skip_overflow else bad)
         if not self.settings.ignore_unused:
             self._refuse_unused(verdict.used)
         self.runtime.release_all()  # what stayed after an evaluation holds the old values
@@ -205,6 +214,21 @@ class ShardedModel:
             torch.autograd.graph.increment_version(unit.parameters)
         self._remember_versions()
         return Outcome(norm, applied=True, clip=clip, flags=verdict.flags)
+
+    def first_bad(self) -> str:
+        """The first parameter in model order whose reduced gradient is not finite; empty if all are, and only the sum
+        of their squares is not. Collective."""
+        mine: list[str | None] = [None]
+        for slot in self.slots:
+            if slot.holds and slot.shard is not None:
+                for piece in slot.unit.layout.pieces(slot.unit.state_start, slot.unit.state_stop):
+                    part = slot.shard.narrow(0, piece.offset, piece.numel)
+                    if not bool(torch.isfinite(part).all()):
+                        mine.append(slot.unit.names[piece.index])
+        found: list[list[str | None]] = [[]] * self.mesh.data.size
+        dist.all_gather_object(found, mine, group=self.mesh.data.process_group)
+        bad = {name for names in found for name in names}
+        return next((name for unit in self.units for name in unit.names if name in bad), "")
 
     def forget_gradients(self) -> None:
         """Drop the gradients of this step, and whatever is gathered for graphs that are gone."""
@@ -275,7 +299,8 @@ class ShardedModel:
         """Buffers for all units and gradients at once, then the values, unit by unit, from rank 0."""
         shared = [u for u in self.units if u.released or (u.trainable and self.policy.state)]
         needs: list[Need] = [unit.need(self.transport) for unit in shared] + self.gradients.needs()
-        buffers = self.transport.allocate(needs, self.device) if needs else []
+        lanes = len(self.gradients.slots)
+        buffers = self.transport.allocate(needs, self.device, lanes=lanes) if needs else []
         of_unit = {id(unit): buffer for unit, buffer in zip(shared, buffers, strict=False)}
         for unit, plan in zip(self.units, plans, strict=True):
             buffer = of_unit.get(id(unit))

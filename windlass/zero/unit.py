@@ -50,6 +50,7 @@ class Unit:
         self.state_start, self.state_stop = 0, layout.padded
         self.master: torch.Tensor | None = None
         self.secondary: torch.Tensor | None = None
+        self.lent: set[int] = set()  # parameters that hold a private copy inside GatheredParameters
         self.adopt: Callable[[Unit], bool] | None = None  # set by the runtime: gather it for whoever runs now
         self._pending: Pending = DONE
         self._secondary_valid = False
@@ -136,8 +137,9 @@ class Unit:
             near = self._regather.group
             self.secondary.copy_(cut(self.full, near.index, near.size))
             self._secondary_valid = True
-        for parameter in self.parameters:
-            mark_released(parameter, self)
+        for index, parameter in enumerate(self.parameters):
+            if index not in self.lent:
+                mark_released(parameter, self)
         self.presence = Presence.RELEASED
         if self.frees:
             self.full.untyped_storage().resize_(0)
@@ -149,7 +151,9 @@ class Unit:
             self.transport.publish(self.buffer)
 
     def _point(self) -> None:
-        for parameter, view in zip(self.parameters, self._views, strict=True):
+        for index, (parameter, view) in enumerate(zip(self.parameters, self._views, strict=True)):
+            if index in self.lent:
+                continue
             if isinstance(parameter, Released):
                 mark_present(parameter)
             parameter.data = view

@@ -40,9 +40,7 @@ def test_sums_are_compared_relative_to_their_size() -> None:
     assert not equal({"a": 1000.0, "b": -1000.0}, 1e-6)
 
 
-@pytest.mark.parametrize(
-    "name", ["windlass-0", "windlass-3-shm", "windlass-2-gloo", "ddp", "zro", "fsdp3", "none-kept"]
-)
+@pytest.mark.parametrize("name", ["windlass-0", "windlass-3-shm", "windlass-2-gloo", "ddp", "fsdp3", "none-kept"])
 def test_names_of_engines(name: str) -> None:
     assert check_name(name) == name
     assert synchronises(name) == (name != "none-kept")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -28,6 +30,14 @@ def test_groups_are_as_full_as_the_budget_allows() -> None:
     ]
 
 
+def test_growth_ends_with_the_size_itself() -> None:
+    from rig.growth import sizes_up_to
+    from rig.job import Size
+
+    assert [(s.hidden, s.layers) for s in sizes_up_to(Size())] == [(256, 4), (512, 8), (768, 12)]
+    assert [(s.hidden, s.layers) for s in sizes_up_to(Size(64, 1))] == [(64, 1)] * 3
+
+
 def test_turns_alternate() -> None:
     from rig.plan import turn
 
@@ -51,7 +61,7 @@ def test_floor_counts_what_each_stage_must_do() -> None:
     assert at("ddp") is None
 
 
-def _result(engine: str, losses: list[float], seconds: float, peak: int = 0) -> object:
+def _result(engine: str, losses: list[float], seconds: float, peak: int = 0) -> Any:
     from rig.measure import Result
 
     return Result(
@@ -68,7 +78,7 @@ def _result(engine: str, losses: list[float], seconds: float, peak: int = 0) -> 
     )
 
 
-def _measured(**seconds: float) -> object:
+def _measured(**seconds: float) -> Any:
     from rig.job import Size
     from rig.measure import Measured, _compare
 
@@ -141,7 +151,7 @@ def test_promises_are_about_engines_that_a_default_run_has() -> None:
     assert {*SPEED, *AGAINST, *MEMORY, *(rival for rival, _ in AGAINST.values())} <= set(engines)
 
 
-def _script(name: str) -> object:
+def _script(name: str) -> Any:
     from tests.unit.bench.conftest import BENCH
 
     return BENCH / name
