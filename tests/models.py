@@ -304,16 +304,17 @@ def branch_by_rank(place: Place) -> Batch:
 
 
 class TwoHeads(nn.Module):
-    """Returns two losses of one trunk."""
+    """Returns two losses of one trunk, which may be recomputed in each backward."""
 
-    def __init__(self) -> None:
+    def __init__(self, recompute: bool = False) -> None:
         super().__init__()
+        self.recompute = recompute
         self.blocks = nn.ModuleList(Block() for _ in range(2))
         self.heads = nn.ModuleDict({"a": nn.Linear(WIDTH, WIDTH), "b": nn.Linear(WIDTH, WIDTH)})
 
     def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         for block in self.blocks:
-            x = block(x)
+            x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
         return mse(self.heads["a"](x), y), mse(self.heads["b"](x), y.flip(-1))
 
 
@@ -356,6 +357,63 @@ def retained(call: Callable[..., Any], batch: Batch, backward: Callable[..., Non
     backward(loss, retain_graph=True)
     backward(loss)
     return loss.detach()
+
+
+def discarded(call: Callable[..., Any], batch: Batch, backward: Callable[..., None]) -> Tensor:
+    """A forward whose graph is dropped, before and after the one that counts."""
+    call(x=batch["y"], y=batch["x"])
+    loss = call(**batch)
+    call(x=batch["y"], y=batch["x"])
+    backward(loss)
+    return loss.detach()
+
+
+class Fragile(nn.Module):
+    """Raises in the middle of its forward when told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(FragileBlock() for _ in range(3))
+
+    def forward(self, x: Tensor, y: Tensor, fail: bool = False) -> Tensor:
+        for index, block in enumerate(self.blocks):
+            x = block(x, fail and index == 1)
+        return mse(x, y)
+
+
+class FragileBlock(nn.Module):
+    """A block of `Fragile`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Block()
+
+    def forward(self, x: Tensor, fail: bool) -> Tensor:
+        x = self.inner(x)
+        if fail:
+            raise ArithmeticError("told to fail")
+        return x
+
+
+def interrupted(call: Callable[..., Any], batch: Batch, backward: Callable[..., None]) -> Tensor:
+    """A forward that raises, which the caller survives (out of memory, a bad sample), then one that counts."""
+    try:
+        call(**batch, fail=True)
+    except ArithmeticError:
+        pass
+    else:
+        raise AssertionError("the forward was told to fail")
+    return one_loss(call, batch, backward)
+
+
+def gradient_penalty(call: Callable[..., Any], batch: Batch, backward: Callable[..., None]) -> Tensor:
+    """A penalty on the gradient with respect to the inputs: a backward with a graph inside, then through it."""
+    x = batch["x"].clone().requires_grad_()
+    loss = call(x=x, y=batch["y"])
+    (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+    total = loss + 0.5 * slope.float().square().sum()
+    backward(total)
+    return total.detach()
 
 
 class Checkpointed(nn.Module):
@@ -805,6 +863,10 @@ ZOO: dict[str, Specimen] = {
         _specimen("alternating", mlp, rows, alternating),
         _specimen("summed_forwards", mlp, rows, summed_forwards),
         _specimen("retain_graph", mlp, rows, retained),
+        _specimen("discarded_forward", mlp, rows, discarded),
+        _specimen("interrupted_forward", Fragile, rows, interrupted),
+        _specimen("gradient_penalty", mlp, rows, gradient_penalty),
+        _specimen("checkpoint_two_losses", lambda: TwoHeads(recompute=True), rows, two_losses),
         _specimen("checkpoint_reentrant", lambda: Checkpointed(True)),
         _specimen("checkpoint", lambda: Checkpointed(False)),
         _specimen("checkpoint_pairs_reentrant", lambda: CheckpointedPairs(True)),

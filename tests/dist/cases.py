@@ -11,6 +11,7 @@ from tests.models import ZOO
 from tests.oracle import Recipe
 
 TINY_BUCKETS = (("reduce_bucket_size", 600), ("allgather_bucket_size", 500))
+SMALL_BUCKETS = (("reduce_bucket_size", 60_000), ("allgather_bucket_size", 50_000))  # as tiny to a larger model
 FROZEN_KNOBS = (
     ("stage3_prefetch_bucket_size", 0),
     ("stage3_max_live_parameters", 0),
@@ -61,7 +62,9 @@ def recipe_of(row: dict[str, Any]) -> Recipe:
 
 def setting_of(row: dict[str, Any]) -> Setting:
     """How the row asks the engine to train it."""
-    zero: tuple[tuple[str, Any], ...] = TINY_BUCKETS if row["buckets"] == "tiny" else ()
+    zero: tuple[tuple[str, Any], ...] = ()
+    if row["buckets"] == "tiny":
+        zero = SMALL_BUCKETS if row["model"] == "four_blocks" else TINY_BUCKETS
     zero += {"default": (), "frozen": FROZEN_KNOBS, "merged": (("merge_below", 1000),)}[row["knobs"]]
     return Setting(
         stage=row["stage"],

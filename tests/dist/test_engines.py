@@ -69,7 +69,7 @@ def in_one_process(ranks: int) -> dict[str, Any]:
         for rank in range(ranks):
             loss = joint_loss(actor, critic, reference, rows(Place(step, 0, rank)))
             (loss / ranks).backward()
-            losses[-1].append(float(loss))
+            losses[-1].append(float(loss.detach()))
         for model, optimizer in zip((actor, critic), optimizers, strict=True):
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()

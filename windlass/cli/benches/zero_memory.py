@@ -16,7 +16,7 @@ from windlass.cli.benches.trainee import check_name
 from windlass.cli.benches.verdicts import EQUAL_SUMS, equal, verdict
 from windlass.cli.benches.work import ZeroMemoryWork
 
-ENGINES = ("ddp", "zro", "fsdp2", "windlass-0", "windlass-1", "windlass-2", "windlass-3")
+ENGINES = ("ddp", "zro", "fsdp2", "fsdp3", "windlass-0", "windlass-1", "windlass-2", "windlass-3")
 _TUTORIAL = ("windlass-3", "windlass-2", "windlass-1", "windlass-0")  # least memory first
 
 
