@@ -5,6 +5,7 @@ python bench/collectives.py --ranks 2
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import statistics
 import tempfile
@@ -35,7 +36,7 @@ def main(
     results: Annotated[Path, typer.Option(help="Folder of the JSON.")] = _RESULTS,
 ) -> None:
     """Time them in turns, print a table, write the JSON."""
-    from torch import multiprocessing
+    from torch.multiprocessing.spawn import spawn
 
     os.environ.update(OMP_NUM_THREADS="1", WINDLASS_LOG_LEVEL="WARNING")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -45,7 +46,7 @@ def main(
     answers = context.SimpleQueue()
     with tempfile.TemporaryDirectory(prefix="windlass-bench-") as folder:
         arguments = (ranks, sizes, rounds, f"file://{folder}/meeting", answers)
-        multiprocessing.start_processes(_rank, arguments, nprocs=ranks, start_method="spawn")
+        spawn(_rank, arguments, nprocs=ranks)
         measured = answers.get()
     console = screen()
     for size in sizes:
@@ -120,12 +121,12 @@ def _ours(transport: str, elements: int, rank: int, ranks: int) -> Works:
     needs = [Need(elements, torch.float32), Need(elements, torch.float32)]
     if transport == "shm":
         needs.append(Need(elements, torch.float32, common=True))
-    gradients, *parameters = ours.allocate(needs, cpu)
+    gradients, *parameters = ours.allocate(needs, cpu, lanes=1)
     out = torch.zeros(elements // ranks)
 
     def reduce() -> None:
         ours.settle(gradients)
-        ours.reduce(gradients, out, add=False, factor=1.0, elements=elements, wire=torch.float32).wait()
+        ours.reduce(0, gradients, out, add=False, factor=1.0, elements=elements, wire=torch.float32).wait()
 
     def gather(buffer: Any) -> None:
         ours.settle(buffer)

@@ -38,7 +38,8 @@ class Result:
     compute: list[float] = field(default_factory=list)  # forward and backward of timed steps
     between: list[float] = field(default_factory=list)  # from the end of a step to the start of the next
     traffic: dict[str, Any] | None = None
-    floor: float | None = None
+    floor: float | None = None  # seconds
+    floor_ratio: float | None = None  # over the step of `BASE` in the same group
 
     @property
     def median(self) -> float:
@@ -64,6 +65,11 @@ class Result:
     def ratio(self) -> float:
         """The median of `ratios`."""
         return statistics.median(self.ratios)
+
+    @property
+    def share_of_floor(self) -> float | None:
+        """The floor over the step, both as multiples of `BASE`, which may be in several groups."""
+        return None if self.floor_ratio is None else self.floor_ratio / self.ratio
 
     @property
     def bytes_per_parameter(self) -> float:
@@ -158,13 +164,15 @@ def _time(measured: Measured, names: list[str], effort: Effort, say: Say) -> Non
                 squads[name] = Squad(Job(name, ranks, size))
                 squads[name].ask("build", watch=False)
                 squads[name].ask("steps", count=1)
-            before = len(results[BASE].compute)
+            before, rounds_before = len(results[BASE].compute), len(results[BASE].rounds)
             roofs = _roofs(squads[BASE])
             _rounds(squads, results, effort)
             compute = statistics.median(results[BASE].compute[before:])  # of this group: the machine may change
+            base = statistics.median(s for one in results[BASE].rounds[rounds_before:] for s in one)
             for name, squad in squads.items():
                 results[name].traffic = squad.ask("traffic")[0]
-                results[name].floor = floor(name, results[name].parameters, ranks, compute, roofs)
+                least = floor(name, results[name].parameters, ranks, compute, roofs)
+                results[name].floor, results[name].floor_ratio = least, least and least / base
             measured.roofs.append(roofs)
         finally:
             for squad in squads.values():

@@ -75,14 +75,8 @@ def _time_cells(result: Result, target: float | None) -> list[str]:
         f"{min(result.ratios):.2f}-{max(result.ratios):.2f}",
         *_against(result.ratio, target, 3),
         f"{result.floor * 1e3:.0f}" if result.floor else "",
-        f"{_share_of_floor(result):.0%}" if result.floor else "",
+        f"{result.share_of_floor:.0%}" if result.share_of_floor else "",
     ]
-
-
-def _share_of_floor(result: Result) -> float:
-    """Floor over step, each as a multiple of `none` in the same rounds: `none` may be in several groups."""
-    assert result.floor is not None
-    return result.floor / result.base_median / result.ratio
 
 
 def _memory_cells(result: Result, target: float | None) -> list[str]:
@@ -125,7 +119,7 @@ def plain(measured: Measured) -> dict[str, Any]:
                 "ratio": result.ratio,
                 "ratios": result.ratios,
                 "speed_target": speed_target(measured, name),
-                "share_of_floor": _share_of_floor(result) if result.floor else None,
+                "share_of_floor": result.share_of_floor,
                 "time_outside_steps": sum(result.between) / (sum(result.between) + sum(result.steps)),
                 "median_compute_ms": statistics.median(result.compute) * 1e3,
             }

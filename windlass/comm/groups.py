@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -33,6 +34,13 @@ class DataMesh:
     shard: Group
     replicate: Group
     regather: Group | None = None
+
+    def close(self) -> None:
+        """Give back the groups' sockets; nobody may communicate over them after that."""
+        groups = [group for group in (self.data, self.shard, self.replicate, self.regather) if group is not None]
+        for process_group in {id(group.process_group): group.process_group for group in groups}.values():
+            with contextlib.suppress(ValueError):  # it went with the default group, or was closed before
+                dist.destroy_process_group(process_group)
 
 
 def _groups_of(world: list[list[int]], rank: int) -> Group:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from weakref import finalize, ref
 
 import torch
 import torch.distributed as dist
@@ -146,6 +147,7 @@ class ShardedModel:
         if optimizer is not None:
             self.use_optimizer(optimizer)
         self._handles: list[RemovableHandle] = []
+        self._closer = finalize(self, mesh.close)
         self._attach(blocks)
         self.loss_scale: Callable[[], float] = lambda: 1.0  # what is in the gradients now
         self._versions: dict[int, int] = {}
@@ -282,6 +284,7 @@ class ShardedModel:
         self.units = []
         if self.group.size > 1:  # peers may still read what goes away with this
             dist.barrier(group=self.group.process_group)
+        self._closer()
 
     # construction
 
@@ -344,9 +347,15 @@ class ShardedModel:
             places += [(number, index) for index in range(len(slot.unit.parameters))]
         parameters = [self.slots[number].unit.parameters[index] for number, index in places]
 
+        # torch holds these hooks where Python's garbage collector can't see them: one that held the model would keep it
+        # (and its memory) for ever
+        runtime, gradients = ref(self.runtime), ref(self.gradients)
+
         def arrived(which: int) -> None:
-            self.runtime.note_backward()
-            self.gradients.arrive(*places[which])
+            now, then = runtime(), gradients()
+            if now is not None and then is not None:
+                now.note_backward()
+                then.arrive(*places[which])
 
         self._handles += attach_gradients(parameters, arrived)
         if any(unit.released for unit in self.units):

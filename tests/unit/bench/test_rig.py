@@ -75,6 +75,7 @@ def _result(engine: str, losses: list[float], seconds: float, peak: int = 0) -> 
         compute=[0.5],
         between=[0.0],
         floor=seconds / 2,
+        floor_ratio=0.5,
     )
 
 
@@ -93,6 +94,7 @@ def _measured(**seconds: float) -> Any:
 def test_ratios_are_of_the_same_round() -> None:
     measured = _measured(none=1.0, ddp=1.25)
     assert measured.results["ddp"].ratios == [1.25, 1.25]  # though the second round was twice as slow
+    assert measured.results["ddp"].share_of_floor == 0.5 / 1.25
     assert measured.results["ddp"].bytes_per_parameter == 14.0
 
 
