@@ -23,6 +23,7 @@ def save_engine(
     """See `Engine.save_checkpoint`."""
     model = engine._sharded
     model.gradients.finish()
+    model.take_edits()
     name = tag if tag is not None else f"global_step{engine.global_steps}"
     shards = list(_parameters(engine, trainable_only))
     tensors = {} if trainable_only else _buffers(engine)

@@ -202,7 +202,7 @@ class ShardedModel:
             self._refuse_unused(verdict.used)
         self.runtime.release_all()  # what stayed after an evaluation holds the old values
         self.gradients.spread()
-        self._take_edits()
+        self.take_edits()
         clip = clip_coefficient(norm, limit)
         started = []
         for batch in self.update.run(verdict.used, scale / clip):
@@ -426,7 +426,7 @@ class ShardedModel:
         for one in pending:
             one.wait()
 
-    def _take_edits(self) -> None:
+    def take_edits(self) -> None:
         """A parameter that was changed in place since the last step: its master follows, or the change would be
         lost."""
         for slot in self.slots:

@@ -24,6 +24,7 @@ def full_param(parameter: nn.Parameter) -> torch.Tensor:
     if place.unit.master is None:
         with place.model.runtime.holding([place.unit]):
             return place.unit.parameter_view(place.unit.full, place.index).detach().clone()
+    place.model.take_edits()
     return _assemble(place, place.unit.master)
 
 
@@ -141,6 +142,7 @@ def set_full_state(parameter: nn.Parameter, key: str, value: torch.Tensor) -> No
 def local_param(parameter: nn.Parameter) -> torch.Tensor:
     """This rank's piece of the master weight, flat, as a view; empty where other ranks have it all."""
     place = require(parameter)
+    place.model.take_edits()
     for index, _, _, piece in place.model.state_pieces(place.unit):
         if index == place.index:
             return piece
