@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,10 @@ from windlass.comm.groups import Group
 from windlass.comm.ordered_sum import ordered_sum, sum_of_squares
 from windlass.comm.traffic import Traffic
 from windlass.comm.transport import Buffer, Need, Reduction, Ways, cut
+
+# torch 2.13 renamed both; the older names warn there, the newer ones do not exist in 2.10
+_ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class _Wire:
@@ -165,7 +170,7 @@ class NcclTransport(_Wire):
     def _gather(self, flat: torch.Tensor) -> Iterator[dist.Work]:
         group = self.group
         own = cut(flat, group.index, group.size)
-        work = dist.all_gather_into_tensor(flat, own, group=group.process_group, async_op=True)
+        work = _ALL_GATHER(flat, own, group=group.process_group, async_op=True)
         assert work is not None
         yield work
 
@@ -213,7 +218,7 @@ class NcclReduction(_Summed):
         if group.size > 1:
             self._sum = torch.empty(out.numel(), dtype=wire, device=out.device)
             pg = group.process_group
-            self._work = dist.reduce_scatter_tensor(self._sum, self._sent, group=pg, async_op=True)
+            self._work = _REDUCE_SCATTER(self._sum, self._sent, group=pg, async_op=True)
 
 
 class WholeReduction(_Summed):
