@@ -13,6 +13,15 @@ from tests.models import Batch, Place, Specimen
 VOCABULARY = 40
 
 
+def _checkpoint(model: Any, *, reentrant: bool) -> None:
+    """Turn activation checkpointing on, under its newer name where transformers has it."""
+    newer = getattr(model, "activation_checkpointing_enable", None)
+    if newer is not None:
+        newer({"use_reentrant": reentrant})
+    else:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+
+
 def llama() -> nn.Module:
     """Two layers with grouped queries, non-reentrant checkpointing."""
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -28,7 +37,7 @@ def llama() -> nn.Module:
         use_cache=False,
     )
     model = LlamaForCausalLM(config)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    _checkpoint(model, reentrant=False)
     return model
 
 
@@ -50,7 +59,7 @@ def gpt2() -> nn.Module:
         use_cache=False,
     )
     model = GPT2LMHeadModel(config)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+    _checkpoint(model, reentrant=True)
     model.enable_input_require_grads()
     return model
 
@@ -71,7 +80,7 @@ def t5() -> nn.Module:
         use_cache=False,
     )
     model = T5ForConditionalGeneration(config)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    _checkpoint(model, reentrant=False)
     return model
 
 

@@ -838,8 +838,8 @@ def _specimen(
 
 # Traits: `moving` - which parameters get a gradient depends on the place; `divergent` - ranks run different modules;
 # `chaotic` - gradients no larger than their rounding, which AdamW would blow up to full steps;
-# `fp32` - made of its own dtypes, or unstable in 16 bits; `once` - the forward depends on buffers that ranks share,
-# which DDP's rule settles only without accumulation.
+# `fp32` - made of its own dtypes, or unstable in 16 bits; `rounds` - computes in 16 bits whatever the precision;
+# `once` - the forward depends on buffers that ranks share, which DDP's rule settles only without accumulation.
 ZOO: dict[str, Specimen] = {
     specimen.name: specimen
     for specimen in (
@@ -853,7 +853,7 @@ ZOO: dict[str, Specimen] = {
         _specimen("frozen", frozen),
         _specimen("frozen_first", frozen_first),
         _specimen("lora", lora),
-        _specimen("mixed", mixed, rows, one_loss, "fp32"),
+        _specimen("mixed", mixed, rows, one_loss, "fp32", "rounds"),
         _specimen("unused_always", UnusedAlways),
         _specimen("unused_by_step", Branches, branch_by_step, one_loss, "moving"),
         _specimen("unused_by_micro", Branches, branch_by_micro, one_loss, "moving"),

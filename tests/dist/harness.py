@@ -295,6 +295,11 @@ class Pool:
                 worker.process.join()
         self._workers = []
 
+    def end(self) -> None:
+        """End the workers for good and remove their logs."""
+        self.close()
+        self._folder.cleanup()
+
 
 @contextlib.contextmanager
 def _quiet_environment() -> Any:
@@ -340,7 +345,7 @@ def shared_pool() -> Pool:
     global _pool
     if _pool is None:
         _pool = Pool()
-        atexit.register(_pool.close)
+        atexit.register(_pool.end)
     return _pool
 
 

@@ -6,6 +6,7 @@ import logging
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from tests.dist.harness import run_ranks
@@ -176,3 +177,39 @@ def cast_by_engine(setting: Setting) -> list[float]:
 def test_auto_cast_casts_the_inputs(stage: int) -> None:
     for losses in run_ranks(cast_by_engine, 2, Setting(stage=stage)):
         assert all(loss == loss for loss in losses)
+
+
+def ends_of_backward(stage: int, plain: bool, precision: str) -> list[int]:
+    """How often gradients were told that the backward ended, step by step, under reentrant checkpointing."""
+    subject = specimen("checkpoint_reentrant")
+    more = (("fp16", {"enabled": True, "loss_scale": 64}),) if precision == "fp16" else ()
+    recipe = Recipe(precision="fp32")
+    engine = start(subject, {**ds_config(recipe, Setting(stage=stage)), **dict(more)})
+    dtype = torch.float16 if precision == "fp16" else torch.float32
+    counts = []
+    ended = engine._sharded.gradients.end_backward
+
+    def counted() -> None:
+        counts[-1] += 1
+        ended()
+
+    callbacks = engine._sharded.runtime.on_backward_end
+    callbacks[callbacks.index(ended)] = counted
+    for step in range(2):
+        counts.append(0)
+        batch = cast(subject.batch(Place(step, 0, dist.get_rank())), dtype)
+        loss = engine(**batch)
+        if plain:
+            engine.scale(loss).backward()
+        else:
+            engine.backward(loss)
+        engine.step()
+    engine.destroy()
+    return counts
+
+
+@pytest.mark.parametrize("precision", ["fp16", "fp32"])
+@pytest.mark.parametrize("plain", [False, True])
+def test_backwards_inside_a_backward_do_not_end_it(stage: int, plain: bool, precision: str) -> None:
+    for counts in run_ranks(ends_of_backward, 2, stage, plain, precision):
+        assert counts == [1, 1]

@@ -85,7 +85,7 @@ def test_a_hang_shows_every_stack_a_death_its_exit_code_and_the_pool_starts_agai
             pool.run(dies, 1)
         assert pool.run(summed, 1, 1.0)[0]["world"] == 1
     finally:
-        pool.close()
+        pool.end()
 
 
 def returns_a_lambda() -> Any:

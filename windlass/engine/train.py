@@ -102,6 +102,7 @@ class Engine(nn.Module):
             f"backward takes a scalar loss, not {tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss)}"
         )
         self._weight = 1.0 / self.progress.batch.accumulation if scale_wrt_gas else 1.0
+        self._note_backward_of(loss)
         self._scaled = True
         self._reporter.saw_loss(loss)
         try:
@@ -115,6 +116,7 @@ class Engine(nn.Module):
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """`loss` times the loss scale; call `.backward()` on it where `engine.backward` does not fit."""
+        self._note_backward_of(loss)
         self._scaled = True
         return loss.float() * self._scaler.scale if self._scaler.scale != 1.0 else loss
 
@@ -220,6 +222,11 @@ class Engine(nn.Module):
                 "Call engine.backward(loss), or engine.scale(loss).backward()"
             )
         self._blame.watch(unit, index, gradient)
+
+    def _note_backward_of(self, loss: torch.Tensor) -> None:
+        """See `attach_model`: whatever the model returned, its backward is known from the loss on."""
+        if loss.requires_grad and loss.grad_fn is not None:
+            loss.register_hook(lambda _: self._sharded.runtime.note_backward())
 
     def _backward_ended(self) -> None:
         self._scaled = False

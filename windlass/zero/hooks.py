@@ -30,10 +30,19 @@ class _Boundary(torch.autograd.Function):
 
 
 def attach_model(model: nn.Module, runtime: Runtime) -> list[RemovableHandle]:
-    """Tell the runtime when `model` runs."""
+    """Tell the runtime when `model` runs, and when a backward enters it: the outermost one must be known before any that
+    runs inside it (reentrant checkpointing), or the end of the first nested one would pass for the end of all."""
+
+    def after(module: nn.Module, args: Any, output: Any) -> None:
+        runtime.exit_model()
+        if torch.is_grad_enabled():
+            for tensor in tensors(output):
+                if tensor.requires_grad and tensor.grad_fn is not None:
+                    tensor.register_hook(lambda _: runtime.note_backward())
+
     return [
         model.register_forward_pre_hook(lambda *_: runtime.enter_model(), prepend=True),
-        model.register_forward_hook(lambda *_: runtime.exit_model(), always_call=True),
+        model.register_forward_hook(after, always_call=True),
     ]
 
 
