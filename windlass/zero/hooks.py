@@ -32,8 +32,8 @@ class _Boundary(torch.autograd.Function):
 def attach_model(model: nn.Module, runtime: Runtime) -> list[RemovableHandle]:
     """Tell the runtime when `model` runs, and when a backward enters it.
 
-    The outermost backward must be known before any that runs inside it (reentrant checkpointing), or the end of the first
-    nested one would pass for the end of all.
+    The outermost backward must be known before any that runs inside it (reentrant checkpointing), or the end of the
+    first nested one would pass for the end of all.
     """
 
     def after(module: nn.Module, args: Any, output: Any) -> None:
