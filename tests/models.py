@@ -55,11 +55,16 @@ class Specimen:
     traits: frozenset[str] = field(default_factory=frozenset)
 
 
-def rows(place: Place) -> Batch:
-    """A regression micro-batch: x and y [ROWS, WIDTH]."""
+def rows(place: Place, count: int = ROWS) -> Batch:
+    """A regression micro-batch: x and y [count, WIDTH]."""
     generator = place.generator()
-    x = torch.randn(ROWS, WIDTH, generator=generator)
-    return {"x": x, "y": torch.tanh(x.roll(1, -1)) + 0.1 * torch.randn(ROWS, WIDTH, generator=generator)}
+    x = torch.randn(count, WIDTH, generator=generator)
+    return {"x": x, "y": torch.tanh(x.roll(1, -1)) + 0.1 * torch.randn(count, WIDTH, generator=generator)}
+
+
+def many_rows(place: Place) -> Batch:
+    """Enough rows for their variance to be well away from zero."""
+    return rows(place, 8 * ROWS)
 
 
 def tokens(place: Place) -> Batch:
@@ -875,7 +880,7 @@ ZOO: dict[str, Specimen] = {
             "nested", Nested, lambda place: {"batch": rows(place)}, lambda c, b, k: nested_loss(c, b["batch"], k)
         ),
         _specimen("loss_outside", LossOutside, rows, loss_outside),
-        _specimen("batch_norm", Normalised, rows, one_loss, "chaotic", "fp32"),
+        _specimen("batch_norm", Normalised, many_rows, one_loss, "chaotic", "fp32"),
         _specimen("buffer_in_forward", BufferInForward, rows, one_loss, "once"),
         _specimen("odd_shapes", OddShapes),
         _specimen("other_method", OtherMethod),

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from tests.dist.cases import FACTORS, HF_FACTORS, allowed, name_of, recipe_of, setting_of
-from tests.dist.laws import ADAMW, SGD, Setting, bitwise_difference, hold, train_ranks_in_turn
+from tests.dist.cases import FACTORS, FROZEN_KNOBS, HF_FACTORS, allowed, name_of, recipe_of, setting_of
+from tests.dist.laws import ADAMW, SGD, Setting, bitwise_difference, hold, hold_all, train_ranks_in_turn
+from tests.models import ZOO
 from tests.oracle import Recipe
 from tests.pairwise import pairwise
 
@@ -27,6 +28,19 @@ def test_ranks_equal_one_process(row: dict[str, Any]) -> None:
 @pytest.mark.parametrize("row", HF_ROWS, ids=name_of)
 def test_hugging_face_models_equal_one_process(row: dict[str, Any]) -> None:
     hold(row["model"], recipe_of(row), setting_of(row))
+
+
+AWKWARD = [name for name, subject in ZOO.items() if "divergent" not in subject.traits]
+
+
+@pytest.mark.parametrize("name", AWKWARD)
+def test_every_model_with_every_parameter_released(name: str) -> None:
+    """Stage 3 at its strictest, where a model is most awkward: nothing persists, nothing is kept, nothing is merged."""
+    recipe = Recipe(accumulation=1 if "once" in ZOO[name].traits else 2, steps=3)
+    exact = "rounds" not in ZOO[name].traits
+    strict = [Setting(stage=3, transport=transport, zero=FROZEN_KNOBS) for transport in ("shm", "gloo")]
+    ahead = [Setting(stage=3, transport=transport, plain_backward=True) for transport in ("shm", "gloo")]
+    hold_all(name, recipe, strict + ahead, exact=exact)
 
 
 def test_every_pair_is_covered() -> None:
