@@ -106,7 +106,7 @@ def counters(stage: int) -> list[tuple[Any, ...]]:
     return [*seen, numbers]
 
 
-def test_counters_advance_as_the_contract_says(stage: int) -> None:
+def test_counters_advance_step_by_step(stage: int) -> None:
     for seen in run_ranks(counters, 2, stage):
         assert [row[0] for row in seen[:7]] == [False, False, True, False, False, True, False]
         assert [row[1] for row in seen[:7]] == [1, 2, 3, 4, 5, 6, 7]
