@@ -107,7 +107,9 @@ def unit_of(parameter: nn.Parameter) -> Unit | None:
     return entry[0]() if entry is not None else None
 
 
-def _bring(parameter: Released, what: str) -> None:
+def _bring(parameter: nn.Parameter, what: str) -> None:
+    if not isinstance(parameter, Released):
+        return  # came with another parameter of its unit
     unit = unit_of(parameter)
     if unit is None or unit.adopt is None or not unit.adopt(unit):
         raise _error(parameter, what)
