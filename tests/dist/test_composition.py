@@ -1,0 +1,186 @@
+"""Every 'yes' of the composition matrix is reached by a case that trains as plain PyTorch does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache, partial
+from itertools import combinations
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests import oracle
+from tests.dist.harness import run_ranks
+from tests.dist.laws import FP32_BOUND, RankTrace, Setting, complaints, ds_config, train_rank
+from tests.models import ZOO, Batch, Checkpointed, LoraBlock, Specimen, lora, mlp, rows
+from tests.oracle import Recipe, Trace
+from tests.pairwise import pairwise
+from windlass.config import composition, load
+from windlass.config.composition import AXES
+from windlass.optim.by_name import build
+
+Row = dict[str, str]
+Backward = Callable[..., None]
+
+OFFERED = {
+    axis: [name for name, value in values.items() if not value.unbuilt and not value.needs]
+    for axis, values in AXES.items()
+}
+ROWS = pairwise(OFFERED, lambda row: not composition.refused(row))
+
+# eps well above the rounding of a 16-bit gradient, which both divide by its own size
+OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "elementwise": ("AdamW", {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-4}),
+    "whole": ("Lamb", {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-4}),
+}
+SECTIONS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {"bf16": {"enabled": True}},
+    "fp16": {"fp16": {"enabled": True, "loss_scale": 64.0}},
+    "autocast": {"torch_autocast": {"enabled": True, "dtype": "bf16"}},
+}
+GROUPS: dict[str, dict[str, int]] = {
+    "data": {},
+    "mics": {"mics_shard_size": 2},
+    "hpz": {"zero_hpz_partition_size": 2},
+}
+
+
+def words(row: Row) -> str:
+    """A test id: the value of every axis that has a choice, after the axis where the value alone would not tell."""
+    dumb = ("stage", "accumulation", "checkpointing", "adapters", "overlap")
+    chosen = [(axis, value) for axis, value in row.items() if len(OFFERED[axis]) > 1]
+    return "-".join((f"{axis} {value}" if axis in dumb else value).replace(" ", "_") for axis, value in chosen)
+
+
+# ---------------------------------------------------------------------------------------------------- a row as a case
+
+
+def checkpointed(reentrant: bool, adapters: bool) -> nn.Module:
+    """Blocks under activation checkpointing, with frozen bases if they have adapters."""
+    model = Checkpointed(reentrant)
+    if adapters:
+        model.blocks = nn.ModuleList(LoraBlock() for _ in range(3))
+    return model
+
+
+def scaled(call: Any, batch: Batch, backward: Backward) -> Tensor:
+    """Plain backward with the loss scale in the loss."""
+    loss = call(**batch)
+    backward(call.scale(loss))
+    return loss.detach()
+
+
+def autocast(call: Any, batch: Batch, backward: Backward) -> Tensor:
+    """A forward under autocast, as the oracle does it."""
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = call(**batch)
+    backward(loss)
+    return loss.detach()
+
+
+def specimen_of(row: Row) -> Specimen:
+    """The model the row speaks of: its adapters and its checkpointing."""
+    adapters = row["adapters"] == "frozen base"
+    if row["checkpointing"] == "none":
+        return Specimen("row", lora if adapters else mlp, rows)
+    reentrant = {"reentrant": True, "nonreentrant": False}[row["checkpointing"]]
+    return Specimen("row", partial(checkpointed, reentrant, adapters), rows)
+
+
+def recipe_of(row: Row) -> Recipe:
+    """What the row trains. Groups of two need four ranks to be more than one."""
+    optimizer, params = OPTIMIZERS[row["optimizer"]]
+    return Recipe(
+        ranks=2 if row["parallel"] == "data" else 4,
+        accumulation=2 if row["accumulation"] == "many" else 1,
+        steps=3,
+        precision="fp32" if row["precision"] == "autocast" else row["precision"],
+        optimizer=optimizer,
+        optimizer_params=tuple(params.items()),
+    )
+
+
+def setting_of(row: Row) -> Setting:
+    """How the row asks the engine to train."""
+    return Setting(
+        stage=int(row["stage"]),
+        overlap=row["overlap"] == "on",
+        plain_backward=row["backward"] == "plain",
+        transport=row["transport"],
+        zero=tuple(GROUPS[row["parallel"]].items()),
+        config=(("comm", {"transport": row["transport"]}), *SECTIONS[row["precision"]].items()),
+    )
+
+
+def described(row: Row) -> Row:
+    """What the matrix makes of the configuration that the engine is given for this row."""
+    config = load(ds_config(recipe_of(row), setting_of(row)))
+    facts = {axis: row[axis] for axis in ("checkpointing", "adapters", "backward")}
+    return composition.describe(config, **facts)
+
+
+def train_row(row: Row) -> RankTrace:
+    """Train the row under the engine on this rank."""
+    subject = specimen_of(row)
+    if (row["precision"], row["backward"]) == ("fp16", "plain"):
+        subject = replace(subject, train=scaled)
+    with patch.dict(ZOO, {subject.name: subject}):
+        return train_rank(subject.name, recipe_of(row), setting_of(row))
+
+
+# ---------------------------------------------------------------------------------------------------- plain PyTorch
+
+
+def expected(row: Row) -> Trace:
+    """The oracle's trace of the row, which most of its axes must not change."""
+    return _expected(row["adapters"], row["checkpointing"], row["precision"] == "autocast", recipe_of(row))
+
+
+@cache
+def _expected(adapters: str, checkpointing: str, under_autocast: bool, recipe: Recipe) -> Trace:
+    subject = specimen_of({"adapters": adapters, "checkpointing": checkpointing})
+    if under_autocast:
+        subject = replace(subject, train=autocast)
+    return oracle.train(subject, recipe, partial(build, recipe.optimizer, dict(recipe.optimizer_params)))
+
+
+def first_losses(losses: list[list[float]]) -> Tensor:
+    """The losses of the first step, [ranks, micro-batches]: made from the initial weights alone."""
+    return torch.tensor(losses, dtype=torch.float64)
+
+
+# ---------------------------------------------------------------------------------------------------- the promise
+
+
+@pytest.mark.parametrize("row", ROWS, ids=words)
+def test_a_row_trains_as_plain_pytorch(row: Row) -> None:
+    recipe, wanted = recipe_of(row), expected(row)
+    found = run_ranks(train_row, recipe.ranks, row)
+    said = complaints(found, wanted, recipe, exact=row["precision"] == "fp32")
+    assert not said, "\n  ".join(["", *said[:12]])
+    # Before the first update nothing was summed in another order, so this bound is fp32's whatever the precision.
+    first = first_losses([trace.losses[0] for trace in found])
+    torch.testing.assert_close(first, first_losses(wanted.losses[0]), rtol=FP32_BOUND, atol=0)
+
+
+def test_the_first_losses_tell_precisions_apart() -> None:
+    """The bounds on 16-bit training would let one precision pass for another."""
+    base = next(row for row in ROWS if row["parallel"] == "data")
+    traces = [expected({**base, "precision": precision}) for precision in OFFERED["precision"]]
+    for a, b in combinations(traces, 2):
+        apart = first_losses(a.losses[0]) / first_losses(b.losses[0]) - 1
+        assert float(apart.abs().max()) > 10 * FP32_BOUND
+
+
+@pytest.mark.parametrize("row", ROWS, ids=words)
+def test_a_row_is_what_its_configuration_says(row: Row) -> None:
+    assert described(row) == row
+
+
+def test_the_rows_reach_every_pair_that_works() -> None:
+    assert not composition.uncovered([described(row) for row in ROWS])

@@ -1,0 +1,26 @@
+"""The nccl transport makes the calls that it should: its collectives run here over gloo, which knows them too."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+
+from tests.dist.harness import run_ranks
+from tests.dist.laws import RankTrace, Setting, complaints, expected, train_rank
+from tests.oracle import Recipe
+
+
+def through_nccl_calls(name: str, recipe: Recipe, setting: Setting) -> RankTrace:
+    from windlass.comm import choose
+    from windlass.comm.wire import NcclTransport
+
+    with mock.patch.object(choose, "GlooTransport", NcclTransport):
+        return train_rank(name, recipe, setting)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_nccls_collectives_train_as_one_process(precision: str, stage: int) -> None:
+    recipe = Recipe(ranks=2, accumulation=2, precision=precision)
+    found = run_ranks(through_nccl_calls, 2, "tied", recipe, Setting(stage=stage), transport="gloo")
+    assert not complaints(found, expected("tied", recipe), recipe)
