@@ -1,11 +1,17 @@
 """Optimizers, what may be done with them, loss scales and schedules. In reading order:
 
-lion, lamb, muon (optimizers torch lacks), by_name (configuration -> optimizer), elementwise (flat spans, fused steps),
-loss_scale (fp16), lr_schedule, lr_cycles, lr_warmups (schedules), schedules (configuration -> schedule).
+lion, lamb, muon (optimizers torch lacks), cpu_optimizer, cpu_adam, cpu_lion, cpu_adagrad, cpu_sgd, cpu_lamb, cpu (steps
+in host memory), by_name (configuration -> optimizer), elementwise (flat spans, fused steps), loss_scale (fp16),
+lr_schedule, lr_cycles, lr_warmups (schedules), schedules (configuration -> schedule).
 """
 
 from __future__ import annotations
 
+from windlass.optim.cpu_adagrad import CPUAdagrad as CPUAdagrad
+from windlass.optim.cpu_adam import CPUAdam as CPUAdam
+from windlass.optim.cpu_lamb import CPULamb as CPULamb
+from windlass.optim.cpu_lion import CPULion as CPULion
+from windlass.optim.cpu_sgd import CPUSGD as CPUSGD
 from windlass.optim.lamb import Lamb as Lamb
 from windlass.optim.lion import Lion as Lion
 from windlass.optim.muon import Muon as Muon

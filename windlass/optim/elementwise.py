@@ -7,6 +7,11 @@ from typing import Any
 
 import torch
 
+from windlass.optim.cpu_adagrad import CPUAdagrad
+from windlass.optim.cpu_adam import CPUAdam
+from windlass.optim.cpu_lion import CPULion
+from windlass.optim.cpu_optimizer import CPUOptimizer
+from windlass.optim.cpu_sgd import CPUSGD
 from windlass.optim.lion import Lion
 
 _ELEMENTWISE: frozenset[type[torch.optim.Optimizer]] = frozenset(
@@ -23,6 +28,10 @@ _ELEMENTWISE: frozenset[type[torch.optim.Optimizer]] = frozenset(
         torch.optim.ASGD,
         torch.optim.Rprop,
         Lion,
+        CPUAdam,
+        CPUAdagrad,
+        CPULion,
+        CPUSGD,
     }
 )
 _FUSED: tuple[type[torch.optim.Optimizer], ...] = (
@@ -66,7 +75,7 @@ def supports_grad_scale(optimizer: torch.optim.Optimizer) -> bool:
     Both are one-element fp32 tensors on the parameters' device: gradients are divided by `grad_scale` (and written back
     so), and where `found_inf` is 1 nothing is updated, moments and `step` included. Only fused steps read them.
     """
-    return type(optimizer) in _FUSED and _all_fused(optimizer)
+    return isinstance(optimizer, CPUOptimizer) or type(optimizer) in _FUSED and _all_fused(optimizer)
 
 
 def _all_fused(optimizer: torch.optim.Optimizer) -> bool:

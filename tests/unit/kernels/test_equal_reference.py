@@ -1,0 +1,160 @@
+"""Every native path computes, bit by bit, what the reference in PyTorch computes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.unit.kernels.rules import RULES, assert_same_bits, copy_of, piece
+from windlass.kernels.dispatch import REFERENCE, paths, update
+from windlass.kernels.piece import BLOCK, Piece
+
+NATIVE = [path for path in paths() if path != REFERENCE]
+FLOATS = [torch.float32, torch.bfloat16, torch.float16]
+STATES = [torch.float32, torch.bfloat16, torch.uint8]
+SIZES = st.one_of(st.integers(0, 40), st.integers(200, 1500), st.just(BLOCK), st.just(4 * BLOCK))
+
+pytestmark = pytest.mark.skipif(not NATIVE, reason="no native module was built")
+
+
+def values(count: int, seed: int, spread: float = 3.0) -> torch.Tensor:
+    """Normal numbers whose magnitudes differ by `spread` decades or so."""
+    generator = torch.Generator().manual_seed(seed)
+    scale = 10 ** (spread * (torch.rand(count, generator=generator) - 0.5))
+    return torch.randn(count, generator=generator) * scale
+
+
+def run_both(rule: str, path: str, ours: Piece, steps: int, seed: int, divisor: float = 1.0, threads: int = 2) -> None:
+    theirs = copy_of(ours)
+    for step in range(1, steps + 1):
+        ours.gradient.copy_(values(ours.gradient.numel(), seed + step))
+        numbers = RULES[rule](step)
+        update(numbers, [ours], divisor, path=path, threads=threads)
+        update(numbers, [theirs], divisor, path=REFERENCE)
+        assert_same_bits(ours, theirs)
+
+
+@pytest.mark.parametrize("path", NATIVE)
+@pytest.mark.parametrize("rule", RULES)
+@given(data=st.data())
+@settings(max_examples=12)
+def test_in_any_format_at_any_place(rule: str, path: str, data: st.DataObject) -> None:
+    count, seed, shift = data.draw(SIZES), data.draw(st.integers(0, 999)), data.draw(st.integers(0, 5))
+    parameter, gradient = data.draw(st.sampled_from(FLOATS)), data.draw(st.sampled_from(FLOATS))
+    state, lowered = data.draw(st.sampled_from(STATES)), data.draw(st.sampled_from([None, *FLOATS[1:]]))
+    divisor = data.draw(st.sampled_from([1.0, 64.0, 3.3]))
+    start = values(count, seed).to(parameter)
+    ours = piece(RULES[rule](1), start, torch.zeros(count, dtype=gradient), state, lowered, shift)
+    run_both(rule, path, ours, 3, seed, divisor)
+
+
+@pytest.mark.parametrize("path", NATIVE)
+@pytest.mark.parametrize("state", STATES, ids=str)
+@pytest.mark.parametrize("rule", ["adamw", "adam-amsgrad", "sgd-nesterov", "lamb"])
+def test_over_many_parts_of_work(rule: str, state: torch.dtype, path: str) -> None:
+    count = 300 * BLOCK + 77  # more than two threads take at once
+    ours = piece(RULES[rule](1), values(count, 1), torch.zeros(count, dtype=torch.bfloat16), state, torch.bfloat16)
+    run_both(rule, path, ours, 2, seed=2, threads=3)
+
+
+ODD = [0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1e-45, -1e-40, 3e38, -3e38, 1.0, 6e-8, 65519.0, 65520.0, 1e5]
+
+
+@pytest.mark.parametrize("path", NATIVE)
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_odd_values(rule: str, dtype: torch.dtype, path: str) -> None:
+    """Infinities, NaNs, signed zeros and subnormals, each as parameter with each as gradient."""
+    odd = torch.tensor(ODD)
+    parameters, gradients = odd.repeat_interleave(len(ODD)), odd.repeat(len(ODD))
+    for state in STATES[:2]:
+        ours = piece(RULES[rule](1), parameters.to(dtype), gradients.to(dtype), state, torch.float16)
+        theirs = copy_of(ours)
+        for step in (1, 2):
+            for path_of, own in ((path, ours), (REFERENCE, theirs)):
+                update(RULES[rule](step), [own], path=path_of)
+        assert_same_bits(ours, theirs)
+
+
+@pytest.mark.parametrize("path", NATIVE)
+def test_rounding_to_16_bits_is_torchs(path: str) -> None:
+    """Every bf16 and fp16 number, the middle between it and the next, and what stands just beside the middle."""
+    halves = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16)
+    for dtype in (torch.bfloat16, torch.float16):
+        exact = halves.view(dtype).float()
+        exact = exact[exact.isfinite()]
+        other = halves.view(dtype).roll(-1).float()[halves.view(dtype).isfinite()]
+        middle = (exact.double() + other.double()).div(2).float()
+        up, down = (middle.nextafter(torch.full_like(middle, side)) for side in (torch.inf, -torch.inf))
+        every = torch.cat([exact, middle, up, down])
+        rule = RULES["sgd"](1)
+        ours = piece(rule, every, torch.zeros_like(every), lowered=dtype)
+        update(rule, [ours], path=path)
+        assert ours.lowered is not None
+        expected = every.to(dtype)
+        same = (ours.lowered.view(torch.int16) == expected.view(torch.int16)) | (
+            expected.isnan() & ours.lowered.isnan()
+        )
+        assert same.all(), every[~same][:5]
+
+
+@pytest.mark.parametrize("path", NATIVE)
+@pytest.mark.parametrize("rule", [name for name in RULES if not name.startswith("lamb")])
+@given(cuts=st.lists(st.integers(0, 900), max_size=4), state=st.sampled_from(STATES[:2]))
+@settings(max_examples=8)
+def test_stepping_spans_is_stepping_the_whole(rule: str, path: str, cuts: list[int], state: torch.dtype) -> None:
+    count = 900
+    start, gradient = values(count, 5), values(count, 6)
+    whole = piece(RULES[rule](1), start, gradient, state)
+    edges = sorted({0, count, *cuts})
+    spans = [piece(RULES[rule](1), start[a:b], gradient[a:b], state) for a, b in zip(edges, edges[1:], strict=False)]
+    for step in (1, 2):
+        update(RULES[rule](step), [whole], path=path)
+        update(RULES[rule](step), spans, path=path)
+    joined = Piece(
+        torch.cat([span.parameter for span in spans]),
+        gradient,
+        tuple(torch.cat(parts) for parts in zip(*(span.states for span in spans), strict=True)),
+    )
+    assert_same_bits(whole, joined)
+
+
+@pytest.mark.parametrize("path", NATIVE)
+@pytest.mark.parametrize("rule", ["adamw", "lamb"])
+def test_the_number_of_threads_does_not_matter(rule: str, path: str) -> None:
+    count = 2000 * BLOCK + 3
+    one = piece(RULES[rule](1), values(count, 1), values(count, 2), torch.uint8)
+    several = copy_of(one)
+    update(RULES[rule](1), [one], path=path, threads=1)
+    update(RULES[rule](1), [several], path=path, threads=7)
+    assert_same_bits(one, several)
+
+
+@pytest.mark.parametrize("path", NATIVE)
+@pytest.mark.parametrize("shift", range(3))
+def test_nothing_outside_the_piece_is_written(path: str, shift: int) -> None:
+    for count in (0, 1, 7, 255, 257, 600):
+        for dtype, state in (
+            (torch.float32, torch.float32),
+            (torch.bfloat16, torch.bfloat16),
+            (torch.float16, torch.uint8),
+        ):
+            rule = RULES["adamw"](1)
+            wide = piece(rule, values(count + 128, 3).to(dtype), values(count + 128, 4).to(dtype), state, torch.float16)
+            inside = slice(64 + shift, 64 + shift + count)
+            scales = tuple(scale[: -(-count // BLOCK)].clone() for scale in wide.scales)
+            assert wide.lowered is not None
+            states = tuple(kept[inside] for kept in wide.states)
+            narrow = Piece(wide.parameter[inside], wide.gradient[inside], states, scales, wide.lowered[inside])
+            before = copy_of(wide)
+            update(rule, [narrow], path=path)
+            for own, old in zip(
+                wide.states + (wide.parameter, wide.lowered),
+                before.states + (before.parameter, before.lowered),
+                strict=True,
+            ):
+                assert old is not None
+                own[inside] = old[inside]
+                assert torch.equal(own, old)

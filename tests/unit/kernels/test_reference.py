@@ -1,0 +1,157 @@
+"""The reference itself: exact fused multiply-add, and laws of the narrow states."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from tests.unit.kernels.rules import RULES, nearest, piece
+from windlass.kernels.dispatch import REFERENCE, update
+from windlass.kernels.piece import BLOCK, scales_of
+from windlass.kernels.reference import decode, encode
+from windlass.kernels.reference.fused_multiply_add import fma
+from windlass.kernels.reference.narrow_rounding import noise, noise_of_state, round_to_bf16
+
+single = st.floats(width=32, allow_nan=False, allow_infinity=False)
+
+
+def rounded(exact: Fraction) -> float:
+    """The fp32 number nearest to `exact`, ties to even; found among the neighbours of a guess."""
+    guess = torch.tensor(float(exact), dtype=torch.float64).float()
+    around = [guess.nextafter(torch.tensor(-math.inf)), guess, guess.nextafter(torch.tensor(math.inf))]
+    finite = [value for value in around if value.isfinite()]
+    gaps = {int(value.view(torch.int32)): abs(Fraction(value.item()) - exact) for value in finite}
+    least = min(gaps.values())
+    closest = [bits for bits, gap in gaps.items() if gap == least]
+    best = closest[0] if len(closest) == 1 else next(bits for bits in closest if bits % 2 == 0)
+    return torch.tensor(best, dtype=torch.int32).view(torch.float32).item()
+
+
+@given(a=single, b=single, c=single)
+@example(a=1 + 2**-12, b=1 + 2**-12, c=2.0**-60)  # rounding to fp64 first would make a tie of it
+@example(a=1.0000001192092896, b=2.0**-25, c=1.0)
+@example(a=0.0, b=-1.0, c=0.0)
+def test_fma_rounds_the_exact_result_once(a: float, b: float, c: float) -> None:
+    exact = Fraction(a) * Fraction(b) + Fraction(c)
+    if abs(exact) >= Fraction(2) ** 127:
+        return
+    result = fma(torch.tensor([a]), torch.tensor([b]), torch.tensor([c])).item()
+    assert result == rounded(exact)
+
+
+def test_fma_passes_on_what_is_not_finite() -> None:
+    a = torch.tensor([torch.inf, torch.nan, torch.inf, 1.0])
+    b = torch.tensor([1.0, 1.0, 0.0, 1.0])
+    c = torch.tensor([-torch.inf, 0.0, 0.0, torch.inf])
+    torch.testing.assert_close(fma(a, b, c), a * b + c, equal_nan=True, rtol=0, atol=0)
+
+
+def in_blocks(count: int, signed: bool, decades: float = 3.0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(count)
+    sizes = 10 ** (-decades * torch.rand(count, generator=generator))
+    values = torch.randn(count, generator=generator) * sizes
+    return values if signed else values.square()
+
+
+@pytest.mark.parametrize("signed", [True, False])
+@given(count=st.integers(1, 3 * BLOCK), bits=st.integers(0, (1 << 20) - 1))
+def test_a_coded_value_is_one_of_its_neighbours(signed: bool, count: int, bits: int) -> None:
+    values = in_blocks(count, signed)
+    codes, scales = encode(values, torch.full((count,), bits), signed)
+    assert codes.dtype == torch.uint8 and scales.numel() == scales_of(count)
+    error = (decode(codes, scales, signed) - values).abs()
+    # A code spans an eighth of the value; below the smallest code lies a last step.
+    smallest = 1.125 * 2.0 ** (-15 if signed else -31) * scales.repeat_interleave(BLOCK)[:count]
+    step = torch.maximum(values.abs() / 8, smallest)
+    assert (error <= step * (1 + 1e-5)).all()
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_rounding_to_nearest_halves_the_error(signed: bool) -> None:
+    values = in_blocks(4 * BLOCK, signed)
+    values = values[values.abs() > 1e-3 * values.abs().max()]
+    error = (decode(*nearest(values, signed), signed) - values).abs() / values.abs()
+    assert error.max() <= 1 / 16 * (1 + 1e-5)
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_coding_what_was_decoded_changes_little_or_nothing(signed: bool) -> None:
+    codes, scales = nearest(in_blocks(4 * BLOCK, signed), signed)
+    again, same = nearest(decode(codes, scales, signed), signed)
+    torch.testing.assert_close(same, scales, rtol=1e-6, atol=0)
+    assert torch.equal(again, codes)
+
+
+def test_stochastic_rounding_is_right_on_average() -> None:
+    """The mean over all the noise there is equals the value, for codes of both kinds and for bf16."""
+    every = torch.arange(0, 1 << 20, 257)
+    for signed in (True, False):
+        for value in (0.777, 0.013, 3.1e-5, 1.1e-5) if signed else (0.777, 0.013, 3.1e-7):
+            block = torch.zeros(BLOCK)
+            block[0], block[1] = 1.0, value
+            means = torch.stack(
+                [decode(*encode(block, torch.full((BLOCK,), int(n)), signed), signed) for n in every[::9]]
+            )
+            assert means[:, 1].mean().item() == pytest.approx(value, rel=0.01)
+    values = torch.full((every.numel(),), 1.00123)
+    assert round_to_bf16(values, every).float().mean().item() == pytest.approx(1.00123, rel=1e-4)
+
+
+def test_the_noise_is_spread_evenly_and_differs_by_state_and_step() -> None:
+    parameter, gradient = torch.randn(1 << 16), torch.zeros(1 << 16)
+    bits = noise(parameter, gradient, 1)
+    for state in range(3):
+        own = noise_of_state(bits, state).double() / (1 << 20)
+        assert abs(own.mean() - 0.5) < 0.01 and abs(own.var() - 1 / 12) < 0.005
+    following = noise(parameter, gradient, 2)
+    together = torch.stack([noise_of_state(bits, 0), noise_of_state(following, 0), noise_of_state(bits, 1)]).double()
+    assert (torch.corrcoef(together) - torch.eye(3)).abs().max() < 0.03
+
+
+def test_a_second_moment_never_becomes_zero() -> None:
+    values = torch.zeros(BLOCK)
+    values[:5] = torch.tensor([1.0, 1e-12, 1e-30, 1e-44, 0.0])
+    codes, scales = encode(values, torch.zeros(BLOCK, dtype=torch.int64), signed=False)
+    assert (codes[:4] > 0).all() and not codes[4:].any()
+    assert (decode(codes, scales, signed=False)[:4] > 0).all()
+
+
+def test_a_block_with_an_infinity_or_nan_is_lost_and_no_other() -> None:
+    for bad in (torch.inf, torch.nan):
+        values = torch.ones(3 * BLOCK)
+        values[BLOCK + 7] = bad
+        for signed in (True, False):
+            decoded = decode(*nearest(values, signed), signed)
+            assert not decoded[BLOCK : 2 * BLOCK].isfinite().any()
+            torch.testing.assert_close(decoded[:BLOCK], values[:BLOCK])
+            torch.testing.assert_close(decoded[2 * BLOCK :], values[2 * BLOCK :])
+
+
+@pytest.mark.parametrize("state", [torch.bfloat16, torch.uint8], ids=str)
+def test_slow_averages_move_in_narrow_states(state: torch.dtype) -> None:
+    """With beta2 = 0.999 rounding to nearest would keep the second moment where it once was."""
+    count, steps = 4 * BLOCK, 1500
+    start = torch.randn(count, generator=torch.Generator().manual_seed(0))
+    rule = RULES["adamw"]
+    narrow, exact = (piece(rule(1), start, torch.ones(count), dtype) for dtype in (state, torch.float32))
+    update(rule(1), [narrow, exact], path=REFERENCE)
+    generator = torch.Generator().manual_seed(1)
+    for step in range(2, steps):
+        gradient = torch.randn(count, generator=generator) * 1e-3
+        for own in (narrow, exact):
+            own.gradient.copy_(gradient)
+        update(rule(step), [narrow, exact], path=REFERENCE)
+    stored = narrow.states[1].float() if not narrow.scales else decode(narrow.states[1], narrow.scales[1], False)
+    assert exact.states[1].mean() < 0.3e-3  # from 1e-3
+    assert stored.mean().item() == pytest.approx(exact.states[1].mean().item(), rel=0.05)
+
+
+def test_two_coded_moments_take_at_most_2_1_bytes_an_element() -> None:
+    count = 1_000_000
+    own = piece(RULES["adamw"](1), torch.zeros(count), torch.zeros(count), torch.uint8)
+    assert sum(tensor.nbytes for tensor in (*own.states, *own.scales)) <= 2.1 * count

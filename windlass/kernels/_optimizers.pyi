@@ -1,0 +1,17 @@
+"""The native optimizer updates: raw addresses and plain numbers; windlass.kernels.dispatch is the way to them."""
+
+from collections.abc import Sequence
+
+def instruction_sets() -> list[str]: ...
+def update(
+    instruction_set: str,
+    rule: int,
+    flags: int,
+    numbers: Sequence[float],
+    formats: tuple[int, int, int, int],
+    addresses: Sequence[tuple[int, int, int, int, int, int, int, int, int, int]],
+    divisor: float,
+    seed: int,
+    threads: int,
+) -> None: ...
+def prefer_huge_pages(address: int, bytes: int) -> None: ...

@@ -1,0 +1,161 @@
+// The module windlass.kernels._optimizers: optimizer updates on raw addresses, linked against nothing but Python.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/array.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <array>
+#include <cmath>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
+#include "job.hpp"
+#include "team.hpp"
+
+namespace nb = nanobind;
+
+namespace windlass {
+namespace {
+
+using Addresses = std::array<std::uint64_t, 10>;
+
+// Best first.
+std::vector<const InstructionSet*> supported() {
+    std::vector<const InstructionSet*> sets;
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+    const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+    if (avx2 && avx512) sets.push_back(&kAvx512);
+    if (avx2) sets.push_back(&kAvx2);
+#endif
+    sets.push_back(&kBaseline);
+    return sets;
+}
+
+std::string public_name(const InstructionSet& set) {
+    const std::string name = set.name;
+    if (name == "kAvx512") return "AVX-512";
+    if (name == "kAvx2") return "AVX2";
+#if defined(__aarch64__)
+    return "NEON";
+#else
+    return "baseline";
+#endif
+}
+
+std::vector<std::string> instruction_sets() {
+    std::vector<std::string> names;
+    for (const InstructionSet* set : supported()) names.push_back(public_name(*set));
+    return names;
+}
+
+const InstructionSet& find(const std::string& name) {
+    static const std::vector<const InstructionSet*> sets = supported();
+    for (const InstructionSet* set : sets) {
+        if (public_name(*set) == name) return *set;
+    }
+    throw std::invalid_argument("this processor has no " + name);
+}
+
+// Elements of one part of the work: several parts a thread, so that one that is held up does not hold up all.
+std::int64_t grain(std::int64_t elements, int threads) {
+    constexpr std::int64_t least = 128 * kBlock;
+    const std::int64_t share = elements / (threads * 8) / kBlock * kBlock;
+    return share < least ? least : share;
+}
+
+struct Part {
+    int piece;
+    std::int64_t begin, end;
+};
+
+std::vector<Part> cut(const std::vector<Piece>& pieces, int threads) {
+    std::int64_t elements = 0;
+    for (const Piece& piece : pieces) elements += piece.count;
+    const std::int64_t size = grain(elements, threads);
+    std::vector<Part> parts;
+    for (int number = 0; number < static_cast<int>(pieces.size()); ++number) {
+        const std::int64_t count = pieces[number].count;
+        for (std::int64_t begin = 0; begin < count; begin += size) {
+            parts.push_back({number, begin, count - begin < size ? count : begin + size});
+        }
+    }
+    return parts;
+}
+
+// |parameter| / |update| within bounds, 1 where either is 0, in fp32 as windlass.optim.lamb has it.
+float trust_ratio(const std::vector<double>& sums, const double* bounds) {
+    double weight = 0, update = 0;
+    for (std::size_t i = 0; i < sums.size(); i += 2) {
+        weight += sums[i];
+        update += sums[i + 1];
+    }
+    const auto above = static_cast<float>(std::sqrt(weight)), below = static_cast<float>(std::sqrt(update));
+    if (!(above > 0 && below > 0)) return 1.0f;
+    const float ratio = above / below, least = static_cast<float>(bounds[0]), most = static_cast<float>(bounds[1]);
+    return ratio < least ? least : ratio > most ? most : ratio;
+}
+
+std::vector<float> trust_ratios(const InstructionSet& set, const Job& job, const std::vector<Piece>& pieces,
+                                const std::vector<Part>& parts, int threads) {
+    std::vector<std::vector<double>> sums;
+    for (const Piece& piece : pieces) sums.emplace_back(2 * ((piece.count + kBlock - 1) / kBlock));
+    run_in_team(threads, static_cast<int>(parts.size()), [&](int number) {
+        const Part& part = parts[number];
+        set.norms(job, pieces[part.piece], part.begin, part.end, sums[part.piece].data());
+    });
+    std::vector<float> ratios;
+    for (const auto& of_piece : sums) ratios.push_back(trust_ratio(of_piece, job.numbers + 7));
+    return ratios;
+}
+
+void update(const std::string& instruction_set, int rule, unsigned flags, const std::vector<double>& numbers,
+            const std::array<int, 4>& formats, const std::vector<Addresses>& addresses, double divisor,
+            std::uint32_t seed, int threads) {
+    const InstructionSet& set = find(instruction_set);
+    const Job job = {static_cast<Rule>(rule), static_cast<Format>(formats[0]), static_cast<Format>(formats[1]),
+                     static_cast<Format>(formats[2]), static_cast<Format>(formats[3]), flags,
+                     static_cast<float>(divisor), seed, numbers.data()};
+    std::vector<Piece> pieces;
+    for (const Addresses& a : addresses) {
+        pieces.push_back({a[1], a[2], a[3], {a[4], a[5], a[6]}, {a[7], a[8], a[9]}, static_cast<std::int64_t>(a[0])});
+    }
+    const std::vector<Part> parts = cut(pieces, threads);
+    std::vector<float> ratios(pieces.size(), 1.0f);
+    if (job.rule == Rule::lamb) ratios = trust_ratios(set, job, pieces, parts, threads);
+    run_in_team(threads, static_cast<int>(parts.size()), [&](int number) {
+        const Part& part = parts[number];
+        set.update(job, pieces[part.piece], part.begin, part.end, ratios[part.piece]);
+    });
+}
+
+// Asks for huge pages under memory that nothing was written to yet; a system that has none ignores it.
+void prefer_huge_pages(std::uint64_t address, std::uint64_t bytes) {
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+    constexpr std::uint64_t page = 4096;
+    const std::uint64_t begin = (address + page - 1) / page * page, end = (address + bytes) / page * page;
+    if (end > begin) madvise(reinterpret_cast<void*>(static_cast<std::uintptr_t>(begin)), end - begin, MADV_HUGEPAGE);
+#else
+    (void)address, (void)bytes;
+#endif
+}
+
+}  // namespace
+}  // namespace windlass
+
+NB_MODULE(_optimizers, m) {
+    nb::set_leak_warnings(false);
+    m.doc() = "Optimizer updates on raw addresses; windlass.kernels.dispatch is the way to them.";
+    m.def("instruction_sets", &windlass::instruction_sets);
+    m.def("update", &windlass::update, nb::arg("instruction_set"), nb::arg("rule"), nb::arg("flags"),
+          nb::arg("numbers"), nb::arg("formats"), nb::arg("addresses"), nb::arg("divisor"), nb::arg("seed"),
+          nb::arg("threads"), nb::call_guard<nb::gil_scoped_release>());
+    m.def("prefer_huge_pages", &windlass::prefer_huge_pages, nb::arg("address"), nb::arg("bytes"));
+}

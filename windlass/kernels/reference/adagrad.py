@@ -1,0 +1,17 @@
+"""Adagrad on flat fp32 tensors, in the order of operations of torch's fused CPU step."""
+
+from __future__ import annotations
+
+import torch
+
+from windlass.kernels.reference.fused_multiply_add import fma, root
+from windlass.kernels.rules import COUPLED, Adagrad
+
+
+def adagrad(rule: Adagrad, parameter: torch.Tensor, gradient: torch.Tensor, states: list[torch.Tensor]) -> torch.Tensor:
+    """The new parameter; the state sum is replaced in the list. Source: Duchi et al., JMLR 12 (2011)."""
+    decay, eps, size = rule.numbers
+    if rule.flags & COUPLED:
+        gradient = fma(parameter, decay, gradient)
+    states[0] = fma(gradient, gradient, states[0])
+    return parameter - gradient * size / (root(states[0]) + eps)

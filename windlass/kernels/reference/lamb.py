@@ -1,0 +1,25 @@
+"""LAMB on flat fp32 tensors, in the order of operations of windlass.optim.Lamb."""
+
+from __future__ import annotations
+
+import torch
+
+from windlass.kernels.reference.fused_multiply_add import fma, root
+from windlass.kernels.rules import EPS_INSIDE, Lamb
+
+
+def lamb(rule: Lamb, parameter: torch.Tensor, gradient: torch.Tensor, states: list[torch.Tensor]) -> torch.Tensor:
+    """The new parameter; exp_avg and exp_avg_sq are replaced in the list. Source: arXiv:1904.00962, algorithm 2."""
+    beta1, rest1, beta2, rest2, eps, decay, size, least, most = rule.numbers
+    states[0] = fma(gradient, rest1, states[0] * beta1)
+    states[1] = fma(gradient * rest2, gradient, states[1] * beta2)
+    inside = rule.flags & EPS_INSIDE
+    denominator = root(states[1] + eps) if inside else root(states[1]) + eps
+    direction = states[0] / denominator
+    if decay:
+        direction = fma(parameter, decay, direction)
+    weight_norm, direction_norm = (tensor.double().square().sum().sqrt().float() for tensor in (parameter, direction))
+    ratio = torch.ones(())
+    if weight_norm > 0 and direction_norm > 0:
+        ratio = (weight_norm / direction_norm).clamp(least, most)
+    return parameter - direction * (ratio * size)

@@ -1,0 +1,16 @@
+"""Lion on flat fp32 tensors, in the order of operations of windlass.optim.Lion."""
+
+from __future__ import annotations
+
+import torch
+
+from windlass.kernels.reference.fused_multiply_add import fma
+from windlass.kernels.rules import Lion
+
+
+def lion(rule: Lion, parameter: torch.Tensor, gradient: torch.Tensor, states: list[torch.Tensor]) -> torch.Tensor:
+    """The new parameter; the state exp_avg is replaced in the list. Source: arXiv:2302.06675, algorithm 2."""
+    keep, beta1, rest1, beta2, rest2, size = rule.numbers
+    direction = fma(gradient, rest1, states[0] * beta1)
+    states[0] = fma(gradient, rest2, states[0] * beta2)
+    return parameter * keep - direction.sign() * size

@@ -1,0 +1,70 @@
+"""LAMB for parameters in host memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.optim.optimizer import ParamsT
+
+from windlass.base.errors import ConfigError
+from windlass.kernels.rules import Lamb
+from windlass.optim.cpu_optimizer import CPUOptimizer, check_range
+
+
+class CPULamb(CPUOptimizer):
+    """windlass.optim.Lamb in two passes, norms first. State: `step` (0-d fp32), `exp_avg`, `exp_avg_sq`.
+
+    The trust ratio is over each whole parameter, so a span of one may not be stepped alone. Source: You et al.,
+    arXiv:1904.00962, algorithm 2; the order of operations is windlass.optim.Lamb's.
+
+    Raises:
+        ConfigError: a value out of range.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        eps_inside_sqrt: bool = False,
+        weight_decay: float = 0.0,
+        max_coeff: float = 10.0,
+        min_coeff: float = 0.01,
+        maximize: bool = False,
+        state_dtype: str | torch.dtype = "fp32",
+    ) -> None:
+        check_range("CPULamb", tuple(betas), lr=lr, eps=eps, weight_decay=weight_decay)
+        if not 0 <= min_coeff <= max_coeff:
+            raise ConfigError(f"CPULamb: need 0 <= min_coeff <= max_coeff, got {min_coeff} and {max_coeff}")
+        defaults = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": tuple(betas),
+            "eps": eps,
+            "eps_inside_sqrt": eps_inside_sqrt,
+            "weight_decay": weight_decay,
+            "max_coeff": max_coeff,
+            "min_coeff": min_coeff,
+            "maximize": maximize,
+        }
+        super().__init__(params, defaults, state_dtype)
+
+    def _names(self, group: dict[str, Any]) -> tuple[tuple[str, bool], ...]:
+        return (("exp_avg", True), ("exp_avg_sq", False))
+
+    def _rule(self, group: dict[str, Any], step: int, first: bool) -> Lamb:
+        return Lamb(
+            lr=float(group["lr"]),
+            betas=tuple(group["betas"]),
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            bias_correction=group["bias_correction"],
+            eps_inside_sqrt=group["eps_inside_sqrt"],
+            min_coeff=group["min_coeff"],
+            max_coeff=group["max_coeff"],
+            maximize=group.get("maximize", False),
+            step=step,
+        )

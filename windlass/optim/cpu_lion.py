@@ -1,0 +1,40 @@
+"""Lion for parameters in host memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.optim.optimizer import ParamsT
+
+from windlass.kernels.rules import Lion
+from windlass.optim.cpu_optimizer import CPUOptimizer, check_range
+
+
+class CPULion(CPUOptimizer):
+    """windlass.optim.Lion in one pass. State: `exp_avg`. Source: Chen et al., arXiv:2302.06675, algorithm 2.
+
+    Raises:
+        ConfigError: a value out of range.
+    """
+
+    _counts = False
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        maximize: bool = False,
+        state_dtype: str | torch.dtype = "fp32",
+    ) -> None:
+        check_range("CPULion", tuple(betas), lr=lr, weight_decay=weight_decay)
+        defaults = {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay, "maximize": maximize}
+        super().__init__(params, defaults, state_dtype)
+
+    def _names(self, group: dict[str, Any]) -> tuple[tuple[str, bool], ...]:
+        return (("exp_avg", True),)
+
+    def _rule(self, group: dict[str, Any], step: int, first: bool) -> Lion:
+        return Lion(float(group["lr"]), tuple(group["betas"]), group["weight_decay"], group.get("maximize", False))

@@ -1,0 +1,216 @@
+"""What the optimizers for host memory have in common: narrow states, scaled gradients, 16-bit copies, state dicts."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch.optim.optimizer import ParamsT
+
+from windlass.base.errors import ConfigError, ModelError
+from windlass.kernels import reference
+from windlass.kernels.dispatch import prefer_huge_pages, update
+from windlass.kernels.piece import Piece, scales_of
+from windlass.kernels.rules import Rule
+
+_STATE_DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "8bit": torch.uint8}
+_NO_TENSORS: Mapping[torch.Tensor, torch.Tensor] = MappingProxyType({})
+_NEAREST = 1 << 19  # the noise with which `encode` rounds to nearest
+
+
+class CPUOptimizer(torch.optim.Optimizer):
+    """Base of the optimizers whose step is one pass over host memory (`docs/kernels.md`).
+
+    Four attributes are read by `step()` and are nobody's by default:
+
+    - `grad_scale`: one-element tensor; gradients are divided by it, not written; `torch.amp.GradScaler` sets it;
+    - `found_inf`: one-element tensor; where it is 1 nothing is updated, counters included;
+    - `lowered`: parameter -> bf16 or fp16 tensor that receives the new parameter, rounded to nearest even;
+    - `gradients`: parameter -> gradient that is taken instead of `.grad`, of any of the three dtypes.
+
+    Args:
+        state_dtype: of the moments: "fp32"; "bf16", rounded stochastically; or "8bit", two in 2.03 bytes an element.
+    """
+
+    _step_supports_amp_scaling = True
+    # No values here: GradScaler asks whether there are any.
+    grad_scale: torch.Tensor | None
+    found_inf: torch.Tensor | None
+    lowered: Mapping[torch.Tensor, torch.Tensor] = _NO_TENSORS
+    gradients: Mapping[torch.Tensor, torch.Tensor] = _NO_TENSORS
+
+    def __init__(self, params: ParamsT, defaults: dict[str, Any], state_dtype: str | torch.dtype) -> None:
+        super().__init__(params, {**defaults, "state_dtype": _state_dtype(type(self).__name__, state_dtype)})
+
+    @abstractmethod
+    def _names(self, group: dict[str, Any]) -> tuple[tuple[str, bool], ...]:
+        """The states that a parameter of `group` has: name, and whether values may be negative."""
+
+    @abstractmethod
+    def _rule(self, group: dict[str, Any], step: int, first: bool) -> Rule:
+        """The update of a parameter of `group` at its step number `step` (from 1); `first`: its states are fresh."""
+
+    _counts = True  # whether a parameter's state has `step`
+
+    def _start(self, group: dict[str, Any]) -> float:
+        """What states begin with."""
+        return 0.0
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step every parameter that has a gradient; returns what `closure` returns.
+
+        Raises:
+            ModelError: a parameter or gradient is not in host memory, sparse, or of a dtype that has no kernel.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        found_inf, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
+        if found_inf is not None and found_inf.item():
+            return loss
+        divisor = 1.0 if scale is None else float(scale.item())
+        for group in self.param_groups:
+            self._step_group(group, divisor)
+        return loss
+
+    def _step_group(self, group: dict[str, Any], divisor: float) -> None:
+        by_rule: dict[Rule, list[Piece]] = defaultdict(list)
+        stepped: list[torch.Tensor] = []
+        scattered: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for parameter in group["params"]:
+            gradient = self.gradients.get(parameter, parameter.grad)
+            if gradient is None:
+                continue
+            _check_dense(type(self).__name__, parameter, gradient)
+            values = parameter.detach()
+            if not values.is_contiguous():
+                values = values.contiguous()
+                scattered.append((parameter, values))
+            state, first = self._state_of(parameter, group)
+            rule = self._rule(group, int(state["step"].item()) if self._counts else 1, first)
+            by_rule[rule].append(self._piece(parameter, values, gradient, state, group))
+            stepped.append(parameter)
+        for rule, pieces in by_rule.items():
+            update(rule, pieces, divisor)
+        for parameter, values in scattered:
+            parameter.copy_(values)
+        if stepped:
+            # Addresses were written behind autograd's back: a graph that saved old values has to notice.
+            torch.autograd.graph.increment_version(stepped)
+
+    def _piece(
+        self,
+        parameter: torch.Tensor,
+        values: torch.Tensor,
+        gradient: torch.Tensor,
+        state: dict[str, Any],
+        group: dict[str, Any],
+    ) -> Piece:
+        names = [name for name, _ in self._names(group)]
+        scales = tuple(state[f"{name}_scale"] for name in names if f"{name}_scale" in state)
+        moments = tuple(state[name] for name in names)
+        return Piece(values, gradient.contiguous(), moments, scales, self.lowered.get(parameter))
+
+    def _state_of(self, parameter: torch.Tensor, group: dict[str, Any]) -> tuple[dict[str, Any], bool]:
+        """The state of `parameter`, made if need be, its counter advanced; and whether its moments are new."""
+        state = self.state[parameter]
+        if self._counts:
+            if "step" not in state:
+                state["step"] = torch.zeros((), dtype=torch.float32)
+            state["step"] += 1
+        first = False
+        for name, signed in self._names(group):
+            if state.get(name) is None:
+                first = True
+                self._make(state, name, signed, parameter, group)
+        return state, first
+
+    def _make(
+        self, state: dict[str, Any], name: str, signed: bool, parameter: torch.Tensor, group: dict[str, Any]
+    ) -> None:
+        dtype = _STATE_DTYPES[group.get("state_dtype", self.defaults["state_dtype"])]
+        moment = torch.empty(parameter.shape, dtype=dtype, device=parameter.device)
+        prefer_huge_pages(moment)
+        state[name] = moment.zero_()
+        if dtype == torch.uint8:
+            state[f"{name}_scale"] = torch.zeros(scales_of(parameter.numel()), dtype=torch.float32)
+        start = self._start(group)
+        if start:
+            _write(state, name, torch.full_like(moment, start, dtype=torch.float32), signed)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, but states come back as they were saved, or in this optimizer's `state_dtype`.
+
+        Torch would cast every state to its parameter's dtype, codes of 8 bits too.
+        """
+        chosen = [group["state_dtype"] for group in self.param_groups]
+        super().load_state_dict(state_dict)
+        saved_ids = [number for group in state_dict["param_groups"] for number in group["params"]]
+        own = [(group, parameter) for group in self.param_groups for parameter in group["params"]]
+        for group, state_dtype in zip(self.param_groups, chosen, strict=True):
+            group["state_dtype"] = state_dtype
+        for number, (group, parameter) in zip(saved_ids, own, strict=True):
+            saved = state_dict["state"].get(number)
+            if saved:
+                self._take_over(saved, parameter, group)
+
+    def _take_over(self, saved: Mapping[str, Any], parameter: torch.Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        for name, signed in self._names(group):
+            moment, scale = saved.get(name), saved.get(f"{name}_scale")
+            state.pop(f"{name}_scale", None)
+            if not isinstance(moment, torch.Tensor):
+                continue
+            self._make(state, name, signed, parameter, group)
+            if moment.dtype == state[name].dtype:
+                state[name].copy_(moment)
+                if scale is not None:
+                    state[f"{name}_scale"].copy_(scale)
+            else:
+                wide = moment.float() if scale is None else reference.decode(moment.reshape(-1), scale, signed)
+                _write(state, name, wide.view(parameter.shape), signed)
+
+
+def _write(state: dict[str, Any], name: str, values: torch.Tensor, signed: bool) -> None:
+    """Store fp32 values in the state's own format, to nearest."""
+    if state[name].dtype != torch.uint8:
+        state[name].copy_(values)
+        return
+    flat = values.reshape(-1)
+    codes, scales = reference.encode(flat, torch.full_like(flat, _NEAREST, dtype=torch.int64), signed)
+    state[name].view(-1).copy_(codes)
+    state[f"{name}_scale"].copy_(scales)
+
+
+def _state_dtype(owner: str, given: str | torch.dtype) -> str:
+    for name, dtype in _STATE_DTYPES.items():
+        if given in (name, dtype):
+            return name
+    raise ConfigError(f"{owner}: state_dtype is {given!r}; it must be one of {', '.join(_STATE_DTYPES)}")
+
+
+def _check_dense(owner: str, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+    if gradient.is_sparse:
+        raise ModelError(
+            f"{owner}: the gradient of a parameter of shape {tuple(parameter.shape)} is sparse; make it dense"
+        )
+    if parameter.device.type != "cpu":
+        raise ModelError(
+            f"{owner}: a parameter of shape {tuple(parameter.shape)} is on {parameter.device}; this optimizer updates "
+            f"host memory only: use the class of torch.optim, or offload the optimizer (offload_optimizer)"
+        )
+
+
+def check_range(owner: str, betas: tuple[float, ...] = (), **at_least_zero: float) -> None:
+    """Raise ConfigError unless every value is at least 0 and every beta in [0, 1)."""
+    for name, value in at_least_zero.items():
+        if not value >= 0:
+            raise ConfigError(f"{owner}: {name} is {value}; it must be at least 0")
+    if not all(0 <= beta < 1 for beta in betas):
+        raise ConfigError(f"{owner}: betas are {tuple(betas)}; each must be in [0, 1)")

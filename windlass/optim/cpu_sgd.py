@@ -1,0 +1,62 @@
+"""SGD for parameters in host memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.optim.optimizer import ParamsT
+
+from windlass.base.errors import ConfigError
+from windlass.kernels.rules import SGD
+from windlass.optim.cpu_optimizer import CPUOptimizer, check_range
+
+
+class CPUSGD(CPUOptimizer):
+    """SGD: results are those of torch's fused step. State: `momentum_buffer` where there is a momentum.
+
+    Raises:
+        ConfigError: a value out of range, or `nesterov` without momentum or with dampening.
+    """
+
+    _counts = False
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        maximize: bool = False,
+        state_dtype: str | torch.dtype = "fp32",
+    ) -> None:
+        check_range("CPUSGD", lr=lr, momentum=momentum, weight_decay=weight_decay)
+        if nesterov and (momentum <= 0 or dampening != 0):
+            raise ConfigError(
+                f"CPUSGD: nesterov needs a momentum and no dampening; they are {momentum} and {dampening}"
+            )
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "dampening": dampening,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov,
+            "maximize": maximize,
+        }
+        super().__init__(params, defaults, state_dtype)
+
+    def _names(self, group: dict[str, Any]) -> tuple[tuple[str, bool], ...]:
+        return (("momentum_buffer", True),) if group["momentum"] else ()
+
+    def _rule(self, group: dict[str, Any], step: int, first: bool) -> SGD:
+        return SGD(
+            lr=float(group["lr"]),
+            momentum=group["momentum"],
+            dampening=group["dampening"],
+            weight_decay=group["weight_decay"],
+            nesterov=group["nesterov"],
+            maximize=group["maximize"],
+            first=first,
+        )
