@@ -1,0 +1,56 @@
+"""Tiers on every engine that this machine has."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from windlass.base.errors import StorageError
+from windlass.storage import DiskTier
+from windlass.storage.engine import ENGINES, start_engine
+
+MakeTier = Callable[..., DiskTier]
+
+
+def refusal(engine: str) -> str | None:
+    """Why this machine lacks an engine; None if it has it."""
+    file = os.open(os.devnull, os.O_RDWR)
+    try:
+        start_engine([file], asked=engine, depth=1, threads=1, largest=4096, alignment=1).engine.close()
+    except StorageError as error:
+        return str(error)
+    finally:
+        os.close(file)
+    return None
+
+
+@pytest.fixture(params=ENGINES)
+def engine(request: pytest.FixtureRequest) -> str:
+    why = refusal(request.param)
+    if why is not None:
+        pytest.skip(why)
+    return str(request.param)
+
+
+@pytest.fixture
+def make_tier(tmp_path: Path) -> Iterator[MakeTier]:
+    """Makes tiers with small blocks on one directory, unless told otherwise; all are closed at the end."""
+    tiers: list[DiskTier] = []
+
+    def make(*, paths: Any = None, block_size: int = 8192, queue_depth: int = 4, **options: Any) -> DiskTier:
+        tier = DiskTier(paths or [tmp_path / "disk"], block_size=block_size, queue_depth=queue_depth, **options)
+        tiers.append(tier)
+        return tier
+
+    yield make
+    for tier in tiers:
+        tier.close()
+
+
+@pytest.fixture
+def tier(make_tier: MakeTier, engine: str) -> DiskTier:
+    return make_tier(engine=engine)

@@ -1,0 +1,13 @@
+"""Homes away from the device, in reading order: space, spans, rates, failure, memory, claim, stripes,
+python_engine, engine, transfer, mover, tier, slot."""
+
+from __future__ import annotations
+
+from windlass.storage.engine import path_in_use as path_in_use
+from windlass.storage.memory import buffer_bytes as buffer_bytes
+from windlass.storage.memory import free_memory as free_memory
+from windlass.storage.rates import Rates as Rates
+from windlass.storage.slot import Home as Home
+from windlass.storage.slot import Slot as Slot
+from windlass.storage.tier import DiskTier as DiskTier
+from windlass.storage.transfer import Extent as Extent

@@ -1,0 +1,43 @@
+"""What the system says about files, put into words with what to do about it."""
+
+from __future__ import annotations
+
+import errno
+import os
+
+_ADVICE = {
+    errno.ENOSPC: "free space there, or name another directory (nvme_path)",
+    errno.EDQUOT: "your quota there is used up; free some of it, or name another directory (nvme_path)",
+    errno.EFBIG: "files may not grow that large here; raise the limit (ulimit -f), or name another file system",
+    errno.EACCES: "name a directory that you may write to (nvme_path)",
+    errno.EPERM: "name a directory that you may write to (nvme_path)",
+    errno.EROFS: "it is mounted read-only; name another directory (nvme_path)",
+    errno.ENOTDIR: "a file is where a directory should be; name a directory (nvme_path)",
+    errno.EEXIST: "a file is where a directory should be; name a directory (nvme_path)",
+    errno.EMFILE: "too many open files; raise the limit (ulimit -n)",
+    errno.ENOMEM: "the system has no memory left for it; use smaller buffers (buffer_size, buffer_count)",
+    errno.ENODATA: "something cut the file short; what it held is lost: resume from a checkpoint",
+    errno.ECANCELED: "the disk tier was closed first",
+}
+_LOST = "the device failed or went away (see dmesg); what it held is lost: resume from a checkpoint on another one"
+_ADVICE.update(dict.fromkeys((errno.EIO, errno.ENODEV, errno.ENXIO, errno.EREMOTEIO, errno.ESTALE), _LOST))
+
+
+def error_name(error: int) -> str:
+    """As `ENOSPC: No space left on device`."""
+    if error == errno.ENODATA:
+        return "short read"
+    return f"{errno.errorcode.get(error, error)}: {os.strerror(error)}"
+
+
+def advice(error: int) -> str:
+    """What to do about an error number."""
+    return _ADVICE.get(error, "see dmesg for what the system says about it")
+
+
+def in_words(nbytes: int) -> str:
+    """A number of bytes as people read it, with the exact one where it is small."""
+    for name, size in (("GiB", 1 << 30), ("MiB", 1 << 20)):
+        if nbytes >= size:
+            return f"{nbytes / size:.2f} {name}"
+    return f"{nbytes} bytes"

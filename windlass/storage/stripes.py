@@ -1,0 +1,231 @@
+"""The files of a disk tier, one on each path; the tier's bytes go round them block by block."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import mmap
+import os
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from windlass.base.errors import StorageError
+from windlass.base.log import logger
+from windlass.storage.claim import Claim, refusal
+from windlass.storage.failure import advice, error_name, in_words
+from windlass.storage.space import PAGE
+
+_DIRECT = getattr(os, "O_DIRECT", 0)
+_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
+
+
+class Piece(NamedTuple):
+    """A span of one file. `start` is where it begins among the bytes that were asked for."""
+
+    file: int
+    offset: int
+    start: int
+    nbytes: int
+
+
+@dataclass
+class _File:
+    claim: Claim
+    path: Path
+    descriptor: int
+    direct: bool
+    size: int = 0
+
+
+class Stripes:
+    """Files that together hold bytes 0, 1, 2, ...: block `b` lies in file `b % paths`.
+
+    [Note: unlinked files] Each file is removed from its directory as soon as it is open: the kernel gives the space
+    back when the process ends, however it ends, and no other user can open it. The directory stays, so that one can
+    see who uses the disk.
+
+    Args:
+        paths: one directory a disk.
+        block_size: bytes of a block, a multiple of the page size.
+        label: part of the directories' names.
+
+    Raises:
+        StorageError: a path can't be used; names it, the reason and the remedy. None of them is left behind.
+    """
+
+    def __init__(self, paths: Sequence[Path], block_size: int, label: str) -> None:
+        self._block = block_size
+        self._files: list[_File] = []
+        self._end = 0
+        try:
+            for path in paths:
+                self._files.append(_open(path, label))
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def descriptors(self) -> list[int]:
+        return [file.descriptor for file in self._files]
+
+    @property
+    def names(self) -> list[str]:
+        """Of the directories, for messages."""
+        return [str(file.path) for file in self._files]
+
+    @property
+    def directories(self) -> list[Path]:
+        """This process's own directories."""
+        return [file.claim.path for file in self._files]
+
+    @property
+    def direct(self) -> bool:
+        """Whether all files pass by the page cache."""
+        return all(file.direct for file in self._files)
+
+    def memory_alignment(self, ask: Callable[[int], int] | None) -> int:
+        """What I/O on these files asks of addresses; `ask` tells it for a descriptor, 0 for unknown."""
+        direct = [file.descriptor for file in self._files if file.direct]
+        return max([(ask(descriptor) if ask else 0) or PAGE for descriptor in direct], default=1)
+
+    def locate(self, first: int, last: int) -> list[Piece]:
+        """Where `[first, last)` lies, in order, cut at every block's end."""
+        pieces, at = [], first
+        while at < last:
+            block, within = divmod(at, self._block)
+            end = min(last, at - within + self._block)
+            turn, file = divmod(block, len(self._files))
+            pieces.append(Piece(file, turn * self._block + within, at - first, end - at))
+            at = end
+        return pieces
+
+    def resize(self, end: int, what: str) -> None:
+        """Make the files hold `[0, end)` and no more, with all of it really taken on the disks.
+
+        Raises:
+            StorageError: a disk has too little left. Nothing has changed then.
+        """
+        if end == self._end:
+            return
+        sizes = [self._size(index, end) for index in range(len(self._files))]
+        self._check_free(sizes, what)
+        before = [file.size for file in self._files]
+        try:
+            for file, size in zip(self._files, sizes, strict=True):
+                _resize(file, size)
+        except OSError as error:
+            number = error.errno or errno.EIO
+            for file, size in zip(self._files, before, strict=True):
+                os.ftruncate(file.descriptor, size)
+                file.size = size
+            grown = sum(sizes) - sum(before)
+            raise self._no_space(file, what, grown, f"{error_name(number)}; {advice(number)}") from error
+        self._end = end
+
+    def close(self) -> None:
+        """Give the space back and remove the directories. Closing again does nothing."""
+        for file in self._files:
+            with contextlib.suppress(OSError):  # of a lost device
+                os.ftruncate(file.descriptor, 0)  # the kernel may hold a registered file longer than we do
+            os.close(file.descriptor)
+            file.claim.release()
+        self._files = []
+
+    def _size(self, index: int, end: int) -> int:
+        blocks, rest = divmod(end, self._block)
+        turns, more = divmod(blocks, len(self._files))
+        return (turns + (index < more)) * self._block + (rest if index == more else 0)
+
+    def _check_free(self, sizes: list[int], what: str) -> None:
+        asked: dict[int, int] = defaultdict(int)  # two paths may lie on one disk
+        for file, size in zip(self._files, sizes, strict=True):
+            disk = os.fstat(file.descriptor).st_dev
+            asked[disk] += max(0, size - file.size)
+            state = os.fstatvfs(file.descriptor)
+            if asked[disk] > state.f_bavail * state.f_frsize:
+                raise self._no_space(file, what, asked[disk], advice(errno.ENOSPC))
+
+    def _no_space(self, file: _File, what: str, asked: int, reason: str) -> StorageError:
+        state = os.fstatvfs(file.descriptor)
+        free = in_words(state.f_bavail * state.f_frsize)
+        return StorageError(f"no space for {what}: {in_words(asked)} more asked of {file.path}, {free} free; {reason}")
+
+
+def filesystem_of(path: Path) -> str:
+    """The type of the file system that `path` lies on, as `ext4`; `unknown` where the system does not tell."""
+    where, best, found = os.path.realpath(path), -1, "unknown"
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/mountinfo").read_text().splitlines():
+            left, _, right = line.partition(" - ")
+            mount = left.split()[4].replace("\\040", " ")
+            if len(mount) >= best and (where == mount or where.startswith(mount.rstrip("/") + "/")):
+                best, found = len(mount), right.split()[0]
+    return found
+
+
+def _open(path: Path, label: str) -> _File:
+    claim = Claim(path, label)
+    name, flags = claim.path / "stripe", os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    try:
+        descriptor = os.open(name, flags, 0o600)
+    except OSError as error:
+        claim.release()
+        raise refusal(path, error) from error
+    try:
+        os.unlink(name)
+        file = _File(claim, path, descriptor, _make_direct(descriptor))
+    except OSError as error:
+        os.close(descriptor)
+        claim.release()
+        raise refusal(path, error) from error
+    _warn(file)
+    return file
+
+
+def _make_direct(descriptor: int) -> bool:
+    """Turn the page cache off for a file; False where the file system needs it."""
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | _DIRECT)
+        os.pwrite(descriptor, mmap.mmap(-1, PAGE), 0)  # some accept the flag and refuse the I/O
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)
+        return False
+    os.ftruncate(descriptor, 0)
+    return bool(_DIRECT)
+
+
+def _warn(file: _File) -> None:
+    kind = filesystem_of(file.path)
+    if kind in _MEMORY:
+        logger.warning(
+            "%s is a %s: this is memory, so offloading to it saves none; name a directory on a disk (nvme_path)",
+            file.path,
+            kind,
+        )
+    elif not file.direct:
+        logger.warning(
+            "%s (%s) refuses direct I/O: what is offloaded to it also passes through the page cache, which takes memory"
+            " and time; name a directory on another file system (nvme_path)",
+            file.path,
+            kind,
+        )
+
+
+def _resize(file: _File, size: int) -> None:
+    if size <= file.size:
+        os.ftruncate(file.descriptor, size)
+    else:
+        try:
+            os.posix_fallocate(file.descriptor, file.size, size - file.size)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+                raise
+            os.ftruncate(file.descriptor, size)  # no such promise on this file system: a full disk shows when written
+    file.size = size

@@ -1,0 +1,131 @@
+"""A place on the disk, and one reading or writing of a part of it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from windlass.base.errors import StorageError
+from windlass.storage.engine import Request
+from windlass.storage.space import page_down, page_up
+from windlass.storage.spans import Spans
+
+
+@dataclass(eq=False)
+class Extent:
+    """Bytes of a tier that belong to one thing, from `allocate` until `free`.
+
+    Attributes:
+        what: its name in messages.
+        nbytes: how many bytes it has.
+        start: where it begins among the tier's bytes; a whole page.
+        size: what it takes of them: whole pages.
+        written: which of its bytes have a value.
+        transfers: what was started on it and not yet found to be finished.
+    """
+
+    what: str
+    nbytes: int
+    start: int
+    size: int
+    written: Spans = field(default_factory=Spans)
+    transfers: list[Transfer] = field(default_factory=list)
+
+
+@dataclass(frozen=True, eq=False)
+class Edge:
+    """A page of which only a part is asked for; it passes through memory of its own.
+
+    Attributes:
+        page: where in the extent the page begins, in bytes.
+        low: where in the page the part begins, in bytes.
+        memory: `[4096]` uint8, page-aligned.
+        part: uint8 view of the caller's tensor.
+    """
+
+    page: int
+    low: int
+    memory: torch.Tensor
+    part: torch.Tensor
+
+    def fill(self) -> None:
+        """Bring the part into the page."""
+        self.memory[self.low : self.low + self.part.numel()].copy_(self.part)
+
+    def deliver(self) -> None:
+        """Bring the part to where it was asked for."""
+        self.part.copy_(self.memory[self.low : self.low + self.part.numel()])
+
+
+@dataclass(eq=False)
+class Transfer:
+    """One request, as a `Pending`. Holds its tensor until it is found finished.
+
+    Attributes:
+        first, last: bytes of the extent, half open.
+        request: of the engine; None once it was found finished.
+        settle: notes how it went; called once.
+        error: what went wrong, if anything did.
+        told: whether the error was raised.
+    """
+
+    write: bool
+    extent: Extent
+    first: int
+    last: int
+    data: torch.Tensor | None
+    edges: list[Edge]
+    request: Request | None
+    settle: Callable[[Transfer], None]
+    error: StorageError | None = None
+    told: bool = False
+    owner: int = field(default_factory=os.getpid)
+
+    def poll(self) -> bool:
+        """True once finished.
+
+        Raises:
+            StorageError: it failed; says where, why and what to do. So does every later call.
+        """
+        self._check_process()
+        request = self.request
+        if request is not None:
+            if not request.done():
+                return False
+            self.settle(self)
+        self._raise()
+        return True
+
+    def wait(self) -> None:
+        """Block until finished. Raises as `poll` does."""
+        self.finish()
+        self._raise()
+
+    def finish(self) -> None:
+        """Block until finished, well or not."""
+        self._check_process()
+        request = self.request
+        if request is not None:
+            while not request.wait(0.2):  # in slices, so that Ctrl-C is heard
+                pass
+            self.settle(self)
+
+    def meets(self, write: bool, first: int, last: int) -> bool:
+        """Whether this must be over before another on `[first, last)` may begin: they share a page, and one writes."""
+        shares = page_down(first) < page_up(self.last) and page_down(self.first) < page_up(last)
+        return shares and (write or self.write)
+
+    def _check_process(self) -> None:
+        if os.getpid() != self.owner:
+            raise StorageError(
+                f"a transfer of {self.extent.what} was started by process {self.owner} and can't be awaited in "
+                f"{os.getpid()}, forked from it; open a tier of its own there"
+            )
+
+    def _raise(self) -> None:
+        if self.error is not None:
+            self.told = True
+            raise self.error
