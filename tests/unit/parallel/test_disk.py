@@ -1,0 +1,140 @@
+"""Activations in files: equal bits, space and buffers used again, and errors of the disk where they are felt."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from tests.unit.parallel.nets import NETS, differences, plainly, trained
+from windlass import checkpointing
+from windlass.base.errors import StorageError
+from windlass.parallel import activations
+from windlass.parallel.disk import DiskPlace, open_disk
+from windlass.parallel.kept import Keeper
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*tmpfs.*")
+
+
+@pytest.fixture(autouse=True)
+def _forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activations, "_options", None)
+    monkeypatch.setattr(activations, "_manner", None)
+    monkeypatch.setattr(activations, "_regions", {})
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_checkpointing_to_files_changes_nothing(name: str, tmp_path: Path) -> None:
+    checkpointing.configure(nvme_path=str(tmp_path), smallest=0)
+    assert not differences(trained(name, checkpointing.checkpoint), trained(name, plainly))
+    counts = checkpointing.counts()
+    assert counts is not None and counts.moved > 0 and not any(counts.now.values())
+
+
+def test_a_region_in_files_changes_nothing(tmp_path: Path) -> None:
+    def through(function: Any, /, *args: Any, **kwargs: Any) -> Any:
+        with checkpointing.offloaded("nvme", nvme_path=[str(tmp_path)], smallest=0):
+            return function(*args, **kwargs)
+
+    assert not differences(trained("Tied", through), trained("Tied", plainly))
+
+
+def test_steps_use_the_same_space_again(tmp_path: Path) -> None:
+    place = open_disk([str(tmp_path)])
+    keeper = Keeper(place, smallest=0)
+    allocated: list[int] = []
+    allocate = place.tier.allocate
+    place.tier.allocate = lambda nbytes, what: allocated.append(nbytes) or allocate(nbytes, what)  # type: ignore
+    x = torch.randn(5000, requires_grad=True)
+    for step in range(3):
+        with saved_tensors_hooks(keeper.pack, keeper.unpack):
+            y = x
+            refs = []
+            for _ in range(8):
+                y = y.sin()
+                refs.append(StorageWeakRef(y.untyped_storage()))
+            loss = y.sum()
+        del y
+        assert all(ref.expired() for ref in refs), "only files and their buffers keep it"
+        want = x.detach().clone().requires_grad_()
+        z = want
+        for _ in range(8):
+            z = z.sin()
+        z.sum().backward()
+        x.grad = None
+        loss.backward()
+        assert torch.equal(x.grad, want.grad), step  # type: ignore[arg-type]
+    assert allocated == [20_000] * 8
+
+
+def test_what_was_fetched_before_it_was_written_is_not_written_over(tmp_path: Path) -> None:
+    place = open_disk([str(tmp_path)])
+    first, second = torch.randn(5000), torch.randn(5000)
+    stay = place.put(first)
+    copy = stay.fetch()
+    copy.wait()
+    stay.wait()
+    place.put(second).wait()
+    assert torch.equal(copy.value, first)
+    again = stay.fetch()
+    again.wait()
+    assert torch.equal(again.value, first), "from the file"
+
+
+def test_nothing_is_left_in_the_folder(tmp_path: Path) -> None:
+    checkpointing.configure(nvme_path=str(tmp_path), smallest=0)
+    trained("Net", checkpointing.checkpoint, steps=1)
+    checkpointing.configure()
+    gc.collect()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_path_that_is_a_file_is_refused_at_once(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError, match="file"):
+        checkpointing.configure(nvme_path=str(tmp_path / "file"))
+    assert not checkpointing.is_configured()
+
+
+class Broken:
+    """A tier of which one operation fails."""
+
+    def __init__(self, tier: Any, what: str) -> None:
+        self._tier, self._what = tier, what
+
+    def __getattr__(self, name: str) -> Any:
+        if name == self._what:
+
+            def fail(*args: Any) -> Any:
+                raise StorageError(f"no {name}: the disk is gone")
+
+            return fail
+        return getattr(self._tier, name)
+
+
+@pytest.mark.parametrize("what", ["allocate", "write", "read"])
+def test_what_goes_wrong_on_the_disk_is_raised_where_it_is_felt(what: str, tmp_path: Path) -> None:
+    keeper = Keeper(DiskPlace(Broken(open_disk([str(tmp_path)]).tier, what)), smallest=0)
+    x = torch.randn(5000, requires_grad=True)
+
+    def forward() -> torch.Tensor:
+        with saved_tensors_hooks(keeper.pack, keeper.unpack):
+            return x.sin().exp().sum()
+
+    if what == "read":
+        loss = forward()
+        for ref in keeper._leaving:
+            kept = ref()
+            if kept is not None:
+                kept.settle(wait=True)
+        gc.collect()
+        with pytest.raises(StorageError, match="no read"):
+            loss.backward()
+    else:
+        with pytest.raises(StorageError, match=f"no {what}"):
+            forward()

@@ -1,0 +1,266 @@
+"""Checkpointed models compute what plain ones do, bit by bit, wherever their inputs wait."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from tests.unit.parallel.nets import NETS, Layer, Net, differences, ids, plainly, trained
+from tests.unit.parallel.places import FarPlace
+from windlass import checkpointing
+from windlass.parallel.kept import Keeper
+from windlass.parallel.places import DevicePlace
+from windlass.parallel.profile import Profile
+from windlass.parallel.recompute import Manner, recompute
+from windlass.parallel.rng import tracker
+
+PLACES: dict[str, Callable[[], Any]] = {
+    "as they are": lambda: None,
+    "buffer": lambda: DevicePlace(4),
+    "far": FarPlace,
+    "far and late": lambda: FarPlace(late=True),
+}
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    yield
+    tracker.reset()
+
+
+def manner(place: Any = None) -> Manner:
+    keeper = None if place is None else Keeper(place, smallest=0)
+    return Manner(keeper, Profile(told=False, synchronizes=False))
+
+
+def through(how: Manner) -> Callable[..., Any]:
+    """The checkpoint function of a manner."""
+    return lambda function, /, *args, **kwargs: recompute(how, function, args, kwargs)
+
+
+@cache
+def wanted(name: str, autocast: bool = False) -> dict[str, Tensor]:
+    return trained(name, plainly, autocast=autocast)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", NETS)
+def test_checkpointing_changes_nothing(name: str, place: str) -> None:
+    how = manner(PLACES[place]())
+    assert not differences(trained(name, through(how)), wanted(name))
+    if how.keeper is not None:
+        assert how.keeper.counts.moved > 0
+        gc.collect()
+        assert not any(how.keeper.counts.now.values())
+
+
+@pytest.mark.parametrize("place", ["as they are", "far"])
+def test_a_recomputation_runs_under_the_same_autocast(place: str) -> None:
+    want = wanted("Net", autocast=True)
+    assert differences(want, wanted("Net")), "it does compute in 16 bits"
+    assert not differences(trained("Net", through(manner(PLACES[place]())), autocast=True), want)
+
+
+def test_the_public_function_needs_no_configuration() -> None:
+    assert not differences(trained("Nested", checkpointing.checkpoint), wanted("Nested"))
+
+
+def saved_bytes(run: Callable[[], Any]) -> int:
+    """Bytes of what autograd saves during `run`, each storage once, parameters left out."""
+    storages: dict[int, int] = {}
+    held = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        held.append(tensor)
+        if not isinstance(tensor, torch.nn.Parameter) and not isinstance(tensor._base, torch.nn.Parameter):
+            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        run()
+    return sum(storages.values())
+
+
+def test_only_inputs_are_kept() -> None:
+    torch.manual_seed(0)
+    blocks = torch.nn.ModuleList(Layer() for _ in range(4))
+    x = torch.randn(4, 10, 32, requires_grad=True)
+
+    def forward(how: Callable[..., Any]) -> Tensor:
+        h = x * 1.0
+        for block in blocks:
+            h = how(block, h)
+        return h
+
+    plain, less = saved_bytes(lambda: forward(plainly)), saved_bytes(lambda: forward(through(manner())))
+    assert less == 4 * x.nbytes < plain / 4
+    how = manner(FarPlace())
+    assert saved_bytes(lambda: forward(through(how))) == 0
+    assert how.keeper is not None and how.keeper.counts.moved == 4 * x.nbytes
+
+
+@pytest.mark.parametrize("how", ["argument", "keyword", "partial"])
+def test_inputs_that_moved_are_let_go(how: str) -> None:
+    """The storage of every layer's input is gone right after the forward: nobody holds it by another way."""
+    torch.manual_seed(0)
+    blocks, refs = [Layer() for _ in range(4)], []
+    call = through(manner(FarPlace()))
+
+    def forward() -> Tensor:
+        x = torch.randn(4, 10, 32, requires_grad=True) * 1.0
+        for block in blocks:
+            refs.append(StorageWeakRef(x.untyped_storage()))
+            scale = torch.ones(64) * 1.0
+            refs.append(StorageWeakRef(scale.untyped_storage()))
+            if how == "partial":
+                x = call(partial(partial(block.forward, scale=scale), x))
+            else:
+                x = call(block, x=x, scale=scale) if how == "keyword" else call(block, x, scale)
+            del scale
+        return x.sum()
+
+    loss = forward()
+    assert len(refs) == 8 and all(ref.expired() for ref in refs)
+    loss.backward()
+
+
+def test_nested_checkpoints_move_the_outer_inputs_only() -> None:
+    place = FarPlace()
+    model = Net(plainly)
+    call = through(manner(place))
+
+    def both(x: Tensor) -> Tensor:
+        return call(model.blocks[1], call(model.blocks[0], x))
+
+    x = torch.randn(4, 10, 32, requires_grad=True)
+    call(both, x).sum().backward()
+    assert place.put_there == [x.numel()]
+
+
+def test_without_gradients_it_is_a_call() -> None:
+    place, seen = FarPlace(), []
+
+    def function(x: Tensor) -> Tensor:
+        seen.append(torch.is_grad_enabled())
+        return x * 2
+
+    with torch.no_grad():
+        found = through(manner(place))(function, torch.ones(3))
+    assert seen == [False] and torch.equal(found, 2 * torch.ones(3)) and not place.put_there
+
+
+def test_what_the_function_does_to_its_containers_is_seen_and_not_repeated_on() -> None:
+    cache: list[Tensor] = []
+    sizes = []
+
+    def function(x: Tensor, cache: list[Tensor]) -> Tensor:
+        cache.append(x * 2)
+        sizes.append(len(cache))
+        return x.sin() * len(cache)
+
+    x = torch.randn(5, requires_grad=True)
+    through(manner(FarPlace()))(function, x, cache).sum().backward()
+    assert len(cache) == 1 and sizes == [1, 1], "the recomputation began from the list as it was"
+    torch.testing.assert_close(x.grad, x.detach().cos())
+
+
+def test_failures_come_through_and_leave_no_trace() -> None:
+    call = through(manner(FarPlace()))
+
+    def fails(x: Tensor) -> Tensor:
+        raise ArithmeticError("no")
+
+    with pytest.raises(ArithmeticError, match="no"):
+        call(fails, torch.ones(3, requires_grad=True))
+    assert not differences(trained("Net", call), wanted("Net"))
+
+
+def test_named_generators_are_wound_back() -> None:
+    tracker.add("model-parallel-rng", 5)
+
+    def function(x: Tensor) -> Tensor:
+        with tracker.fork():
+            x = torch.nn.functional.dropout(x, 0.5)
+        return x * torch.nn.functional.dropout(x, 0.5)
+
+    start = tracker.get_states()
+    results = []
+    for how in (plainly, through(manner(FarPlace()))):
+        tracker.set_states(start)
+        torch.manual_seed(3)
+        x = torch.ones(64, requires_grad=True)
+        y = how(function, how(function, x))
+        y.sum().backward()
+        results.append((y.detach(), x.grad, tracker.get_states()["model-parallel-rng"], torch.get_rng_state()))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))  # type: ignore[arg-type]
+    assert not torch.equal(results[0][2], start["model-parallel-rng"]), "numbers were drawn"
+
+
+def test_a_region_inside_a_checkpoint_moves_nothing(tmp_path: Any) -> None:
+    x = torch.randn(4, 10, 32, requires_grad=True)
+    layer = Layer(dropout=0.0)
+
+    def function(x: Tensor) -> Tensor:
+        with checkpointing.offloaded("nvme", nvme_path=str(tmp_path), smallest=0) as counts:
+            moved.append(counts)
+            return layer(x)
+
+    moved: list[Any] = []
+    through(manner())(function, x).sum().backward()
+    assert len(moved) == 2 and moved[0].moved == 0
+    with torch.enable_grad():
+        want = torch.autograd.grad(layer(x).sum(), x)[0]
+    assert torch.equal(x.grad, want)  # type: ignore[arg-type]
+    checkpointing.reset()
+
+
+def test_inputs_of_a_checkpoint_in_a_region_move_with_the_region() -> None:
+    place = FarPlace()
+    keeper, layer = Keeper(place, smallest=0), Layer()
+    x = torch.randn(4, 10, 32, requires_grad=True)
+    with saved_tensors_hooks(keeper.pack, keeper.unpack):
+        y = through(manner())(layer, x)
+    assert place.put_there == [x.numel()]
+    y.sum().backward()
+
+
+def test_two_inputs_that_are_one_stay_one() -> None:
+    same: list[bool] = []
+
+    def function(x: Tensor, others: dict[str, Tensor]) -> Tensor:
+        same.append(x is others["x"])
+        return x * others["x"]
+
+    x = torch.randn(5, requires_grad=True)
+    place = FarPlace()
+    through(manner(place))(function, x, {"x": x}).sum().backward()
+    assert same == [True, True] and place.put_there == [5]
+    assert torch.equal(x.grad, 2 * x.detach())  # type: ignore[arg-type]
+
+
+def test_a_model_of_transformers_takes_it() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=32, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=2, use_cache=False
+    )
+
+    def grads(how: Callable[..., Any] | None) -> dict[str, Tensor]:
+        torch.manual_seed(1)
+        model = transformers.LlamaForCausalLM(config).train()
+        if how is not None:
+            model._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=how)
+        model(input_ids=ids(), labels=ids()).loss.backward()
+        return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+    place = FarPlace()
+    assert not differences(grads(through(manner(place))), grads(None))
+    hidden = 4 * 10 * 32
+    assert place.put_there.count(hidden) == 3, "hidden states of each layer, which transformers hides in a partial"

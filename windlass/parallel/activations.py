@@ -1,0 +1,264 @@
+"""What is configured of activations: how checkpointed calls keep their inputs, which regions move what they save."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd.graph import saved_tensors_hooks
+
+from windlass.base.device import local_device
+from windlass.base.errors import ConfigError
+from windlass.config import Config, load
+from windlass.parallel.copies import separate_memories
+from windlass.parallel.disk import open_disk
+from windlass.parallel.kept import SMALLEST, Counts, Keeper
+from windlass.parallel.partition import CutPlace, group_of, model_parallel_group
+from windlass.parallel.places import DevicePlace, Home, HostPlace, Place
+from windlass.parallel.profile import Profile
+from windlass.parallel.recompute import Manner, inside_checkpoint, recompute
+from windlass.parallel.rng import tracker
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `configure` was told, in the words of the section `activation_checkpointing`."""
+
+    partition_activations: bool = False
+    contiguous_memory_optimization: bool = False
+    number_checkpoints: int | None = None
+    cpu_checkpointing: bool = False
+    synchronize_checkpoint_boundary: bool = False
+    profile: bool = False
+    nvme_path: tuple[str, ...] = ()
+    group: dist.ProcessGroup | None = None
+    smallest: int = SMALLEST
+
+    @property
+    def home(self) -> Home:
+        """Where inputs of checkpointed calls are kept."""
+        return "nvme" if self.nvme_path else "cpu" if self.cpu_checkpointing else "device"
+
+    def check(self) -> None:
+        """Raise a ConfigError where two options cannot both be meant, or one lacks another."""
+        if self.cpu_checkpointing and self.nvme_path:
+            raise ConfigError(
+                f"activation_checkpointing.nvme_path {list(self.nvme_path)} and cpu_checkpointing true name two homes; "
+                "leave one out"
+            )
+        if self.contiguous_memory_optimization and not self.number_checkpoints:
+            raise ConfigError(
+                "activation_checkpointing.contiguous_memory_optimization is true, but nothing says for how many "
+                "checkpoints the buffer is; add number_checkpoints"
+            )
+        if self.contiguous_memory_optimization and self.nvme_path:
+            raise ConfigError(
+                "activation_checkpointing.contiguous_memory_optimization is true, but with nvme_path there is nothing "
+                "for a buffer to hold; write false"
+            )
+        if self.smallest < 0:
+            raise ConfigError(f"smallest = {self.smallest} is no number of bytes; write 0 or more")
+
+
+_options: Options | None = None
+_manner: Manner | None = None
+_regions: dict[tuple[Home, tuple[str, ...], int], Keeper] = {}
+
+
+def configure(
+    mpu_: Any = None,
+    deepspeed_config: Any = None,
+    partition_activations: bool | None = None,
+    contiguous_checkpointing: bool | None = None,
+    num_checkpoints: int | None = None,
+    checkpoint_in_cpu: bool | None = None,
+    synchronize: bool | None = None,
+    profile: bool | None = None,
+    *,
+    nvme_path: str | Sequence[str] | None = None,
+    group: dist.ProcessGroup | None = None,
+    smallest: int | None = None,
+) -> None:
+    """Say how `checkpoint` keeps its inputs from now on. Calls already checkpointed end as they began.
+
+    Args:
+        mpu_: tells the model-parallel group, by `get_model_parallel_group()`.
+        deepspeed_config: a configuration whose section `activation_checkpointing` counts where an argument is None.
+        partition_activations: cut what is kept over the model-parallel group; nothing to cut where that has one rank.
+        contiguous_checkpointing: keep it in one buffer.
+        num_checkpoints: for how many checkpointed calls the buffer is.
+        checkpoint_in_cpu: keep it in host memory.
+        synchronize: wait for the device before and after each checkpointed call.
+        profile: log once a backward how long checkpointed calls and their recomputation took.
+        nvme_path: keep it in files in these folders.
+        group: the model-parallel group itself, in place of `mpu_`.
+        smallest: bytes below which a tensor stays on the device.
+
+    Raises:
+        ConfigError: the configuration is wrong, or options contradict each other.
+        StorageError: there can be no files at `nvme_path`.
+    """
+    given: dict[str, Any] = {
+        "partition_activations": partition_activations,
+        "contiguous_memory_optimization": contiguous_checkpointing,
+        "number_checkpoints": num_checkpoints,
+        "cpu_checkpointing": checkpoint_in_cpu,
+        "synchronize_checkpoint_boundary": synchronize,
+        "profile": profile,
+        "nvme_path": None if nvme_path is None else _paths(nvme_path),
+        "group": model_parallel_group(mpu_) if group is None else group,
+        "smallest": smallest,
+    }
+    _take(replace(_options_of(deepspeed_config), **{name: value for name, value in given.items() if value is not None}))
+
+
+def is_configured() -> bool:
+    """Whether `configure` was called."""
+    return _options is not None
+
+
+def reset() -> None:
+    """Give buffers back, and begin to count anew; what was configured stays. What is kept now ends as it began."""
+    _regions.clear()
+    if _options is not None:
+        _take(_options)
+
+
+def partition_activations_in_checkpoint(partition_activation: bool) -> None:
+    """Turn the cutting of kept inputs over the model-parallel group on or off, and leave the rest as it is."""
+    _take(replace(_options or Options(), partition_activations=partition_activation))
+
+
+def checkpoint(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """`function(*args, **kwargs)`, computed again in the backward from its inputs, which alone are kept until then.
+
+    The random numbers it draws are the same again. It may take and return anything, be nested, and fail; without
+    gradients it is just called. What it saves elsewhere (a cache, a counter) it saves twice.
+
+    Raises:
+        StorageError: inputs go to files, and these cannot be written or read.
+        ModelError: an input was changed in place before it had left the device.
+    """
+    global _manner
+    if _manner is None:
+        _manner = _manner_of(Options())
+    return recompute(_manner, function, args, kwargs)
+
+
+non_reentrant_checkpoint = checkpoint
+"""The name under which DeepSpeed has the same beside its own reentrant one."""
+
+
+@contextmanager
+def offloaded(
+    home: Home = "cpu", *, nvme_path: str | Sequence[str] | None = None, smallest: int = SMALLEST
+) -> Iterator[Counts]:
+    """Move what autograd saves inside to `home`, and bring it back, ahead of its use, for the backward.
+
+    Nothing moves inside a checkpointed call, nor to `"cpu"` where device and host share one memory. Values are those at
+    the time of saving: a later change in place is no error for what has left by then.
+
+    Args:
+        home: `"cpu"` or `"nvme"`.
+        nvme_path: folders for `"nvme"`; by default the configured ones.
+        smallest: bytes below which a tensor stays. Parameters and views of them always do.
+
+    Yields:
+        Counts of what this home keeps of such regions.
+
+    Raises:
+        ConfigError: `home` is neither, or `"nvme"` has no path.
+        StorageError: files cannot be written or read.
+    """
+    keeper = _region(home, () if nvme_path is None else _paths(nvme_path), smallest)
+    if inside_checkpoint() or (home == "cpu" and not separate_memories(local_device())):
+        yield keeper.counts
+        return
+    with saved_tensors_hooks(keeper.pack, keeper.unpack):
+        yield keeper.counts
+
+
+def counts() -> Counts | None:
+    """What checkpointed calls keep; None where their inputs just stay on the device, and nobody counts."""
+    return _manner.keeper.counts if _manner is not None and _manner.keeper is not None else None
+
+
+def model_parallel_rank() -> int:
+    """This rank's place in the configured model-parallel group; 0 where there is none."""
+    group = _options.group if _options is not None else None
+    return 0 if group is None else dist.get_rank(group)
+
+
+def _paths(path: str | Sequence[str]) -> tuple[str, ...]:
+    return (path,) if isinstance(path, str) else tuple(path)
+
+
+def _options_of(source: Any) -> Options:
+    if source is None:
+        return Options()
+    section = (source if isinstance(source, Config) else load(source)).activation_checkpointing
+    values = section.model_dump()
+    return Options(**{**values, "nvme_path": tuple(section.nvme_path)})
+
+
+def _take(options: Options) -> None:
+    global _options, _manner
+    options.check()
+    _manner = _manner_of(options)
+    _options = options
+
+
+def _manner_of(options: Options) -> Manner:
+    place = _place(options)
+    return Manner(
+        None if place is None else Keeper(place, options.smallest),
+        Profile(told=options.profile, synchronizes=options.synchronize_checkpoint_boundary),
+    )
+
+
+def _place(options: Options) -> Place | None:
+    """Where inputs go; None where they are left as they are."""
+    checkpoints = options.number_checkpoints if options.contiguous_memory_optimization else None
+    cuts = options.partition_activations and options.group is not None and dist.get_world_size(options.group) > 1
+    place: Place
+    if options.home == "nvme":
+        place = open_disk(options.nvme_path)
+    elif options.home == "cpu" and (cuts or separate_memories(local_device())):
+        place = HostPlace(checkpoints)
+    elif cuts or checkpoints is not None:
+        place = DevicePlace(checkpoints)
+    else:
+        return None
+    if cuts:
+        assert options.group is not None
+        return CutPlace(group_of(options.group), place)
+    return place
+
+
+def _region(home: Home, paths: tuple[str, ...], smallest: int) -> Keeper:
+    if home not in ("cpu", "nvme"):
+        raise ConfigError(
+            f'offloaded(home={home!r}): there is no such home away from the device; write "cpu" or "nvme"'
+        )
+    if home == "nvme" and not paths:
+        paths = _options.nvme_path if _options is not None else ()
+        if not paths:
+            raise ConfigError('offloaded("nvme") has no folder; pass nvme_path=..., or configure(nvme_path=...)')
+    key = home, paths, smallest
+    if key not in _regions:
+        _regions[key] = Keeper(open_disk(paths) if home == "nvme" else HostPlace(), smallest)
+    return _regions[key]
+
+
+def manual_seed(seed: int) -> None:
+    """Seed what all ranks of the model-parallel group draw alike, and what each draws by itself.
+
+    The first is torch's own generator; the second is `"model-parallel-rng"` of the tracker, begun anew.
+    """
+    tracker.reset()
+    torch.manual_seed(seed)
+    tracker.add("model-parallel-rng", seed + 1 + model_parallel_rank())

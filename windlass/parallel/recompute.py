@@ -1,0 +1,132 @@
+"""Computing a part of a forward again in the backward, instead of keeping what it saves."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch.autograd.graph import saved_tensors_hooks
+
+from windlass.parallel.kept import Keeper
+from windlass.parallel.profile import Profile
+from windlass.parallel.rng import tracker
+
+
+@dataclass(frozen=True)
+class Manner:
+    """How calls are checkpointed. `keeper` None: their inputs stay where they are."""
+
+    keeper: Keeper | None
+    profile: Profile
+
+
+class _Depth(threading.local):
+    """How many checkpointed calls this thread is inside of."""
+
+    value = 0
+
+
+_depth = _Depth()
+
+
+def inside_checkpoint() -> bool:
+    """Whether a checkpointed call runs in this thread: what it saves is dropped, and so is not worth moving."""
+    return _depth.value > 0
+
+
+def recompute(manner: Manner, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`function(*args, **kwargs)`, of which only the inputs are kept for the backward.
+
+    torch's non-reentrant checkpointing does it. It is handed all tensors, also those inside tuples, lists, dicts and
+    `functools.partial`, since what it does not see stays on the device.
+    """
+    if not torch.is_grad_enabled():
+        return function(*args, **kwargs)
+    if torch.compiler.is_compiling():
+        return torch.utils.checkpoint.checkpoint(partial(function, **kwargs), *args, use_reentrant=False)
+    while isinstance(function, partial):
+        args, kwargs = (*function.args, *args), {**function.keywords, **kwargs}
+        function = function.func
+    keeper = None if inside_checkpoint() else manner.keeper
+    tensors: dict[int, torch.Tensor] = {}
+    call = _Call(manner, function, args, kwargs, tensors)
+    hooks: AbstractContextManager[Any] = nullcontext()
+    if keeper is not None:
+        keeper.expect(tensors.values())
+        hooks = saved_tensors_hooks(keeper.pack, keeper.unpack)
+    inputs = list(tensors.values())
+    del args, kwargs, tensors
+    with hooks:  # around the call torch puts hooks of its own, so that these see its inputs only
+        return torch.utils.checkpoint.checkpoint(call, *inputs, use_reentrant=False)
+
+
+@dataclass(frozen=True)
+class _Hole:
+    """Where a tensor stood among the arguments."""
+
+    index: int
+
+
+class _Call:
+    """The function and its arguments without their tensors, which come as arguments of their own.
+
+    The first call gets what the caller passed, containers included, for the function may change them; a later one
+    gets them as they were before it.
+    """
+
+    def __init__(
+        self,
+        manner: Manner,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        tensors: dict[int, torch.Tensor],
+    ) -> None:
+        def take(tensor: torch.Tensor) -> _Hole:
+            tensors.setdefault(id(tensor), tensor)
+            return _Hole(list(tensors).index(id(tensor)))
+
+        self._manner, self._function = manner, function
+        self._given: tuple[Any, Any] | None = (args, kwargs)
+        self._args, self._kwargs = _mapped(args, torch.Tensor, take), _mapped(kwargs, torch.Tensor, take)
+        self._states = tracker.get_states()
+
+    def __call__(self, *tensors: torch.Tensor) -> Any:
+        again, given = self._given is None, self._given
+        self._given = None
+        args, kwargs = given or (self._filled(self._args, tensors), self._filled(self._kwargs, tensors))
+        del given
+        counts = None if self._manner.keeper is None else self._manner.keeper.counts
+        winding = tracker.at(self._states) if again else nullcontext()
+        _depth.value += 1
+        try:
+            with winding, self._manner.profile.call(again=again, counts=counts):
+                return self._function(*args, **kwargs)
+        finally:
+            _depth.value -= 1
+
+    @staticmethod
+    def _filled(value: Any, tensors: tuple[torch.Tensor, ...]) -> Any:
+        return _mapped(value, _Hole, lambda hole: tensors[hole.index])
+
+
+def _mapped(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
+    """`value` with each object of `kind` changed; containers are made anew, other objects stay what they are."""
+    if isinstance(value, kind):
+        return change(value)
+    if isinstance(value, tuple):
+        items = [_mapped(item, kind, change) for item in value]
+        if all(a is b for a, b in zip(items, value, strict=True)):
+            return value
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if type(value) is list:
+        return [_mapped(item, kind, change) for item in value]
+    if type(value) is dict:
+        return {key: _mapped(item, kind, change) for key, item in value.items()}
+    return value
