@@ -8,11 +8,13 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from windlass import checkpointing as checkpointing
     from windlass import optim as optim
     from windlass import zero as zero
     from windlass.base.errors import WindlassError as WindlassError
     from windlass.comm.bootstrap import init_distributed as init_distributed
     from windlass.engine.train import Engine as Engine
+    from windlass.from_pretrained import from_pretrained as from_pretrained
     from windlass.initialize import initialize as initialize
     from windlass.launch.arguments import add_config_arguments as add_config_arguments
 
@@ -23,6 +25,8 @@ __all__ = [
     "WindlassError",
     "__version__",
     "add_config_arguments",
+    "checkpointing",
+    "from_pretrained",
     "init_distributed",
     "initialize",
     "optim",
@@ -33,10 +37,11 @@ _HOMES = {
     "Engine": "windlass.engine.train",
     "WindlassError": "windlass.base.errors",
     "add_config_arguments": "windlass.launch.arguments",
+    "from_pretrained": "windlass.from_pretrained",
     "init_distributed": "windlass.comm.bootstrap",
     "initialize": "windlass.initialize",
 }
-_PACKAGES = ("optim", "zero")
+_PACKAGES = ("checkpointing", "optim", "zero")
 
 
 def __getattr__(name: str) -> Any:
@@ -55,10 +60,11 @@ def __dir__() -> list[str]:
 
 
 class _Package(ModuleType):
-    """Python binds an imported submodule to its package; `windlass.initialize` stays the function all the same."""
+    """Python binds an imported submodule to its package; a function of its name stays the function all the same."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__(name, value.initialize if name == "initialize" and isinstance(value, ModuleType) else value)
+        shadows = name in ("from_pretrained", "initialize") and isinstance(value, ModuleType)
+        super().__setattr__(name, getattr(value, name) if shadows else value)
 
 
 sys.modules[__name__].__class__ = _Package

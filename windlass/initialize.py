@@ -25,10 +25,13 @@ from windlass.engine.reporting import opening_lines
 from windlass.engine.train import Engine
 from windlass.optim import by_name, muon_groups, schedules
 from windlass.optim.loss_scale import LossScale, StaticLossScale, from_config
+from windlass.parallel import activations
+from windlass.storage import DiskTier, Home, buffer_bytes
 from windlass.zero import registry
 from windlass.zero.partition import Rules
 from windlass.zero.policy import policy_of
-from windlass.zero.sharded import Settings, ShardedModel
+from windlass.zero.settings import Homes, Settings
+from windlass.zero.sharded import ShardedModel
 
 _engines: WeakValueDictionary[int, Engine] = WeakValueDictionary()  # by id of the sharded model
 
@@ -76,6 +79,8 @@ def initialize(
         raise ConfigError("mpu and mesh_param ask for model parallelism, which is not yet built; leave them out")
     settings_of = load(_source(args, config, config_params))
     settings_of.ensure_supported()
+    if "activation_checkpointing" in settings_of.model_fields_set and not activations.is_configured():
+        activations.configure(deepspeed_config=settings_of)
     if dist_init_required is False and not dist.is_initialized():
         raise ConfigError(
             "dist_init_required=False, but torch.distributed is not initialised; initialise it or leave that out"
@@ -137,6 +142,7 @@ def _optimizer(
     model: nn.Module, given: Any, parameters: Iterable[Any] | None, config: Config
 ) -> torch.optim.Optimizer | None:
     if isinstance(given, torch.optim.Optimizer):
+        _check_instance(given)
         return given
     if given is None and config.optimizer is None:
         return None
@@ -161,13 +167,27 @@ def _optimizer(
     return by_name.build(config.optimizer.type, dict(config.optimizer.params), chosen)
 
 
+def _check_instance(optimizer: torch.optim.Optimizer) -> None:
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ModelError(
+            "LBFGS calls the model again inside its step, which an engine cannot do; pass another optimizer"
+        )
+    if not any(p.requires_grad for group in optimizer.param_groups for p in group["params"]):
+        raise ModelError(
+            "the optimizer holds no trainable parameter: set requires_grad on what shall be trained, or leave the "
+            "optimizer out"
+        )
+
+
 def _shard(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config, device: torch.device
 ) -> ShardedModel:
     zero, world = config.zero_optimization, dist.get_world_size()
     axes = config.data_axes(world)
     mesh = build_data_mesh(axes.shard if zero.stage > 0 else None, axes.regather)
-    policy = policy_of(zero.stage, mesh.shard.size if zero.stage else world)
+    homes = _homes(config)
+    away = homes.param is not Home.DEVICE or homes.state is not Home.DEVICE
+    policy = policy_of(zero.stage, mesh.shard.size if zero.stage else world, away=away)
     table = config.dtype_table()
     mixed = config.fp16.enabled or config.bf16.enabled
     widest = torch.float64 if any(p.dtype == torch.float64 for p in model.parameters()) and not mixed else None
@@ -204,8 +224,51 @@ def _shard(
         reuse=zero.stage3_max_reuse_distance,
         transport=config.comm.transport,
         timeout=DEFAULT_TIMEOUT,
+        homes=homes,
     )
     return ShardedModel(model, optimizer, settings, mesh, device, trains=optimizer is not None)
+
+
+def _homes(config: Config) -> Homes:
+    """Where slots rest, and the disk if any rests there."""
+    zero = config.zero_optimization
+    state, param = zero.offload_optimizer, zero.offload_param
+    paths = [path for section in (state, param) if section is not None for path in _nvme_paths(section)]
+    disk = None
+    if paths:
+        disk = DiskTier(
+            list(dict.fromkeys(paths)),
+            queue_depth=config.aio.queue_depth,
+            block_size=config.aio.block_size,
+            threads=config.aio.intra_op_parallelism if config.aio.intra_op_parallelism > 1 else None,
+        )
+    of_state = _HOMES[state.device] if state is not None else Home.DEVICE
+    gradient = of_state
+    if of_state is Home.NVME and state is not None:
+        gradient = _HOMES[state.gradients]
+    pins = [section.pin_memory for section in (state, param) if section is not None]
+    return Homes(
+        param=_HOMES[param.device] if param is not None else Home.DEVICE,
+        state=of_state,
+        gradient=gradient,
+        ratio=state.ratio if state is not None else 1.0,
+        pin=any(pins),
+        disk=disk,
+        in_flight=_in_flight() if disk is not None else 1 << 62,
+    )
+
+
+_HOMES = {"none": Home.DEVICE, "cpu": Home.HOST, "nvme": Home.NVME}
+
+
+def _nvme_paths(section: Any) -> list[str]:
+    return list(section.nvme_path or ()) if section.device == "nvme" else []
+
+
+def _in_flight() -> int:
+    """Elements of one batch of an update on disk, of which one comes, one is updated and one goes: 16 bytes each."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(1 << 20, buffer_bytes(1 << 60, 3, ranks=ranks) // 16)
 
 
 def _factors(config: Config, wire: torch.dtype, world: int) -> tuple[float, float]:

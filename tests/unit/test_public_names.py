@@ -18,6 +18,8 @@ PUBLIC = {
         "WindlassError",
         "__version__",
         "add_config_arguments",
+        "checkpointing",
+        "from_pretrained",
         "init_distributed",
         "initialize",
         "optim",
@@ -25,6 +27,7 @@ PUBLIC = {
     ],
     "windlass.zero": [
         "GatheredParameters",
+        "Init",
         "full_grad",
         "full_param",
         "full_state",

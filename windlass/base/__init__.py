@@ -1,1 +1,1 @@
-"""The ground floor: errors, log, dtypes, pending, device, tree."""
+"""The ground floor: errors, log, dtypes, pending, device, memory, tree."""

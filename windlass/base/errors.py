@@ -32,5 +32,13 @@ class ReleasedParameterError(WindlassError, RuntimeError):
     """A parameter whose values are spread over ranks was used where they are not gathered."""
 
 
+class DeviceMemoryError(WindlassError, RuntimeError):
+    """The (emulated) device has no room for what is to be kept there."""
+
+
 class LossError(WindlassError, ArithmeticError):
     """A loss or gradient that is not finite, or a loss scale that cannot fall further."""
+
+
+class StorageError(WindlassError, RuntimeError):
+    """The disk tier cannot hold or return what it was given: no space, no permission, a short read, a lost device."""

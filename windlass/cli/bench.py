@@ -83,6 +83,29 @@ def precision(
     _end(training.precision(nproc or default_ranks(), sizes, stage, out))
 
 
+@bench_app.command("offload")
+def offload(
+    nproc: Ranks = None,
+    hidden: Hidden = 512,
+    layers: Layers = 6,
+    length: Length = 128,
+    batch: Batch = 2,
+    rounds: Rounds = 3,
+    steps: Steps = 3,
+    bf16: Annotated[bool, typer.Option("--bf16", help="Parameters in bf16, master weights in fp32.")] = False,
+    device_bytes: Annotated[str, typer.Option(help="Memory of the emulated device, on a machine without one.")] = "64G",
+    folder: Annotated[Path | None, typer.Option(help="On the disk to use. [the system's temporary folder]")] = None,
+    out: Out = _OUT,
+) -> None:
+    """Samples per second and memory with states and parameters on the device, in host memory and on disk."""
+    from windlass.cli.benches import offload as experiment
+    from windlass.cli.benches import training
+    from windlass.cli.benches.ranks import default_ranks
+
+    sizes = training.Sizes(_heads(hidden), layers, length, batch, rounds, steps)
+    _end(experiment.offload(nproc or default_ranks(), sizes, bf16, device_bytes, folder, out))
+
+
 def _heads(hidden: int) -> int:
     if hidden % 64:
         raise typer.BadParameter(f"{hidden} is not a multiple of 64, the size of a head; try {hidden // 64 * 64}")

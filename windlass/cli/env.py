@@ -84,6 +84,18 @@ def _transports() -> str:
     return f"shm {_yes(shared)} (anonymous memory files), gloo {_yes(gloo)}, nccl {_yes(nccl)}"
 
 
+def _kernels() -> str:
+    from windlass.kernels.dispatch import KERNELS, path_in_use
+
+    return f"{path_in_use()} for each of {', '.join(KERNELS)}"
+
+
+def _disk() -> str:
+    from windlass import storage
+
+    return storage.path_in_use()
+
+
 def _dev_shm() -> str:
     usage = shutil.disk_usage("/dev/shm")
     return f"{usage.free / _GIB:.1f} of {usage.total / _GIB:.1f} GiB free"
@@ -125,7 +137,9 @@ _FACTS: dict[str, Callable[[], str]] = {
     "cpu": _cpu,
     "memory": _memory,
     "gpu": _gpu,
+    "kernels": _kernels,
     "transports": _transports,
+    "disk tier": _disk,
     "/dev/shm": _dev_shm,
     "limits": _limits,
     "environment": _variables,

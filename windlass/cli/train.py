@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -17,6 +21,7 @@ from windlass.cli.training.interrupt import EXIT_CODE
 if TYPE_CHECKING:
     from windlass.cli.training.plan import Plan
     from windlass.cli.training.settings import Options
+    from windlass.launch.outcome import Outcome
 
 _WORKER = "windlass.cli.train_worker"
 
@@ -89,47 +94,92 @@ def train(
 
 
 def run(options: Options) -> int:
-    """Plans, starts the ranks, and reports what came of it: 0, or 130 if the run was stopped.
+    """Plans, starts the ranks, and reports what came of it: 0, or 128 + its number for the signal that stopped it.
 
     Raises:
         WindlassError: whatever is wrong with the options, or ended a rank.
     """
     from windlass.cli.training.settings import make_plan
 
-    plan = make_plan(options)
-    if options.overwrite:
-        _clear(plan)
-    plan.result.unlink(missing_ok=True)
+    with _signals_unwind():
+        plan = make_plan(options)
+        if options.overwrite:
+            _clear(plan)
+        plan.result.unlink(missing_ok=True)
     # Not in --out: a full disk there is one of the failures to be told.
     with tempfile.TemporaryDirectory(prefix="windlass-") as folder:
         failure = Path(folder, "failure")
-        code = _launch(plan, failure)
+        outcome = _launch(plan, failure)
         message = read_failure(failure)
         stopped = stopped_marker(failure).exists()
+    message = _killed(outcome) or message
     if message is not None:
         raise RunFailed(message)
-    if stopped:
-        typer.echo(f"stopped; go on with: windlass train --resume --out {plan.out}", err=True)
-        return EXIT_CODE
-    if code:
-        raise RunFailed(f"a rank ended with exit code {code} and no word; see the output above, --debug shows more")
+    signalled = outcome.interrupted_by is not None
+    if stopped or (signalled and not plan.result.exists()):
+        typer.echo(_how_to_go_on(plan, stopped), err=True)
+        return outcome.code if signalled else EXIT_CODE
+    if outcome.code and not signalled:
+        raise RunFailed(
+            f"a rank ended with exit code {outcome.code} and no word; see the output above, --debug shows more"
+        )
     _print_result(plan)
     return 0
 
 
-def _launch(plan: Plan, failure: Path) -> int:
-    from windlass.launch.run import launch
+@contextmanager
+def _signals_unwind() -> Iterator[None]:
+    """SIGTERM and a hang-up end this process by an exception, as Ctrl-C does: what is half written is removed."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    numbers = [number for name in ("SIGTERM", "SIGHUP") if (number := getattr(signal, name, None)) is not None]
+    taken = [number for number in numbers if signal.getsignal(number) == signal.SIG_DFL]
+    for number in taken:
+        signal.signal(number, leave)
+    try:
+        yield
+    finally:
+        for number in taken:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def _launch(plan: Plan, failure: Path) -> Outcome:
+    from windlass.launch.outcome import Outcome
+    from windlass.launch.run import start
 
     try:
-        return launch(["-m", _WORKER, str(plan.path), str(failure)], nproc=plan.nproc)
-    except KeyboardInterrupt:
-        return EXIT_CODE
+        return start(["-m", _WORKER, str(plan.path), str(failure)], plan.nproc)
+    except KeyboardInterrupt:  # before the launcher took the signals over
+        return Outcome(EXIT_CODE, interrupted_by=signal.SIGINT)
+
+
+def _killed(outcome: Outcome) -> str | None:
+    """Says which rank was ended from outside, or crashed: what the others tell follows from it."""
+    for failure in outcome.failures:
+        if -failure.status == signal.SIGKILL:
+            hint = "the kernel does so where memory runs out; try a smaller micro-batch or a higher ZeRO stage"
+            return f"{failure}: {hint}"
+        if failure.status < 0 and -failure.status not in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            return f"{failure}, a crash outside of Python; see the output above"
+    return None
+
+
+def _how_to_go_on(plan: Plan, stopped: bool) -> str:
+    command = f"windlass train --resume --out {plan.out}"
+    if stopped:
+        return f"stopped; go on with: {command}"
+    if (plan.checkpoints / "latest").exists():
+        return f"stopped before this step was saved; go on from the last checkpoint with: {command}"
+    return "stopped before anything was trained; nothing was saved"
 
 
 def _clear(plan: Plan) -> None:
     """Takes away what an earlier run left, so that nothing of it can pass for this run's."""
     for folder in (plan.checkpoints, plan.exported, plan.events):
-        shutil.rmtree(folder, ignore_errors=True)
+        if folder.exists():
+            shutil.rmtree(folder)
     for file in (plan.metrics, plan.picture):
         file.unlink(missing_ok=True)
 

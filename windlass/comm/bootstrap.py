@@ -12,8 +12,11 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from windlass.base.device import local_device
 from windlass.base.errors import CommunicationError
+from windlass.base.log import logger
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
+# How MPI and Slurm tell the processes that they start how many there are.
+_COUNTS_OF_OTHERS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 
 
 def init_distributed(
@@ -39,6 +42,7 @@ def init_distributed(
     if torch.cuda.is_available():
         torch.cuda.set_device(local_device())
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
+        _warn_of_other_launchers()
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
         atexit.register(_end)
         return
@@ -52,8 +56,29 @@ def init_distributed(
             f"the environment names some ranks but not all it takes: {', '.join(missing)} is missing; "
             "start the script with `windlass run --nproc N script.py` or torchrun"
         )
-    dist.init_process_group(backend, timeout=timeout)
+    try:
+        dist.init_process_group(backend, timeout=timeout)
+    except (RuntimeError, ValueError) as error:  # torch.distributed has kinds of its own for every way to fail
+        place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        raise CommunicationError(
+            f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} could not meet the others at {place}: "
+            f"{str(error).strip().splitlines()[0]}; check RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT on every rank, "
+            "and that rank 0 can be reached there"
+        ) from error
     atexit.register(_end)
+
+
+def _warn_of_other_launchers() -> None:
+    """Processes that another launcher started would each train alone, which nobody notices by the loss."""
+    for name in _COUNTS_OF_OTHERS:
+        if os.environ.get(name, "1") not in ("", "0", "1"):
+            logger.warning(
+                "%s is %s, but RANK and WORLD_SIZE are not set: this process trains alone. Have each host start "
+                "its ranks with torchrun, or set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT",
+                name,
+                os.environ[name],
+            )
+            return
 
 
 def _end() -> None:

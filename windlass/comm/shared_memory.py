@@ -89,8 +89,11 @@ class SharedMemory:
             offers: list[tuple[int, int, int]] = [(0, 0, 0)] * group.size
             dist.all_gather_object(offers, (os.getpid(), own, size), group=group.process_group)
             problem, self.blocks = None, []
+            self._own: mmap.mmap | None = None
             try:
-                self.blocks = [self._map(*offer, own=own) for offer in offers]
+                maps = [self._map(*offer, own=own) for offer in offers]
+                self._own = maps[group.index]
+                self.blocks = [torch.frombuffer(one, dtype=torch.uint8) for one in maps]
             except OSError as error:
                 problem = f"rank {dist.get_rank()} may not map a peer's memory ({error})"
             self.pids = [pid for pid, _, _ in offers]
@@ -100,14 +103,19 @@ class SharedMemory:
         finally:
             os.close(own)
 
+    def discard(self, start: int, stop: int) -> None:
+        """Give the pages `[start, stop)` of this rank's own block back; they read as zeros afterwards."""
+        if self._own is not None and stop > start:
+            self._own.madvise(mmap.MADV_REMOVE, start, stop - start)
+
     @staticmethod
-    def _map(pid: int, descriptor: int, size: int, *, own: int) -> torch.Tensor:
+    def _map(pid: int, descriptor: int, size: int, *, own: int) -> mmap.mmap:
         theirs = f"/proc/{pid}/fd/{descriptor}"
         file = os.dup(own) if pid == os.getpid() else os.open(theirs, os.O_RDWR | os.O_CLOEXEC)
         try:
             if os.fstat(file).st_size != size:
                 raise OSError(f"block of process {pid} has {os.fstat(file).st_size} bytes, not {size}")
-            return torch.frombuffer(mmap.mmap(file, size), dtype=torch.uint8)
+            return mmap.mmap(file, size)
         finally:
             os.close(file)
 

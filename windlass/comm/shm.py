@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from datetime import timedelta
 
 import torch
@@ -14,6 +15,7 @@ from windlass.comm.traffic import Traffic
 from windlass.comm.transport import Buffer, Need, cut
 
 _ALIGN = 64
+_PAGE = mmap.PAGESIZE
 _PER_BUFFER = 2  # counters: published, gathered
 _PER_LANE = 3  # counters: offered, taken, and from which place of the ring
 
@@ -37,7 +39,7 @@ class ShmTransport:
         """Buffers in shared memory, zeroed; those with `common` exist once. Collective."""
         own = _sizes([n for n in needs if not n.common])
         common = _sizes([n for n in needs if n.common])
-        memory = SharedMemory(self.group, own[-1])
+        memory = self._memory = SharedMemory(self.group, own[-1])
         # the common block lies in the first rank's memory; the others contribute an empty one
         shared = SharedMemory(self.group, common[-1] if self.group.index == 0 else 1)
         self._lanes, self._turns = _PER_BUFFER * len(needs), [0] * lanes
@@ -50,6 +52,8 @@ class ShmTransport:
             blocks = [shared.blocks[0]] * self.group.size if need.common else memory.blocks
             parts = [block[start : start + size].view(need.dtype) for block in blocks]
             buffers.append(Buffer(parts[self.group.index], parts, need.common, _PER_BUFFER * number))
+            if need.transient and not need.common:
+                buffers[-1].pages = start, start + -(-size // _PAGE) * _PAGE
         return buffers
 
     def reduce(
@@ -93,6 +97,14 @@ class ShmTransport:
         self._counters.wait(buffer.key + 1, buffer.published, what)
         if buffer.mark.turn:
             self._counters.wait(self._lane(buffer.mark.lane) + 1, buffer.mark.turn, what)
+
+    def vacate(self, buffer: Buffer) -> None:
+        self.settle(buffer)
+        if buffer.pages is not None:
+            self._memory.discard(*buffer.pages)
+
+    def occupy(self, buffer: Buffer) -> None:
+        return  # pages come back, as zeros, when they are touched
 
     def offer(self, lane: int, buffer: Buffer) -> int:
         """Say that this rank's part of a lane's next sum may be read; returns the turn that peers must have offered."""
@@ -173,6 +185,7 @@ def _sizes(needs: list[Need]) -> list[int]:
     """Where each need starts in a block, in bytes, and last the size of the block."""
     starts, end = [], 0
     for need in needs:
-        starts.append(end)
-        end += -(-need.numel * need.dtype.itemsize // _ALIGN) * _ALIGN
+        align = _PAGE if need.transient else _ALIGN
+        starts.append(-(-end // align) * align)
+        end = starts[-1] + -(-need.numel * need.dtype.itemsize // align) * align
     return [*starts, end]

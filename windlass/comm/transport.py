@@ -39,11 +39,13 @@ class Need:
         numel: elements, a multiple of the group's size.
         dtype: of the elements.
         common: one buffer for the whole group, each rank owning its cut, where the transport can do that.
+        transient: it will be vacated and occupied again.
     """
 
     numel: int
     dtype: torch.dtype
     common: bool = False
+    transient: bool = False
 
 
 @dataclass
@@ -67,6 +69,7 @@ class Buffer:
         ring: the parts of all buffers that this one may be exchanged with, itself among them.
         place: its place in `ring`; ranks may have the same gradient in different places.
         mark: shared by all cuts of one buffer.
+        pages: `[start, stop)` in this rank's shared memory, in bytes, that nothing else lies in; None: not so.
     """
 
     local: torch.Tensor
@@ -77,6 +80,7 @@ class Buffer:
     ring: list[list[torch.Tensor]] = field(default_factory=list)
     place: int = 0
     mark: Mark = field(default_factory=Mark)
+    pages: tuple[int, int] | None = None
 
     def first(self, numel: int) -> Buffer:
         """The first `numel` elements of it, as the same buffer."""
@@ -131,6 +135,14 @@ class Transport(Protocol):
 
     def settle(self, buffer: Buffer) -> None:
         """Block until no peer still reads what this rank last offered in `buffer`."""
+        ...
+
+    def vacate(self, buffer: Buffer) -> None:
+        """Give the memory of a transient buffer back once no peer reads it; views stay, their content does not."""
+        ...
+
+    def occupy(self, buffer: Buffer) -> None:
+        """Take the memory again, content undefined."""
         ...
 
 

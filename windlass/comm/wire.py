@@ -29,13 +29,19 @@ class _Wire:
         self._tag = 0
 
     def allocate(self, needs: list[Need], device: torch.device, *, lanes: int = 0) -> list[Buffer]:
-        return [Buffer(torch.zeros(n.numel, dtype=n.dtype, device=device)) for n in needs]
+        return [Buffer(_flat(need, device)) for need in needs]
 
     def settle(self, buffer: Buffer) -> None:
         return
 
     def publish(self, buffer: Buffer) -> None:
         return
+
+    def vacate(self, buffer: Buffer) -> None:
+        buffer.local.untyped_storage().resize_(0)
+
+    def occupy(self, buffer: Buffer) -> None:
+        buffer.local.untyped_storage().resize_(buffer.local.numel() * buffer.local.element_size())
 
     def reduce(
         self,
@@ -231,6 +237,15 @@ class WholeReduction(_Summed):
         whole = flat.to(wire, copy=True)
         self._sum = cut(whole, group.index, group.size)
         self._work = dist.all_reduce(whole, group=group.process_group, async_op=True)
+
+
+def _flat(need: Need, device: torch.device) -> torch.Tensor:
+    """Zeros; or, for what comes and goes, a storage that has no memory yet."""
+    if not need.transient:
+        return torch.zeros(need.numel, dtype=need.dtype, device=device)
+    flat = torch.empty(need.numel, dtype=need.dtype, device=device)
+    flat.untyped_storage().resize_(0)
+    return flat
 
 
 def _broadcasts(flat: torch.Tensor, group: Group) -> Iterator[dist.Work]:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from windlass.config.section import Positive, Section
-from windlass.config.verdict import accepted, refused
+from windlass.config.section import Names, Positive, Section
+from windlass.config.verdict import honoured
 
 
 class ActivationCheckpointing(Section):
-    """Options of DeepSpeed's own checkpoint function; a model that uses torch's is not touched by them."""
+    """How `windlass.checkpointing.checkpoint` keeps its inputs; a model that uses torch's function is not touched."""
 
-    partition_activations: bool = refused(
-        False, "not yet built: activations cut over model-parallel ranks; write false"
-    )
-    number_checkpoints: Positive | None = accepted(None, "read only by contiguous_memory_optimization")
-    contiguous_memory_optimization: bool = refused(
-        False, "not yet built: one buffer for all kept activations; write false"
-    )
-    synchronize_checkpoint_boundary: bool = accepted(False, "a device synchronization for timing; it changes no result")
-    profile: bool = refused(False, "not yet built: timing of recomputation; write false")
-    cpu_checkpointing: bool = refused(False, "not yet built: activations in host memory; write false")
+    partition_activations: bool = honoured(False)
+    """Cut what is kept over the ranks of the model-parallel group; a group of one rank has nothing to cut."""
+    number_checkpoints: Positive | None = honoured(None)
+    """For how many checkpointed calls the buffer of contiguous_memory_optimization is."""
+    contiguous_memory_optimization: bool = honoured(False)
+    """Keep it in one buffer."""
+    synchronize_checkpoint_boundary: bool = honoured(False)
+    """Wait for the device before and after each checkpointed call."""
+    profile: bool = honoured(False)
+    """Log once a backward how long checkpointed calls and their recomputation took."""
+    cpu_checkpointing: bool = honoured(False)
+    """Keep it in host memory."""
+    nvme_path: Names = honoured(list, native=True)
+    """Keep it in files in these folders, over which blocks go round."""

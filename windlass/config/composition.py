@@ -45,13 +45,13 @@ AXES: dict[str, dict[str, Value]] = {
     },
     "param_home": {
         "device": Value("parameters at rest stay on the device"),
-        "host": Value("parameters at rest are in host memory", "not yet built: offload"),
-        "nvme": Value("parameters at rest are in files", "not yet built: offload"),
+        "host": Value("parameters at rest are in host memory"),
+        "nvme": Value("parameters at rest are in files"),
     },
     "state_home": {
         "device": Value("master weights and optimizer states stay on the device"),
-        "host": Value("they are in host memory, and the step runs there", "not yet built: offload"),
-        "nvme": Value("they are in files", "not yet built: offload"),
+        "host": Value("they are in host memory, and the step runs there"),
+        "nvme": Value("they are in files"),
     },
     "optimizer": {
         "elementwise": Value("every element is updated from itself alone: Adam, AdamW, SGD, Adagrad, Lion, ..."),
@@ -81,7 +81,8 @@ AXES: dict[str, dict[str, Value]] = {
         "none": Value("all activations are kept"),
         "reentrant": Value("torch's reentrant activation checkpointing"),
         "nonreentrant": Value("torch's non-reentrant activation checkpointing"),
-        "host": Value("kept activations are in host memory", "not yet built: offloaded activations"),
+        "host": Value("windlass.checkpointing.checkpoint keeps its inputs in host memory"),
+        "nvme": Value("windlass.checkpointing.checkpoint keeps its inputs in files"),
     },
     "adapters": {
         "none": Value("all parameters train"),
@@ -107,6 +108,10 @@ EXCEPTIONS: dict[frozenset[Choice], str] = {
     frozenset({("stage", "0"), ("parallel", "hpz")}): "only stage 3 releases parameters and gathers them again",
     frozenset({("stage", "1"), ("parallel", "hpz")}): "only stage 3 releases parameters and gathers them again",
     frozenset({("stage", "2"), ("parallel", "hpz")}): "only stage 3 releases parameters and gathers them again",
+    frozenset({("stage", "0"), ("state_home", "host")}): "stage 0 keeps all states on every rank; use stage 1 or more",
+    frozenset({("stage", "0"), ("state_home", "nvme")}): "stage 0 keeps all states on every rank; use stage 1 or more",
+    frozenset({("parallel", "hpz"), ("param_home", "host")}): "a second copy on the device would undo the offload",
+    frozenset({("parallel", "hpz"), ("param_home", "nvme")}): "a second copy on the device would undo the offload",
     frozenset({("stage", "0"), ("param_home", "host")}): "only stage 3 releases parameters",
     frozenset({("stage", "1"), ("param_home", "host")}): "only stage 3 releases parameters",
     frozenset({("stage", "2"), ("param_home", "host")}): "only stage 3 releases parameters",
@@ -117,7 +122,23 @@ EXCEPTIONS: dict[frozenset[Choice], str] = {
 """Pairs that do not work although both halves might; every pair of offered values that is not here works."""
 
 ELEMENTWISE = frozenset(
-    ("Adam", "AdamW", "SGD", "Adagrad", "Lion", "Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop")
+    (
+        *(
+            "Adam",
+            "AdamW",
+            "SGD",
+            "Adagrad",
+            "Lion",
+            "Adadelta",
+            "Adamax",
+            "ASGD",
+            "NAdam",
+            "RAdam",
+            "RMSprop",
+            "Rprop",
+        ),
+        *("CPUAdam", "CPUAdagrad", "CPULion", "CPUSGD"),
+    )
 )
 ONE_BIT = frozenset(("OneBitAdam", "ZeroOneAdam", "OneBitLamb"))
 
@@ -178,7 +199,7 @@ def describe(config: Config, **facts: str) -> dict[str, str]:
         "precision": _precision(config),
         "accumulation": "many" if (config.gradient_accumulation_steps or 1) > 1 else "one",
         "parallel": _parallel(config),
-        "checkpointing": "host" if config.activation_checkpointing.cpu_checkpointing else "none",
+        "checkpointing": _checkpointing(config),
         "adapters": "none",
         "transport": "shm" if config.comm.transport == "auto" else config.comm.transport,
         "backward": "engine",
@@ -208,6 +229,13 @@ def _precision(config: Config) -> str:
     if config.bf16.enabled:
         return "bf16"
     return "autocast" if config.torch_autocast.enabled else "fp32"
+
+
+def _checkpointing(config: Config) -> str:
+    section = config.activation_checkpointing
+    if section.nvme_path:
+        return "nvme"
+    return "host" if section.cpu_checkpointing else "none"
 
 
 def _parallel(config: Config) -> str:

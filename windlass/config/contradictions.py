@@ -106,13 +106,19 @@ def _schedule_order(config: Config) -> Iterator[tuple[str, str]]:
             yield f"scheduler.params.{low}", f"{first} is more than {high} {last}; exchange them"
 
 
-def _contiguous_checkpoints(config: Config) -> Iterator[tuple[str, str]]:
+def _kept_activations(config: Config) -> Iterator[tuple[str, str]]:
     section = config.activation_checkpointing
-    if section.contiguous_memory_optimization and not (section.partition_activations and section.number_checkpoints):
+    if section.contiguous_memory_optimization and not section.number_checkpoints:
         yield (
             "activation_checkpointing.contiguous_memory_optimization",
-            "true, but it needs partition_activations true and number_checkpoints; write false",
+            "true, but the buffer's size comes from number_checkpoints, which is absent; add it or write false",
         )
+    for name in ("cpu_checkpointing", "contiguous_memory_optimization"):
+        if section.nvme_path and getattr(section, name):
+            yield (
+                f"activation_checkpointing.{name}",
+                "true, but nvme_path keeps activations in files; delete one of the two",
+            )
 
 
 RULES: tuple[Rule, ...] = (
@@ -124,5 +130,5 @@ RULES: tuple[Rule, ...] = (
     _norm,
     _learning_rate,
     _schedule_order,
-    _contiguous_checkpoints,
+    _kept_activations,
 )

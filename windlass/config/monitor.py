@@ -63,8 +63,10 @@ class Comet(Section):
 class ThroughputTimer(Section):
     """The samples-per-second timer."""
 
-    enabled: bool = accepted(True, "throughput is measured in any case, from two clock reads a step")
-    synchronized: bool = accepted(True, "whether a device synchronization precedes the reading; a timing detail")
+    enabled: bool = accepted(
+        True, "the engine prints no samples per second; `windlass train` shows tokens per second at every step"
+    )
+    synchronized: bool = accepted(True, "read only by that timer, which prints nothing here")
 
 
 class Timers(Section):

@@ -22,7 +22,7 @@ class Normaliser:
 
     def __call__(self, data: dict[str, Any]) -> dict[str, Any]:
         """A deep enough copy of `data` with one spelling for every key; `data` itself is not written to."""
-        data = _boolean_zero(data)
+        data = _old_offload(_boolean_zero(data))
         return self._section(data, Config, "")
 
     def _section(self, data: dict[str, Any], section: type[Section], path: str) -> dict[str, Any]:
@@ -75,3 +75,19 @@ def _boolean_zero(data: dict[str, Any]) -> dict[str, Any]:
     if "allgather_size" in data:
         section["allgather_bucket_size"] = data["allgather_size"]
     return {**data, "zero_optimization": section}
+
+
+def _old_offload(data: dict[str, Any]) -> dict[str, Any]:
+    """`cpu_offload: true` is how `offload_optimizer: {"device": "cpu"}` was written once. Both together stay, to be
+    told of."""
+    zero = data.get("zero_optimization")
+    if not isinstance(zero, dict):
+        return data
+    zero = dict(zero)
+    for old, new in (("cpu_offload", "offload_optimizer"), ("cpu_offload_param", "offload_param")):
+        given = zero.get(old)
+        if isinstance(given, bool) and zero.get(new) is None:
+            del zero[old]
+            if given:
+                zero[new] = {"device": "cpu"}
+    return {**data, "zero_optimization": zero}

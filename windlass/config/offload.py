@@ -6,42 +6,52 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from windlass.config.section import NUMBER, Count, Fraction, Int, Positive, Section
-from windlass.config.verdict import accepted, refused
+from windlass.config.section import NUMBER, Count, Fraction, Int, Names, Positive, Section
+from windlass.config.verdict import accepted, honoured, refused
 
+Paths = Names
 Device = Literal["none", "cpu", "nvme"]
 
 
 class OffloadParam(Section):
-    """Where parameters live between uses."""
+    """Where parameters live between uses, at stage 3."""
 
-    refusal = 'not yet built: parameters away from the device; write "none"'
     switch = "device"
 
-    device: Device = refused("none", "")
-    nvme_path: str | None = refused(None, "")
-    buffer_count: Count = refused(5, "")
-    buffer_size: Count = refused(100_000_000, "")
-    max_in_cpu: Count = refused(1_000_000_000, "")
-    pin_memory: bool = refused(True, "")
+    device: Device = honoured("none")
+    """none: on the device; cpu: in host memory; nvme: in files."""
+    nvme_path: Paths | None = honoured(None)
+    """A folder on a disk, or several that are striped."""
+    pin_memory: bool = honoured(True)
+    """Page-lock host memory, where there is a GPU to copy to."""
+
+    buffer_count: Count = accepted(5, "staging buffers are made as they are needed and used again")
+    buffer_size: Count = accepted(100_000_000, "a buffer has the size of the unit that passes through it")
+    max_in_cpu: Count = accepted(1_000_000_000, "a unit on disk passes through host memory only while it moves")
 
 
 class OffloadOptimizer(Section):
     """Where master weights and optimizer states live, and hence where the step runs."""
 
-    refusal = 'not yet built: optimizer states away from the device; write "none"'
     switch = "device"
 
-    device: Device = refused("none", "")
-    nvme_path: str | None = refused(None, "")
-    buffer_count: Count = refused(4, "")
-    pin_memory: bool = refused(True, "")
-    pipeline_read: bool = refused(False, "")
-    pipeline_write: bool = refused(False, "")
-    fast_init: bool = refused(False, "")
-    ratio: Fraction = refused(1.0, "")
-    super_offload: bool = refused(False, "")
-    cpuadam_cores_perc: Fraction = refused(0.8, "")
+    device: Device = honoured("none")
+    """none: on the device; cpu: in host memory; nvme: in files, and the step runs in host memory."""
+    nvme_path: Paths | None = honoured(None)
+    """A folder on a disk, or several that are striped."""
+    pin_memory: bool = honoured(True)
+    """Page-lock host memory, where there is a GPU to copy to."""
+    ratio: Fraction = honoured(1.0)
+    """The share of elements whose states leave the device, whole units, the first in model order."""
+    gradients: Literal["cpu", "nvme"] = honoured("cpu", native=True)
+    """Where reduced gradients wait for the step: nvme saves 4 bytes an element of host memory and moves 8 more."""
+
+    buffer_count: Count = accepted(4, "staging buffers are made as they are needed and used again")
+    pipeline_read: bool = accepted(False, "the next part is always read while one is updated")
+    pipeline_write: bool = accepted(False, "the part before is always written while one is updated")
+    fast_init: bool = accepted(False, "states are made by the first step, so there is nothing to initialise")
+    super_offload: bool = refused(False, "not yet built: speculative steps on the host; write false")
+    cpuadam_cores_perc: Fraction = accepted(0.8, "read only with super_offload")
 
 
 class ZenFlow(Section):
@@ -67,12 +77,15 @@ class ZenFlow(Section):
 class Aio(Section):
     """Tuning of asynchronous file I/O."""
 
-    block_size: Positive = accepted(1_048_576, "read only by an NVMe home, which is itself refused until built")
-    queue_depth: Positive = accepted(8, "read only by an NVMe home, which is itself refused until built")
-    intra_op_parallelism: Positive = accepted(1, "read only by an NVMe home, which is itself refused until built")
+    block_size: Positive = honoured(1_048_576)
+    """Bytes of one request to the disk."""
+    queue_depth: Positive = honoured(32)
+    """Requests under way at once."""
+    intra_op_parallelism: Positive = honoured(1)
+    """Threads, where requests go through threads."""
     thread_count: Positive = accepted(1, "an old spelling that nothing reads; intra_op_parallelism replaced it")
-    single_submit: bool = accepted(False, "read only by an NVMe home, which is itself refused until built")
-    overlap_events: bool = accepted(True, "read only by an NVMe home, which is itself refused until built")
+    single_submit: bool = accepted(False, "requests are handed over as the queue has room")
+    overlap_events: bool = accepted(True, "requests are handed over while others complete")
     use_gds: bool = refused(False, "not yet built: GPUDirect Storage; write false")
 
 

@@ -48,7 +48,8 @@ class Bf16(Section):
         False, "gradients always go into the accumulation buffer as they arrive, so there is nothing to choose"
     )
     check_grad_overflow: bool = accepted(
-        True, "a gradient that is not finite is always noticed, since the check rides in the norm's reduction"
+        True,
+        "always on: a gradient that is not finite is an error before a weight changes; the check rides in the norm",
     )
     check_overflow: bool = refused(False, "retired: the name never worked; write check_grad_overflow")
     bf16_master_weights_and_grads: bool = refused(False, "not yet built: master weights are fp32; write false")

@@ -98,7 +98,7 @@ class Config(Section):
     sparse_gradients: bool = refused(False, "not yet built: sparse gradients; write false")
     graph_harvesting: bool = refused(False, "retired: CUDA graphs of the step; write false")
     datastates_ckpt: Any = refused(False, "retired: the DataStates checkpoint service; delete the key")
-    disable_python_gc: bool = accepted(False, "Python's garbage collector is left to the caller")
+    disable_python_gc: bool = accepted(False, "Python's garbage collector is left to the caller: gc.disable()")
     log_level: LogLevel | None = accepted(None, "levels are logging's: set WINDLASS_LOG_LEVEL")
     vocabulary_size: Int | None = accepted(None, "DeepSpeed only warns when it is no multiple of 8")
     disable_allgather: bool = accepted(False, "DeepSpeed itself reads it nowhere")
@@ -212,6 +212,8 @@ class Config(Section):
         Raises:
             ConfigError: one of them does not divide the world size.
         """
+        if world_size < 1:
+            raise ConfigError(f"the world size {world_size} is not positive; it is the number of ranks, at least 1")
         mics, hpz = self.zero_optimization.mics_shard_size, self.zero_optimization.zero_hpz_partition_size
         for key, size in (("mics_shard_size", mics), ("zero_hpz_partition_size", hpz)):
             if size > 0 and world_size % size:

@@ -81,7 +81,7 @@ class Zero(Section):
     )
     compute_grad_norm: bool = accepted(True, "the norm rides in a reduction that is made in any case")
     elastic_checkpoint: bool = accepted(
-        False, "an old switch of the file layout; loading at another world size is refused where it is asked for"
+        False, "an old switch of the file layout; files here hold ranges of named tensors, whatever wrote them"
     )
     cpu_offload_use_pin_memory: bool | None = accepted(
         None, "DeepSpeed drops the value; offload sections have their own"
@@ -113,8 +113,10 @@ class Zero(Section):
     zero_quantized_nontrainable_weights: bool = refused(False, "not yet built: quantized gathers; write false")
     zero_quantized_gradients: bool = refused(False, "not yet built: quantized reductions; write false")
     zeropp_loco_param: dict[str, Any] | None = refused(None, "not yet built: LoCo error feedback; delete the key")
-    cpu_offload: bool | None = refused(None, "not yet built: optimizer states away from the device; delete the key")
-    cpu_offload_param: bool | None = refused(None, "not yet built: parameters away from the device; delete the key")
+    cpu_offload: bool | None = honoured(None)
+    """An older spelling of `offload_optimizer: {"device": "cpu"}`."""
+    cpu_offload_param: bool | None = honoured(None)
+    """An older spelling of `offload_param: {"device": "cpu"}`."""
     offload_param: OffloadParam | None = honoured(None)
     """Where parameters live between uses."""
     offload_optimizer: OffloadOptimizer | None = honoured(None)

@@ -11,7 +11,18 @@ from pathlib import Path
 
 from windlass.base.errors import DataError
 from windlass.base.log import logger
-from windlass.data.formats import KINDS, is_text, kind_of, read_hub, read_json, read_lines, read_parquet, read_text
+from windlass.data.formats import (
+    KINDS,
+    UNREADABLE,
+    holds_records,
+    is_text,
+    kind_of,
+    read_hub,
+    read_json,
+    read_lines,
+    read_parquet,
+    read_text,
+)
 
 _SKIPPED_FOLDERS = {"__pycache__", "node_modules", "site-packages", "dist-packages"}
 # Tests and generated tables say little about how people write Python, and copies of one another inflate the score.
@@ -35,17 +46,21 @@ class Source:
         texts = reader(self.location, text_field) if reader else read_text(self.location)
         try:
             yield from (text for text in texts if text.strip())
-        except OSError as error:
+        except UNREADABLE as error:
+            reason = getattr(error, "strerror", None) or error
             raise DataError(
-                f"cannot read {self.location}: {error.strerror or error}; check the path and its rights"
+                f"cannot read {self.location}: {reason}; check the path, its rights and the file"
             ) from error
 
 
-def find_sources(specs: Sequence[str]) -> list[Source]:
+def find_sources(specs: Sequence[str], leave_out: Path | None = None) -> list[Source]:
     """The sources that `specs` name, sorted inside each spec and without repeats.
 
     A spec is a file, a directory (read recursively), a glob, `stdlib` (the sources of the running Python), or
     `hub:NAME[@CONFIG][:SPLIT]` (a Hugging Face dataset; the split is `train` unless said).
+
+    Args:
+        leave_out: a folder that directories are searched without, if it lies inside one: what a run writes is no data.
 
     Raises:
         DataError: a spec that names nothing, or nothing readable.
@@ -54,19 +69,19 @@ def find_sources(specs: Sequence[str]) -> list[Source]:
         raise DataError("no data given; use --data with files, directories, globs, 'stdlib' or 'hub:NAME'")
     found: dict[str, Source] = {}
     for spec in specs:
-        for source in _expand(spec):
+        for source in _expand(spec, leave_out and leave_out.resolve()):
             found.setdefault(source.location, source)
     return list(found.values())
 
 
-def _expand(spec: str) -> list[Source]:
+def _expand(spec: str, leave_out: Path | None) -> list[Source]:
     if spec == "stdlib" and not os.path.exists(spec):
         return _stdlib()
     if spec.startswith("hub:"):
         return [Source(spec.removeprefix("hub:"), "hub")]
     path = Path(spec).expanduser()
     if path.is_dir():
-        return _require(spec, _from_directory(path, _SKIPPED_FOLDERS))
+        return _require(spec, _from_directory(path, _SKIPPED_FOLDERS, leave_out))
     if path.is_file():
         return [_from_named_file(path)]
     matches = sorted(glob.glob(str(path), recursive=True))
@@ -77,7 +92,7 @@ def _expand(spec: str) -> list[Source]:
         )
     sources: list[Source] = []
     for match in map(Path, matches):
-        sources += _from_directory(match, _SKIPPED_FOLDERS) if match.is_dir() else _readable([match])
+        sources += _from_directory(match, _SKIPPED_FOLDERS, leave_out) if match.is_dir() else _readable([match])
     return _require(spec, sources)
 
 
@@ -98,21 +113,28 @@ def _from_named_file(path: Path) -> Source:
     return Source(str(path), kind)
 
 
-def _from_directory(root: Path, skipped: set[str]) -> list[Source]:
+def _from_directory(root: Path, skipped: set[str], leave_out: Path | None = None) -> list[Source]:
     paths: list[Path] = []
     for folder, folders, names in os.walk(root):
-        folders[:] = sorted(name for name in folders if name not in skipped and not name.startswith("."))
+        visible = (name for name in folders if name not in skipped and not name.startswith("."))
+        folders[:] = sorted(name for name in visible if leave_out is None or Path(folder, name).resolve() != leave_out)
         paths += [Path(folder, name) for name in sorted(names) if not name.startswith(".")]
     return _readable(paths)
 
 
 def _readable(paths: Sequence[Path]) -> list[Source]:
     """What is read from files that were not named one by one: binary ones are passed over."""
-    kinds = [(path, kind_of(path)) for path in paths if path.is_file()]
+    kinds = [(path, _kind_of_found(path)) for path in paths if path.is_file()]
     kept = [Source(str(path), kind) for path, kind in kinds if kind != "text" or is_text(path)]
     if len(kept) < len(kinds):
         logger.debug("passed over %d files that are not text", len(kinds) - len(kept))
     return kept
+
+
+def _kind_of_found(path: Path) -> str:
+    """As `kind_of`, but a `.json` file that holds settings, not records, is a source like any other."""
+    kind = kind_of(path)
+    return "text" if kind == "json" and not holds_records(path) else kind
 
 
 def _require(spec: str, sources: list[Source]) -> list[Source]:

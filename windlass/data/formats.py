@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import logging
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, cast
@@ -13,6 +15,8 @@ from windlass.base.errors import DataError
 _KIND_OF_SUFFIX = {".jsonl": "lines", ".ndjson": "lines", ".json": "json", ".parquet": "parquet"}
 KINDS = tuple(_KIND_OF_SUFFIX)
 _PIECE_BYTES = 2**20
+# What a file that cannot be read raises; a damaged .gz ends too early, or is no gzip stream at all.
+UNREADABLE = (OSError, EOFError, zlib.error)
 
 
 def kind_of(path: Path) -> str:
@@ -26,7 +30,7 @@ def is_text(path: Path) -> bool:
     try:
         with _open(str(path)) as stream:
             head = stream.read(8192)
-    except OSError:
+    except UNREADABLE:
         return True
     if b"\0" in head:
         return False
@@ -35,6 +39,21 @@ def is_text(path: Path) -> bool:
     except UnicodeDecodeError as error:
         return error.start >= len(head) - 3 and len(head) == 8192  # a character cut by the end of the window
     return True
+
+
+def holds_records(path: Path) -> bool:
+    """Whether a `.json` file is an array, or has one object or string a line; a written-out object is neither."""
+    try:
+        with _open(str(path)) as stream:
+            first = next((line for line in stream if line.strip()), b"")
+    except UNREADABLE:
+        return True  # left for the reader to report
+    if first.lstrip().startswith(b"["):
+        return True
+    try:
+        return isinstance(json.loads(first), dict | str)
+    except (ValueError, RecursionError):
+        return False
 
 
 def read_text(location: str) -> Iterator[str]:
@@ -75,15 +94,26 @@ def read_parquet(location: str, field: str) -> Iterator[str]:
     except ImportError as error:
         raise DataError(f"reading {location} needs pyarrow: pip install 'windlass[hf]'") from error
     try:
-        file = parquet.ParquetFile(location)
-    except pyarrow.ArrowInvalid as error:
+        with parquet.ParquetFile(location) as file:
+            schema = file.schema_arrow
+            if field not in schema.names:
+                raise DataError(_no_field(field, schema.names, location))
+            if not _is_text_type(schema.field(field).type):
+                raise DataError(
+                    f"{location}: the column {field!r} holds {schema.field(field).type}, not strings; name another one "
+                    "with --text-field"
+                )
+            for batch in file.iter_batches(columns=[field]):
+                yield from (text for text in batch.column(0).to_pylist() if text is not None)
+    except (pyarrow.ArrowException, UnicodeDecodeError) as error:
         raise DataError(f"{location} is not a readable Parquet file ({error})") from error
-    with file:
-        names = file.schema_arrow.names
-        if field not in names:
-            raise DataError(_no_field(field, names, location))
-        for batch in file.iter_batches(columns=[field]):
-            yield from (str(text) for text in batch.column(0).to_pylist() if text is not None)
+
+
+def _is_text_type(kind: Any) -> bool:
+    from pyarrow import types
+
+    inner = kind.value_type if types.is_dictionary(kind) else kind
+    return bool(types.is_string(inner) or types.is_large_string(inner) or types.is_null(inner))
 
 
 def read_hub(location: str, field: str) -> Iterator[str]:
@@ -92,6 +122,8 @@ def read_hub(location: str, field: str) -> Iterator[str]:
         import datasets
     except ImportError as error:
         raise DataError(f"reading hub:{location} needs datasets: pip install 'windlass[hf]'") from error
+    # Its client tells of each try; one message of ours follows the last.
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     name, _, split = location.partition(":")
     name, _, config = name.partition("@")
     try:
@@ -128,15 +160,29 @@ def _parse(text: str, where: str) -> Any:
         raise DataError(
             f"{where} is not JSON ({error.msg} at column {error.colno}); one object a line is read"
         ) from error
+    except RecursionError as error:
+        raise DataError(f"{where} is JSON nested too deeply to be a record; one object a line is read") from error
 
 
 def _text_of(record: Any, field: str, where: str) -> str:
     if isinstance(record, str):
-        return record
+        return _whole_characters(record, where)
     if not isinstance(record, dict) or not isinstance(record.get(field), str):
         fields = list(record) if isinstance(record, dict) else []
         raise DataError(_no_field(field, fields, where))
-    return str(record[field])
+    return _whole_characters(str(record[field]), where)
+
+
+def _whole_characters(text: str, where: str) -> str:
+    """The text, unless a \\u escape left half a character in it, which no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{where} has half a surrogate pair, {text[error.start]!r} at character {error.start}; it was cut inside "
+            "a character, so drop that record"
+        ) from error
+    return text
 
 
 def _no_field(field: str, fields: list[str], where: str) -> str:

@@ -46,13 +46,31 @@ class Corpus:
             self._survey()
 
     def __iter__(self) -> Iterator[str]:
+        """The surveyed documents once more.
+
+        Raises:
+            DataError: there are more or fewer than there were.
+        """
+        count = 0
+        for text in self._read():
+            count += 1
+            if count > len(self.sizes):
+                break
+            yield text
+        if count != len(self.sizes):
+            raise DataError(
+                f"the corpus changed while it was read: it had {len(self.sizes)} documents; wait until nothing writes "
+                "to it, or pack a copy"
+            )
+
+    def _read(self) -> Iterator[str]:
         for source in self._sources:
             for text in source.documents(self._text_field):
                 yield from [text] if self._piece_bytes is None else _pieces(text, self._piece_bytes)
 
     def _survey(self) -> None:
         digests, sizes, whole = [], [], hashlib.blake2b(digest_size=16)
-        for text in self:
+        for text in self._read():
             data = text.encode()
             digest = hashlib.blake2b(data, digest_size=8).digest()
             whole.update(digest)
@@ -84,7 +102,7 @@ def pack(
     Raises:
         DataError: no readable text, a bad tokenizer, or a full disk.
     """
-    corpus = Corpus(find_sources(specs), text_field)
+    corpus = Corpus(find_sources(specs, leave_out=directory), text_field)
     if len(corpus.sizes) < 2:
         raise DataError(
             f"the corpus {', '.join(specs)} is empty or a single line; give at least some lines of text to train on "

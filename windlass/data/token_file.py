@@ -80,8 +80,10 @@ class TokenWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._stream.close()
-        self._partial.unlink(missing_ok=True)
+        try:
+            self._stream.close()  # on a full disk this fails, too
+        finally:
+            self._partial.unlink(missing_ok=True)
 
     def append(self, tokens: np.ndarray) -> None:
         """Adds ids, which must be below the vocabulary size.

@@ -1,1 +1,1 @@
-"""The engine, in reading order: progress, optimizer, buffers, blame, reporting, weights, saving, train."""
+"""The engine, in reading order: progress, optimizer, questions, buffers, blame, reporting, weights, saving, train."""

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 
 from windlass.base.errors import ModelError
+from windlass.optim.elementwise import prefer_fused
 from windlass.zero.sharded import ShardedModel
+from windlass.zero.update import check_parameters
 from windlass.zero.values import full_state, set_full_state, state_keys
 
 
@@ -44,6 +46,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Nothing: gradients are consumed by the step."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's; the parameters must be the model's, and have been trainable at initialize."""
+        super().add_param_group(param_group)
+        try:
+            check_parameters(self, self._model.model)
+            self._model.require_trainable(param_group["params"])
+        except ModelError:
+            self.param_groups.pop()
+            raise
+        prefer_fused(self.optimizer)
 
     def mark_called(self) -> None:
         """Tell torch's schedulers that a step was taken, on the user's object too."""

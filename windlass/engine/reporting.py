@@ -14,8 +14,9 @@ from windlass.config import Config
 from windlass.observe.memory import see_memory_usage
 from windlass.observe.monitor import Monitor
 from windlass.observe.timers import Timers
+from windlass.storage.slot import Home
 from windlass.zero.sharded import ShardedModel
-from windlass.zero.unit import Presence
+from windlass.zero.unit import Presence, Unit
 
 if TYPE_CHECKING:
     from windlass.engine.train import Engine
@@ -122,27 +123,30 @@ def report(model: ShardedModel) -> dict[str, Any]:
     """
     slots: dict[tuple[str, str], int] = {}
     units: list[dict[str, Any]] = []
-    by_unit: dict[int, dict[str, int]] = {}
-    home = "device"
+    by_unit: dict[int, dict[str, int]] = {unit.index: {} for unit in model.units}
 
-    def count(unit: int, slot: str, size: int) -> None:
-        slots[slot, home] = slots.get((slot, home), 0) + size
-        by_unit[unit][slot] = by_unit[unit].get(slot, 0) + size
+    def count(unit: Unit, slot: str, home: Home, size: int) -> None:
+        slots[slot, home.value] = slots.get((slot, home.value), 0) + size
+        by_unit[unit.index][slot] = by_unit[unit.index].get(slot, 0) + size
 
     for unit in model.units:
-        by_unit[unit.index] = {}
-        at_rest = unit.shard if unit.released else unit.full
-        count(unit.index, "param", at_rest.numel() * at_rest.element_size())
+        if unit.rests is not None:
+            count(unit, "param", unit.rests.home, unit.rests.nbytes)
+        else:
+            at_rest = unit.own_full if unit.released else unit.full
+            count(unit, "param", Home.DEVICE, at_rest.numel() * at_rest.element_size())
         if unit.secondary is not None:
-            count(unit.index, "secondary", unit.secondary.numel() * unit.secondary.element_size())
-        if unit.master is not None and unit.master.dtype != unit.dtype:
-            count(unit.index, "master", unit.master.numel() * unit.master.element_size())
+            count(unit, "secondary", Home.DEVICE, unit.secondary.numel() * unit.secondary.element_size())
+        if model.masters.apart(unit):
+            size = sum(chunk.numel * chunk.dtype.itemsize for chunk in model.masters.of(unit))
+            count(unit, "master", unit.state_home, size)
     itemsize = model.settings.accumulate.itemsize
     for slot in model.slots:
-        numel = slot.shard.numel() if slot.place is None and model.policy.grad and slot.shard is not None else 0
-        count(slot.unit.index, "grad", (numel or slot.unit.layout.padded) * itemsize)
-    for number, key, value in _states(model):
-        count(number, key, value.numel() * value.element_size())
+        cut = model.policy.grad and (slot.shard is not None or slot.rests is not None)
+        home = slot.rests.home if slot.rests is not None else Home.DEVICE
+        count(slot.unit, "grad", home, (slot.numel if cut else slot.unit.layout.padded) * itemsize)
+    for chunk, key, size in model.masters.residence.inventory(model.masters.chunks):
+        count(chunk.unit, key, chunk.home, size)
     for unit in model.units:
         units.append({"names": unit.names, "elements": unit.numel, "released": unit.released, **by_unit[unit.index]})
     gathered = [u for u in model.units if u.released and u.presence is not Presence.RELEASED]
@@ -160,19 +164,6 @@ def report(model: ShardedModel) -> dict[str, Any]:
     }
 
 
-def _states(model: ShardedModel) -> list[tuple[int, str, torch.Tensor]]:
-    """Every element-wise optimizer state of this rank: unit, name, tensor. Counts (`step`) are left out."""
-    if model.update is None:
-        return []
-    entries = model.update.entries()
-    return [
-        (unit.index, key, value)
-        for unit, _, _, _, state in entries
-        for key, value in state.items()
-        if isinstance(value, torch.Tensor) and value.dim() > 0
-    ]
-
-
 def opening_lines(model: ShardedModel, config: Config, world: int) -> list[str]:
     """What a run says of itself before it starts."""
     total = sum(unit.numel for unit in model.units)
@@ -185,4 +176,18 @@ def opening_lines(model: ShardedModel, config: Config, world: int) -> list[str]:
         f"({trained:,} trained) in {len(model.units)} units, {released} of them released between uses",
         f"transport {model.transport.name}: {model.transport_reason}",
         f"dtypes: {table}",
+        *_homes(model),
     ]
+
+
+def _homes(model: ShardedModel) -> list[str]:
+    """A line about homes, where the configuration asks for another than the device."""
+    asked, homes = model.settings.homes, model.homes
+    if asked.param is Home.DEVICE and asked.state is Home.DEVICE:
+        return []
+    line = f"homes: parameters {asked.param.value}, master weights and optimizer states {asked.state.value}"
+    if homes.state is not asked.state or homes.param is not asked.param:
+        line += "; host memory is the device's own on this machine, so what is asked to rest there costs no copy"
+    if homes.disk is not None:
+        line += f"; disk: {homes.disk.path_in_use()}"
+    return [line]

@@ -10,10 +10,11 @@ import torch
 
 from windlass.base.errors import CheckpointError
 from windlass.base.log import logger
-from windlass.checkpoint import FlatShard, SavedState, load, read_latest, read_plain, save
+from windlass.checkpoint import FlatShard, LoadedState, SavedState, load, read_latest, read_plain, save
 
 if TYPE_CHECKING:
     from windlass.engine.train import Engine
+    from windlass.zero.sharded import ShardedModel
     from windlass.zero.unit import Unit
 
 
@@ -23,9 +24,17 @@ def save_engine(
     """See `Engine.save_checkpoint`."""
     model = engine._sharded
     model.gradients.finish()
-    model.take_edits()
+    model.take_back()
+    with model.masters.at_hand(model.units):
+        return _save(engine, directory, tag, client, save_latest, trainable_only)
+
+
+def _save(
+    engine: Engine, directory: str, tag: str | None, client: dict[str, Any], save_latest: bool, trainable_only: bool
+) -> bool:
+    model = engine._sharded
     name = tag if tag is not None else f"global_step{engine.global_steps}"
-    shards = list(_parameters(engine, trainable_only))
+    shards = [shard for shard, _ in _parameters(engine, trainable_only)]
     tensors = {} if trainable_only else _buffers(engine)
     kinds: dict[str, dict[str, str]] = {}
     for parameter, key, shape, start, value in _states(engine):
@@ -66,9 +75,32 @@ def load_engine(
         logger.warning(f"no checkpoint in {directory}: there is no file 'latest'; training starts afresh")
         return None, None
     plain = read_plain(directory, tag)
-    optimizer = optimizer and engine.optimizer is not None and bool(plain["states"])
+    groups_too = optimizer and engine.optimizer is not None and bool(plain["groups"])
+    optimizer = groups_too and bool(plain["states"])  # SGD without momentum has none
     trainable_only = bool(plain["trainable_only"])
-    shards = list(_parameters(engine, trainable_only))
+    with model.editing([unit for unit in model.units if unit.trainable or not trainable_only]):
+        found = _fill(engine, directory, tag, plain, strict, optimizer)
+    engine.progress.load_state_dict(found.plain["engine"])
+    engine._scaler.load_state_dict(found.plain["loss_scale"])
+    if groups_too:
+        _take_groups(engine, found.plain["groups"])
+    if schedule and engine.lr_scheduler is not None and found.plain["schedule"] is not None:
+        engine.lr_scheduler.load_state_dict(found.plain["schedule"])
+    if found.rank_plain is not None and found.saved_world_size == model.mesh.data.size:
+        _set_random_state(found.rank_plain["random"], engine.device)
+    return str(found.path), dict(found.plain["client"])
+
+
+def _fill(
+    engine: Engine, directory: str, tag: str | None, plain: dict[str, Any], strict: bool, optimizer: bool
+) -> LoadedState:
+    """Read the checkpoint into the engine's own tensors, which are at hand."""
+    trainable_only = bool(plain["trainable_only"])
+    model = engine._sharded
+    shards, cuts = [], []
+    for shard, cut in _parameters(engine, trainable_only):
+        shards.append(shard)
+        cuts += [cut] if cut is not None else []
     tensors = {} if trainable_only else _buffers(engine)
     if optimizer:
         _make_states(engine, plain["states"])
@@ -87,43 +119,38 @@ def load_engine(
         ignore=() if optimizer else ("state/",),
         cast=True,
     )
-    model.parameters_changed([unit for unit in model.units if unit.trainable or not trainable_only])
-    engine.progress.load_state_dict(found.plain["engine"])
-    engine._scaler.load_state_dict(found.plain["loss_scale"])
-    if optimizer and engine.optimizer is not None:
-        _take_groups(engine, found.plain["groups"])
-    if schedule and engine.lr_scheduler is not None and found.plain["schedule"] is not None:
-        engine.lr_scheduler.load_state_dict(found.plain["schedule"])
-    if found.rank_plain is not None and found.saved_world_size == model.mesh.data.size:
-        _set_random_state(found.rank_plain["random"], engine.device)
-    return str(found.path), dict(found.plain["client"])
+    for unit, values in cuts:
+        unit.write_cut(values)
+    return found
 
 
-def _parameters(engine: Engine, trainable_only: bool) -> Iterator[FlatShard]:
-    """This rank's pieces of all parameters, masters where there are some. Shards alias the engine's memory."""
+def _parameters(engine: Engine, trainable_only: bool) -> Iterator[tuple[FlatShard, tuple[Unit, torch.Tensor] | None]]:
+    """This rank's pieces of all parameters, masters where there are some. They alias the engine's memory, or else (the
+    cut of an untrained unit on disk) are to be written back with the last of its pieces."""
     model = engine._sharded
     for unit in model.units:
         if trainable_only and not unit.trainable:
             continue
-        for index, start, flat in _pieces(model, unit):
-            yield FlatShard(f"param/{unit.names[index]}", tuple(unit.shapes[index]), start, flat)
+        pieces, cut = _pieces(model, unit)
+        for number, (index, start, flat) in enumerate(pieces):
+            shard = FlatShard(f"param/{unit.names[index]}", tuple(unit.shapes[index]), start, flat)
+            yield shard, (unit, cut) if cut is not None and number == len(pieces) - 1 else None
 
 
-def _pieces(model: Any, unit: Unit) -> Iterator[tuple[int, int, torch.Tensor]]:
-    if unit.master is not None:
-        for index, start, _, flat in model.state_pieces(unit):
-            yield index, start, flat
-        empty = unit.master
+def _pieces(model: ShardedModel, unit: Unit) -> tuple[list[tuple[int, int, torch.Tensor]], torch.Tensor | None]:
+    cut: torch.Tensor | None = None
+    if model.masters.of(unit):
+        found = [(index, start, flat) for index, start, _, flat in model.masters.pieces(unit)]
+        empty = model.masters.of(unit)[0].values()
     else:
         group = model.group
         first, last = unit.layout.cut(group.index, group.size) if unit.released else (0, unit.layout.padded)
-        flat = unit.shard if unit.released else unit.full
-        for piece in unit.layout.pieces(first, last):
-            yield piece.index, piece.start, flat.narrow(0, piece.offset, piece.numel)
-        empty = flat
-    for index, numel in enumerate(unit.layout.numels):
-        if numel == 0:
-            yield index, 0, empty.new_empty(0)
+        empty = unit.read_cut() if unit.released else unit.full
+        cut = empty if unit.released else None
+        pieces = unit.layout.pieces(first, last)
+        found = [(piece.index, piece.start, empty.narrow(0, piece.offset, piece.numel)) for piece in pieces]
+    found += [(index, 0, empty.new_empty(0)) for index, numel in enumerate(unit.layout.numels) if numel == 0]
+    return found, cut
 
 
 def _buffers(engine: Engine) -> dict[str, torch.Tensor]:
@@ -161,7 +188,7 @@ def _make_states(engine: Engine, saved: dict[str, dict[str, str]]) -> None:
             dtype = getattr(torch, dtype_text)
             if kind == "pieces" and key not in state:
                 shape = unit.shapes[index] if whole else (stop - start,)
-                state[key] = torch.zeros(shape, dtype=dtype, device=engine.device)
+                state[key] = torch.zeros(shape, dtype=dtype, device=engine._sharded.masters.of(unit)[0].device)
             elif kind == "whole" and not isinstance(state.get(key), torch.Tensor):
                 on = engine.device if engine.device.type == "cuda" else torch.device("cpu")
                 state[key] = torch.zeros((), dtype=dtype, device=on)

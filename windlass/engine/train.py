@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
-from windlass.base.errors import LossError, ModelError
+from windlass.base.errors import ConfigError, LossError, ModelError
 from windlass.base.log import logger
 from windlass.config import Config
 from windlass.engine.blame import Blame
 from windlass.engine.buffers import Buffers
 from windlass.engine.optimizer import ShardedOptimizer
 from windlass.engine.progress import Progress
+from windlass.engine.questions import Questions
 from windlass.engine.reporting import Reporter
 from windlass.engine.saving import load_engine, save_engine
 from windlass.engine.weights import full_state_dict, save_16bit_model
 from windlass.optim.loss_scale import LossScale
+from windlass.zero.parking import KINDS
 from windlass.zero.sharded import ShardedModel
 
 
-class Engine(nn.Module):
+class Engine(Questions, nn.Module):
     """A model in training (or evaluation) under one configuration. Made by `windlass.initialize`.
 
     What is not the engine's own falls through to the module.
@@ -78,6 +80,7 @@ class Engine(nn.Module):
         """Call the module."""
         if self._destroyed:
             raise ModelError("this engine was destroyed; call the model itself, or initialize a new engine")
+        self._refuse_parked("forward")
         if self.module.training and torch.is_grad_enabled():
             self._buffers_of.before_forward()
         if self._config.fp16.enabled and self._config.fp16.auto_cast:
@@ -127,13 +130,16 @@ class Engine(nn.Module):
             LossError: a gradient is not finite (under fp16 such a step is skipped instead). Nothing was updated.
         """
         assert self.optimizer is not None, "step needs an optimizer: pass one to initialize or name one in the config"
+        self._refuse_parked("step")
         if self._no_sync:
             raise ModelError("step() inside no_sync(): gradients were not reduced; leave the context first")
         self.progress.applied = False
-        if self.progress.at_boundary():
-            with self._reporter.timed("step"):
-                self._take_step(lr_kwargs or {})
-        self.progress.micro_steps += 1
+        try:
+            if self.progress.at_boundary():
+                with self._reporter.timed("step"):
+                    self._take_step(lr_kwargs or {})
+        finally:  # a refused step has dropped its micro-batches: the next one begins a step
+            self.progress.micro_steps += 1
 
     def _take_step(self, lr_kwargs: dict[str, Any]) -> None:
         assert self.optimizer is not None
@@ -144,6 +150,7 @@ class Engine(nn.Module):
         )
         self._norm = outcome.norm
         if outcome.bad:
+            self._blame.clear()
             raise LossError(
                 f"step {self.progress.global_steps}: the gradient norm is {outcome.norm}, first in {outcome.bad!r}; "
                 "the parameters are as they were. Look for a loss that is not finite, lower the learning rate, or "
@@ -165,6 +172,8 @@ class Engine(nn.Module):
         self._reporter.stepped()
 
     def _step_schedule(self, lr_kwargs: dict[str, Any]) -> None:
+        if isinstance(self.lr_scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau) and "metrics" not in lr_kwargs:
+            return  # it needs a metric, which only the caller has: `step(lr_kwargs={"metrics": ...})` or its own step()
         try:
             self.lr_scheduler.step(**lr_kwargs)
         except TypeError:
@@ -239,114 +248,42 @@ class Engine(nn.Module):
 
         return torch.autocast(self.device.type, dtype=parse_dtype(section.dtype or "bf16"))
 
-    # questions
-
-    def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the current micro-batch ends a step."""
-        return self.progress.at_boundary()
-
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Say whether the current micro-batch ends a step; holds until it is said otherwise."""
         self.progress.override = bool(is_boundary)
 
-    def was_step_applied(self) -> bool:
-        """Whether the last `step()` updated the parameters."""
-        return self.progress.applied
+    def offload_states(
+        self,
+        include: Iterable[Any] | None = None,
+        device: Any = "cpu",
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """Take what rests on the device to host memory until `reload_states`, so that something else may use it.
 
-    def grad_norm(self) -> float | None:
-        """Norm of the whole unclipped gradient of the last step; None before the first."""
-        return self._norm
+        Args:
+            include: any of `optim_states`, `hp_params`, `lp_params`, `lp_grads`, `contiguous_grad_buffer`; all by
+                default.
+            device: only the CPU.
+            pin_memory: page-lock the copies.
+            non_blocking: accepted; the memory is free when this returns.
 
-    def get_global_grad_norm(self) -> float | None:
-        """As `grad_norm`."""
-        return self._norm
+        Raises:
+            ConfigError: another device, or a kind that there is not.
+            ModelError: they are offloaded already.
+        """
+        if str(getattr(device, "value", device)) not in ("cpu", "OffloadDeviceEnum.cpu"):
+            raise ConfigError(f'offload_states: device is {device!r}; states can be taken to the "cpu"')
+        taken = self._sharded.parking.take(KINDS if include is None else include, pin=pin_memory)
+        logger.info(f"offload_states: {taken / 2**20:.1f} MiB of this rank's device memory are in host memory now")
 
-    def get_lr(self) -> list[float]:
-        """The learning rate of each group now."""
-        return [group["lr"] for group in self.optimizer.param_groups] if self.optimizer is not None else []
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Bring back what `offload_states` took."""
+        self._sharded.parking.bring_back()
 
-    def get_mom(self) -> list[Any]:
-        """The momentum (or betas) of each group now."""
-        groups = self.optimizer.param_groups if self.optimizer is not None else []
-        return [group.get("momentum", group.get("betas")) for group in groups]
-
-    def train_batch_size(self) -> int:
-        """Samples in a step over all ranks."""
-        return self.progress.batch.train
-
-    def train_micro_batch_size_per_gpu(self) -> int:
-        """Samples in a forward on one rank."""
-        return self.progress.batch.micro
-
-    def gradient_accumulation_steps(self) -> int:
-        """Micro-batches in a step."""
-        return self.progress.batch.accumulation
-
-    def zero_optimization_stage(self) -> int:
-        """The ZeRO stage of the configuration."""
-        return self._sharded.policy.stage
-
-    def zero_optimization(self) -> bool:
-        """Whether the stage is above 0."""
-        return self._sharded.policy.stage > 0
-
-    def fp16_enabled(self) -> bool:
-        """Whether parameters are fp16."""
-        return self._config.fp16.enabled
-
-    def bfloat16_enabled(self) -> bool:
-        """Whether parameters are bf16."""
-        return self._config.bf16.enabled
-
-    def gradient_clipping(self) -> float:
-        """The norm that gradients are clipped to; 0: none."""
-        return self._config.gradient_clipping
-
-    def steps_per_print(self) -> float | None:
-        """Steps between two lines of the log."""
-        return self._config.steps_per_print
-
-    def optimizer_name(self) -> str | None:
-        """The optimizer that the configuration names, or the class of the one that was passed."""
-        if self._config.optimizer is not None:
-            return self._config.optimizer.type.lower()
-        return type(self.optimizer.optimizer).__name__ if self.optimizer is not None else None
-
-    def scheduler_name(self) -> str | None:
-        """The schedule that the configuration names."""
-        return self._config.scheduler.type if self._config.scheduler is not None else None
-
-    def loss_scale(self) -> float:
-        """The loss scale now; 1 without fp16."""
-        return self._scaler.scale
-
-    def dynamic_loss_scale(self) -> bool:
-        """Whether the loss scale moves."""
-        return self._scaler.dynamic
-
-    def zero_gather_16bit_weights_on_model_save(self) -> bool:
-        """`stage3_gather_16bit_weights_on_model_save` of the configuration."""
-        return self._config.zero_optimization.stage3_gather_16bit_weights_on_model_save
-
-    @property
-    def micro_steps(self) -> int:
-        """Micro-batches so far."""
-        return self.progress.micro_steps
-
-    @property
-    def global_steps(self) -> int:
-        """Optimizer steps so far, skipped ones included."""
-        return self.progress.global_steps
-
-    @property
-    def global_samples(self) -> int:
-        """Samples so far."""
-        return self.progress.global_samples
-
-    @property
-    def skipped_steps(self) -> int:
-        """Steps skipped because a gradient overflowed."""
-        return self.progress.skipped_steps
+    def _refuse_parked(self, what: str) -> None:
+        if self._sharded.parking.taken:
+            raise ModelError(f"{what}: states are offloaded; call engine.reload_states() first")
 
     def report(self) -> dict[str, Any]:
         """Bytes at rest by slot and home, by unit, what is gathered now, and what a step sent; printed on rank 0."""

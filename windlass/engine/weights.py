@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from windlass.base.errors import CheckpointError
+from windlass.base.errors import CheckpointError, ModelError
 from windlass.zero.sharded import ShardedModel
 
 
@@ -19,6 +19,7 @@ def full_state_dict(
     names: dict[int, list[str]] = {}
     for name, parameter in model.model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
+    _require_all_known(model, names)
     found: dict[str, torch.Tensor] = {}
     for unit in model.units:
         if trainable_only and not unit.trainable:
@@ -35,6 +36,19 @@ def full_state_dict(
                 if buffer is not None and name not in module._non_persistent_buffers_set:
                     found[f"{prefix}.{name}" if prefix else name] = buffer.detach().cpu().clone()
     return found
+
+
+def _require_all_known(model: ShardedModel, names: dict[int, list[str]]) -> None:
+    """A module that was exchanged or added after `initialize` trains nowhere, and would be missing from a file."""
+    held = {id(parameter) for unit in model.units for parameter in unit.parameters}
+    strange = [found[0] for identity, found in names.items() if identity not in held]
+    gone = [n for u in model.units for n, p in zip(u.names, u.parameters, strict=True) if id(p) not in names]
+    if model.units and (strange or gone):
+        raise ModelError(
+            f"the model changed after initialize: {(strange or gone)[0]!r} is {'new' if strange else 'gone'}, and the "
+            "engine neither trains nor saves what it did not see; change the model first, or destroy() the engine, "
+            "change it and initialize again"
+        )
 
 
 def save_16bit_model(model: ShardedModel, directory: str, filename: str, trainable_only: bool) -> bool:

@@ -6,7 +6,6 @@ before every rank, and then replaces itself by COMMAND: the request survives tha
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import sys
@@ -16,6 +15,10 @@ _PR_SET_PDEATHSIG = 1
 
 def main(launcher: int, command: list[str]) -> None:
     """Tie this process to `launcher`, its parent, and become `command`; Linux only."""
+    if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C now ends it without a traceback
+    import ctypes  # only then: it takes as long as all the rest
+
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != launcher:  # it ended before the request was made
         os._exit(128 + signal.SIGKILL)

@@ -78,7 +78,7 @@ def start(
 
     with (
         tempfile.TemporaryDirectory(prefix="windlass-launch-") as logs,
-        _environment({**_threads(nproc), **(env or {})}),
+        _environment({**_threads(nproc, env or {}), **(env or {})}),
         _own_signals(),
         _quiet_torch(),
     ):
@@ -98,8 +98,8 @@ def threads_per_rank(nproc: int) -> int:
     return max(1, cores // nproc)
 
 
-def _threads(nproc: int) -> dict[str, str]:
-    if "OMP_NUM_THREADS" in os.environ:
+def _threads(nproc: int, given: Mapping[str, str]) -> dict[str, str]:
+    if "OMP_NUM_THREADS" in {*os.environ, *given}:
         return {}
     threads = threads_per_rank(nproc)
     logger.info("OMP_NUM_THREADS=%d for each of %d ranks, their share of the cores (set it to choose)", threads, nproc)
@@ -115,6 +115,8 @@ def _check(entrypoint: list[str], nproc: int, module: bool, master_port: int | N
         raise LaunchError(f"no such script: {entrypoint[0]}; check the path, or give --module to name a module")
     if threading.current_thread() is not threading.main_thread():
         raise LaunchError("ranks can only be started from the main thread: they end with the thread that started them")
+    if master_port is not None and not 0 < master_port < 65536:
+        raise LaunchError(f"--master-port {master_port} is no port; give one from 1 to 65535, or none")
     if master_port is not None and not _is_free(master_port):
         raise LaunchError(f"port {master_port} is in use; leave out --master-port and a free one is taken")
 

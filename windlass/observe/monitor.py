@@ -176,7 +176,7 @@ class WandbWriter:
     """A run of Weights & Biases.
 
     Raises:
-        ConfigError: the package wandb is not installed.
+        ConfigError: the package wandb is not installed, or it cannot start (no key, no network).
     """
 
     def __init__(self, section: _Wandb) -> None:
@@ -184,7 +184,13 @@ class WandbWriter:
             wandb = import_module("wandb")
         except ImportError as error:
             raise ConfigError(_missing("wandb", error)) from error
-        self._run = wandb.init(project=section.project, group=section.group, entity=section.team)
+        try:
+            self._run = wandb.init(project=section.project, group=section.group, entity=section.team)
+        except Exception as error:  # wandb has kinds of its own: no key, no network, no such team
+            raise ConfigError(
+                f"wandb.enabled is true but wandb cannot start ({error}): run `wandb login`, set WANDB_MODE=offline, "
+                "or set wandb.enabled to false"
+            ) from error
 
     def write(self, events: list[Event]) -> None:
         """Log all quantities of a step together, as W&B's own step counter never goes back."""

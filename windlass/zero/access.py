@@ -2,15 +2,18 @@
 
 [Note: parameters used elsewhere] A released parameter keeps its shape, dtype and place in its module, but its class is
 `Released` and its data are one NaN seen through zero strides. Any torch function that gets it as an argument comes by
-here: inside a forward its unit is gathered and from then on tied to the block that runs (a head that computes with
-`self.embed.weight` works); outside of one it raises and says how to read it. What does not come by here (C++ that was
-handed the data) reads NaN, and an in-place write to overlapping memory is refused by torch itself.
+here, and its keeper is asked to bring the values. A unit does so inside a forward, and is from then on tied to the
+block that runs (a head that computes with `self.embed.weight` works); a parameter that was born sharded is brought
+while its model is still being built. Anything else raises and says how to read it. What does not come by here (C++ that
+was handed the data) reads NaN, and an in-place write to overlapping memory is refused by torch itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+import copy
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 from weakref import ReferenceType, ref
 
 import torch
@@ -18,14 +21,26 @@ from torch import nn
 
 from windlass.base.errors import ReleasedParameterError
 
-if TYPE_CHECKING:
-    from windlass.zero.unit import Unit
 
-_released: dict[int, tuple[ReferenceType[Unit], type[nn.Parameter]]] = {}  # by id, as long as it is released
+class Keeper(Protocol):
+    """Who has the values of a released parameter."""
+
+    def bring(self, parameter: nn.Parameter, together: Sequence[torch.Tensor]) -> bool:
+        """Make `parameter` present, if that can be done here; the other tensors of the call stay as present as they
+        are."""
+        ...
+
+    def name_of(self, parameter: nn.Parameter) -> str:
+        """What to call it in an error."""
+        ...
+
+
+_NEW_PARAMETER = nn.Parameter.__new__.__code__
+_released: dict[int, tuple[ReferenceType[Keeper], type[nn.Parameter]]] = {}  # by id, as long as it is released
 _nan: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
 # asked of a tensor without reading its values; looked up by the getter's or method's name
-_HARMLESS = frozenset(
+HARMLESS = frozenset(
     """
     shape size numel nelement dim ndim ndimension stride dtype device layout is_leaf requires_grad requires_grad_ grad
     grad_fn grad_dtype is_floating_point is_complex is_sparse is_quantized is_meta is_cuda is_cpu is_mps is_nested
@@ -37,7 +52,8 @@ _HARMLESS = frozenset(
 )
 
 
-def _name_of(function: Callable[..., Any]) -> str:
+def name_of_call(function: Callable[..., Any]) -> str:
+    """What a torch function is called: an attribute's name where it reads one, `set name` where it writes one."""
     name = getattr(function, "__name__", "")
     if name in ("__get__", "__set__", "__delete__"):
         accessor = getattr(function, "__self__", None)
@@ -53,28 +69,36 @@ class Released(nn.Parameter):
     def __torch_function__(
         cls, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        name = _name_of(function)
-        if name not in _HARMLESS:
-            for parameter in _released_in((args, kwargs)):
-                _bring(parameter, name)
+        name = name_of_call(function)
+        if name not in HARMLESS:
+            found = _tensors_in((args, kwargs))
+            for parameter in found:
+                if isinstance(parameter, Released):
+                    _bring(parameter, name, found)
         with torch._C.DisableTorchFunctionSubclass():
-            return function(*args, **(kwargs or {}))
+            result = function(*args, **(kwargs or {}))
+        if name == "detach" and sys._getframe(1).f_code is _NEW_PARAMETER:
+            # `nn.Parameter(this)` saw a class of its own, and insists that what it detached has the class of this now
+            return torch.Tensor._make_subclass(type(args[0]), result, False)
+        return result
 
     def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
         return f"Released parameter of shape {tuple(self.shape)}, {self.dtype}: its values are spread over ranks"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        raise _error(self, "deepcopy")
+        _bring(self, "deepcopy", [self])
+        copied: nn.Parameter = copy.deepcopy(self, memo)
+        return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise _error(self, "pickle")
 
 
-def mark_released(parameter: nn.Parameter, unit: Unit) -> None:
+def mark_released(parameter: nn.Parameter, keeper: Keeper) -> None:
     """Take the values from `parameter`; one that has none stays as it is."""
     if isinstance(parameter, Released):
         return
-    _released[id(parameter)] = ref(unit), type(parameter)
+    _released[id(parameter)] = ref(keeper), type(parameter)
     key = (parameter.dtype, parameter.device)
     if key not in _nan:
         empty = float("nan") if parameter.is_floating_point() else 0
@@ -88,40 +112,44 @@ def mark_present(parameter: nn.Parameter) -> None:
     _, parameter.__class__ = _released.pop(id(parameter))
 
 
-def _released_in(value: Any) -> list[Released]:
-    if isinstance(value, Released):
-        return [value]
-    found: list[Released] = []
-    if isinstance(value, (list, tuple)):
-        for item in value:
-            found += _released_in(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            found += _released_in(item)
-    return found
+def forget_released(identity: int) -> None:
+    """A released parameter with this id is gone."""
+    _released.pop(identity, None)
 
 
-def unit_of(parameter: nn.Parameter) -> Unit | None:
-    """The unit of a released parameter; None for any other tensor."""
+def keeper_of(parameter: nn.Parameter) -> Keeper | None:
+    """Who has the values of a released parameter; None for any other tensor."""
     entry = _released.get(id(parameter)) if isinstance(parameter, Released) else None
     return entry[0]() if entry is not None else None
 
 
-def _bring(parameter: nn.Parameter, what: str) -> None:
+def _tensors_in(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    found: list[torch.Tensor] = []
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            found += _tensors_in(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            found += _tensors_in(item)
+    return found
+
+
+def _bring(parameter: nn.Parameter, what: str, together: Sequence[torch.Tensor]) -> None:
     if not isinstance(parameter, Released):
         return  # came with another parameter of its unit
-    unit = unit_of(parameter)
-    if unit is None or unit.adopt is None or not unit.adopt(unit):
+    keeper = keeper_of(parameter)
+    if keeper is None or not keeper.bring(parameter, together):
         raise _error(parameter, what)
 
 
 def _error(parameter: nn.Parameter, what: str) -> ReleasedParameterError:
-    unit = unit_of(parameter)
-    name = "?"
-    if unit is not None:
-        name = next((n for n, p in zip(unit.names, unit.parameters, strict=True) if p is parameter), "?")
+    keeper = keeper_of(parameter)
+    name = keeper.name_of(parameter) if keeper is not None else "?"
     return ReleasedParameterError(
-        f"{what!r} on parameter {name!r}: at stage 3 its values are spread over ranks outside of a forward; read or "
+        f"{what!r} on parameter {name!r}: its values are spread over ranks (stage 3 outside of a forward, or built "
+        "under windlass.zero.Init); read or "
         "change it inside `with windlass.zero.GatheredParameters([parameter], modifier_rank=None or a rank):`, or read "
         "it with windlass.zero.full_param(parameter)"
     )

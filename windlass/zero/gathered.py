@@ -11,7 +11,9 @@ import torch.distributed as dist
 from torch import nn
 
 from windlass.base.errors import ModelError
+from windlass.zero import born
 from windlass.zero.access import Released, mark_present, mark_released
+from windlass.zero.born import Birth
 from windlass.zero.registry import Place, find
 from windlass.zero.unit import Presence
 from windlass.zero.values import set_full_param
@@ -20,7 +22,8 @@ _open: set[int] = set()  # ids of parameters inside a context now
 
 
 class GatheredParameters:
-    """Gives parameters their whole values inside the context. Collective; parameters of no engine pass unchanged.
+    """Gives parameters their whole values inside the context. Collective; parameters of no engine that are whole pass
+    unchanged.
 
     Inside, a sharded parameter holds a private copy in the parameter's dtype. With `modifier_rank=None` changes to it
     are
@@ -47,6 +50,9 @@ class GatheredParameters:
         given: list[nn.Parameter] = [params] if isinstance(params, nn.Parameter) else list(params)
         unique = {id(p): p for p in given}.values() if enabled else []
         self._places = [(p, place) for p in unique if (place := find(p)) is not None]
+        self._born = [(p, birth) for p in unique if (birth := born.find(p)) is not None]
+        placed = {id(p) for p, _ in [*self._places, *self._born]}
+        self._whole = [p for p in unique if id(p) not in placed]
         self._rank = modifier_rank
         self._copied: list[tuple[nn.Parameter, Place]] = []
 
@@ -54,6 +60,11 @@ class GatheredParameters:
         again = next((place for p, place in self._places if id(p) in _open), None)
         if again is not None:
             raise ModelError(f"{again.name!r} is inside another GatheredParameters already; leave that first")
+        if any(id(p) in _open for p, _ in self._born):
+            raise ModelError("a parameter is inside another GatheredParameters already; leave that first")
+        for parameter, birth in self._born:
+            _open.add(id(parameter))
+            born.make_whole(parameter, birth)
         sharded = [(p, place) for p, place in self._places if place.unit.released]
         copies = []
         for parameter, place in sharded:
@@ -71,6 +82,13 @@ class GatheredParameters:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        for parameter, birth in self._born:
+            self._return(parameter, birth, changed=self._rank is not None and kind is None)
+        if self._rank is not None and kind is None and born.is_building():  # whole still, and cut from rank 0's values
+            for parameter in self._whole:
+                value = parameter.detach().contiguous()
+                dist.broadcast(_bytes(value), self._rank)
+                parameter.detach().copy_(value)
         values: list[tuple[nn.Parameter, torch.Tensor]] = []
         if self._rank is not None and kind is None:
             for parameter, place in self._places:
@@ -88,6 +106,14 @@ class GatheredParameters:
         self._copied = []
         for parameter, value in values:
             set_full_param(parameter, value)
+
+    def _return(self, parameter: nn.Parameter, birth: Birth, *, changed: bool) -> None:
+        """Take the values again from a parameter that was born sharded."""
+        _open.discard(id(parameter))
+        if changed:
+            assert self._rank is not None
+            birth.take(parameter.detach(), birth.group.ranks.index(self._rank))
+        mark_released(parameter, birth)
 
 
 def _bytes(value: torch.Tensor) -> Any:

@@ -12,59 +12,26 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from windlass.base.errors import ModelError
-from windlass.comm.ordered_sum import sum_of_squares
 from windlass.comm.transport import Buffer, Need, Reduction, Transport, cut
+from windlass.zero.gradient_slot import GradientSlot
+from windlass.zero.landing import Landing
 from windlass.zero.policy import Policy
 from windlass.zero.ring import Ring
 from windlass.zero.unit import Unit
 
 
 @dataclass(eq=False)
-class Slot:
-    """The gradient of one unit.
-
-    Attributes:
-        buffer: `[padded]`, where gradients arrive: the unit's own, or borrowed from the ring.
-        place: of the ring's, if borrowed.
-        aside: `[padded]` private, for gradients that must outlive the ring: kept back by `no_sync`, or too many at
-        once.
-        shard: `[state span]`, reduced; a view of `buffer` where that is the unit's own.
-        holds: `shard` has this step's gradient.
-        written: parameters that have something in `buffer` or `aside`, not yet reduced.
-        arrived: parameters whose gradient came in this backward.
-        used: parameters that had a gradient in this step.
-        squares: sum of squares of this rank's cut of the shard, once it was reduced.
-        late: it was incomplete at the end of a backward of this step, or something came twice.
-    """
-
-    unit: Unit
-    buffer: Buffer | None = None
-    place: int | None = None
-    aside: torch.Tensor | None = None
-    shard: torch.Tensor | None = None
-    holds: bool = False
-    written: set[int] = field(default_factory=set)
-    arrived: set[int] = field(default_factory=set)
-    used: set[int] = field(default_factory=set)
-    squares: torch.Tensor | None = None
-    late: bool = False
-
-    @property
-    def complete(self) -> bool:
-        return len(self.arrived) == len(self.unit.parameters)
-
-
-@dataclass(eq=False)
 class _Flight:
-    slot: Slot
+    slot: GradientSlot
     reduction: Reduction
     place: int | None
+    out: torch.Tensor
 
 
 class Gradients:
@@ -80,6 +47,7 @@ class Gradients:
         before: factor of a gradient before the ranks' parts are added.
         after: factor of their sum.
         contiguous: take each gradient as it arrives; else all of a unit once it is complete.
+        landing: takes reduced cuts that rest away from the device to where they do.
 
     Attributes:
         weight: factor of the gradients of the backward that runs (1 / accumulation steps, as a rule).
@@ -99,12 +67,13 @@ class Gradients:
         before: float,
         after: float,
         contiguous: bool,
+        landing: Landing,
     ) -> None:
-        self._contiguous = contiguous
+        self._contiguous, self._landing = contiguous, landing
         self._cut, self._whole = policy.grad, not policy.state
         self._transport, self._wire, self._overlap = transport, wire, overlap
         self._accumulate, self._before, self._after = accumulate, before, after
-        self.slots = [Slot(unit) for unit in units]
+        self.slots = [GradientSlot(unit) for unit in units]
         largest = max((unit.layout.padded for unit in units), default=0)
         self._ring = Ring(2, largest, accumulate)
         self.weight: Callable[[], float] = lambda: 1.0
@@ -128,9 +97,7 @@ class Gradients:
         if self._cut:
             self._ring.bind(buffers, self._transport)
             for slot in self.slots:
-                slot.shard = torch.zeros(
-                    slot.unit.state_stop - slot.unit.state_start, dtype=self._accumulate, device=slot.unit.full.device
-                )
+                self._landing.prepare(slot)
             return
         for slot, buffer in zip(self.slots, buffers, strict=True):
             slot.buffer = buffer
@@ -170,14 +137,14 @@ class Gradients:
             if self.syncing():
                 self._start_ready()
 
-    def _take(self, slot: Slot, index: int) -> None:
+    def _take(self, slot: GradientSlot, index: int) -> None:
         """Move a gradient from `.grad` into the unit's buffer."""
         parameter = slot.unit.parameters[index]
         gradient, parameter.grad = parameter.grad, None
         if gradient is not None:
             self._write(slot, index, gradient.to_dense() if gradient.is_sparse else gradient)
 
-    def _take_all(self, slot: Slot) -> None:
+    def _take_all(self, slot: GradientSlot) -> None:
         for index in sorted(slot.arrived):
             self._take(slot, index)
 
@@ -208,9 +175,10 @@ class Gradients:
         self.finish()
 
     def finish(self) -> None:
-        """Wait for the reductions under way."""
+        """Wait for the reductions under way, and until their results are where they rest."""
         while self._flying:
             self._land()
+        self._landing.finish()
 
     def spread(self) -> None:
         """Where every rank keeps the whole gradient, bring the others' cuts. Collective, once, before a step."""
@@ -232,10 +200,6 @@ class Gradients:
         for buffer in shared:  # a fused step divides gradients where they lie
             self._transport.settle(buffer)
 
-    def squares(self, slot: Slot, part: torch.Tensor) -> torch.Tensor:
-        """Sum of squares of `part`, this rank's share of the norm; measured when it was reduced, as a rule."""
-        return slot.squares if slot.squares is not None else sum_of_squares(part)
-
     def learn(self, order: list[int], late: set[int]) -> None:
         """Take over what all ranks agreed on: the order of the first step, and which units to defer from now on."""
         self.deferred |= late
@@ -248,7 +212,8 @@ class Gradients:
             if slot.place is not None:
                 self._ring.give_back(slot.place)
                 slot.buffer = slot.place = None
-            slot.holds, slot.late, slot.squares, slot.aside = False, False, None, None
+            slot.holds = slot.landed = slot.late = False
+            slot.squares = slot.aside = None
             for parameters in (slot.written, slot.used, slot.arrived):
                 parameters.clear()
             if not self._cut:
@@ -257,7 +222,7 @@ class Gradients:
 
     # where a gradient is written
 
-    def _write(self, slot: Slot, index: int, gradient: torch.Tensor) -> None:
+    def _write(self, slot: GradientSlot, index: int, gradient: torch.Tensor) -> None:
         view = slot.unit.parameter_view(self._target(slot), index)
         factor = self._before * self.weight()
         if index in slot.written:
@@ -270,7 +235,7 @@ class Gradients:
             view.copy_(gradient).mul_(factor)  # widened first: a product in 16 bits would round
         slot.written.add(index)
 
-    def _target(self, slot: Slot) -> torch.Tensor:
+    def _target(self, slot: GradientSlot) -> torch.Tensor:
         if slot.aside is not None:
             return slot.aside
         if not self._cut:
@@ -285,7 +250,7 @@ class Gradients:
             return slot.aside
         return buffer.local
 
-    def _reopen(self, slot: Slot) -> None:
+    def _reopen(self, slot: GradientSlot) -> None:
         """Make a unit's own buffer writable again: what was reduced into it moves out, and peers have read it."""
         assert slot.buffer is not None
         self._land_all_of(slot)
@@ -293,7 +258,7 @@ class Gradients:
             slot.shard = slot.shard.clone()
         self._transport.settle(slot.buffer)
 
-    def _borrow(self, slot: Slot) -> Buffer | None:
+    def _borrow(self, slot: GradientSlot) -> Buffer | None:
         """Lend `slot` a buffer of the ring; None if all hold gradients that are still incomplete."""
         while True:
             lent = self._ring.borrow(slot.unit.layout.padded)
@@ -304,7 +269,7 @@ class Gradients:
                 return None
             self._land()
 
-    def _put_aside(self, slot: Slot) -> None:
+    def _put_aside(self, slot: GradientSlot) -> None:
         """Move a gradient that stays out of the ring, which others need."""
         if slot.buffer is not None and slot.place is not None:
             self._zero_unwritten(slot, slot.buffer.local)
@@ -312,7 +277,7 @@ class Gradients:
             self._ring.give_back(slot.place)
             slot.buffer = slot.place = None
 
-    def _zero_unwritten(self, slot: Slot, flat: torch.Tensor) -> None:
+    def _zero_unwritten(self, slot: GradientSlot, flat: torch.Tensor) -> None:
         layout = slot.unit.layout
         for index in range(len(slot.unit.parameters)):
             if index not in slot.written:
@@ -356,7 +321,7 @@ class Gradients:
             have = vector.tolist()
         return [count > 0 for count in have]
 
-    def _reduce(self, slot: Slot) -> None:
+    def _reduce(self, slot: GradientSlot) -> None:
         """Start the reduction of a unit; its buffer is empty from then on."""
         group = self._transport.group
         self._land_all_of(slot)
@@ -365,18 +330,17 @@ class Gradients:
         own = cut(slot.buffer.local, group.index, group.size)
         if not self._cut and not slot.holds:
             slot.shard = slot.unit.own_cut(slot.buffer.local)
-        assert slot.shard is not None
-        out = slot.shard if slot.shard.numel() == own.numel() else cut(slot.shard, group.index, group.size)
+        out, add = self._landing.out(slot, own)
         reduction = self._transport.reduce(
             self.slots.index(slot),
             slot.buffer,
             out,
-            add=slot.holds,
+            add=add,
             factor=self._after,
             elements=slot.unit.numel,
             wire=self._wire,
         )
-        self._flying.append(_Flight(slot, reduction, slot.place))
+        self._flying.append(_Flight(slot, reduction, slot.place, out))
         slot.written.clear()
         slot.holds = True
         if self._cut:
@@ -384,7 +348,7 @@ class Gradients:
         if not self._overlap:
             self.finish()
 
-    def _prepare(self, slot: Slot) -> None:
+    def _prepare(self, slot: GradientSlot) -> None:
         """Have the unit's unreduced gradient, zeros where there is none, in a buffer that peers can read."""
         buffer = slot.buffer
         if buffer is None:
@@ -400,7 +364,7 @@ class Gradients:
             self._reopen(slot)
         self._zero_unwritten(slot, buffer.local)
 
-    def _land_all_of(self, slot: Slot) -> None:
+    def _land_all_of(self, slot: GradientSlot) -> None:
         while any(flight.slot is slot for flight in self._flying):
             self._land()
 
@@ -413,6 +377,7 @@ class Gradients:
         flight = self._flying.popleft()
         flight.reduction.wait()
         flight.slot.squares = flight.reduction.squares
+        self._landing.land(flight.slot, flight.out)
         if flight.place is not None:
             self._ring.give_back(flight.place)
 

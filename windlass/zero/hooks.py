@@ -54,13 +54,17 @@ def attach_block(block: Block, runtime: Runtime) -> list[RemovableHandle]:
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         call = runtime.enter_block(block)
+        if torch.is_grad_enabled():
+            call.given = list(tensors((args, kwargs)))
         return _mark_inputs(args, kwargs, runtime, call) if torch.is_grad_enabled() else None
 
     def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        call = runtime.exit_block()
+        call = runtime.exit_block(output)
         if torch.is_grad_enabled():
-            _mark_outputs(output, block, runtime, call)
+            _mark_outputs(output, (args, kwargs), block, runtime, call)
 
+    if getattr(block.module, "_compiled_call_impl", None) is not None:  # `block.compile()` would trace them, too
+        before, after = torch.compiler.disable(before), torch.compiler.disable(after)
     return [
         block.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
         block.module.register_forward_hook(after, with_kwargs=True, always_call=True),
@@ -87,17 +91,27 @@ def _mark_inputs(args: tuple[Any, ...], kwargs: dict[str, Any], runtime: Runtime
     return replace(args, new), replace(kwargs, new)
 
 
-def _mark_outputs(output: Any, block: Block, runtime: Runtime, call: Call) -> None:
-    """Gather again when a gradient comes back, through what the block returned or left on its modules (a loss of a
-    router, say)."""
+def _mark_outputs(output: Any, inputs: Any, block: Block, runtime: Runtime, call: Call) -> None:
+    """Gather again when a gradient comes back, through what the block returned, put into a container that it was given,
+    or left on its modules (a loss of a router, say). Where nothing of that is found its backward comes unannounced (an
+    iterator or a closure was returned, say), so its units stay until the step."""
     enter_backward = partial(runtime.enter_backward, call)
-    for tensor in tensors(output):
-        if tensor.requires_grad and tensor.grad_fn is not None:
-            tensor.register_hook(lambda _: enter_backward())
+    given = {id(tensor) for tensor in call.given}
+    made = [tensor for tensor in tensors(output) if tensor.requires_grad and tensor.grad_fn is not None]
+    seen = bool(made) or any(True for _ in tensors(output))
+    made += [t for t in tensors(inputs) if t.requires_grad and t.grad_fn is not None and id(t) not in given]
     for module in block.module.modules():
-        for left in vars(module).values():
-            if isinstance(left, torch.Tensor) and left.requires_grad and left.grad_fn is not None:
-                left.register_hook(lambda _: enter_backward())
+        for name, left in vars(module).items():
+            if isinstance(left, torch.Tensor) or (isinstance(left, list | dict) and name not in _OF_MODULES):
+                made += [t for t in tensors(left) if t.requires_grad and t.grad_fn is not None]
+    for tensor in made:
+        tensor.register_hook(lambda _: enter_backward())
+    call.given = []
+    if not seen and output is not None:
+        runtime.keep_until_step(call)
+
+
+_OF_MODULES = frozenset(vars(nn.Module()))  # what torch itself keeps on a module
 
 
 def attach_gradients(parameters: list[nn.Parameter], arrived: Callable[[int], None]) -> list[RemovableHandle]:

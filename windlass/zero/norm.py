@@ -9,8 +9,10 @@ import torch
 import torch.distributed as dist
 
 from windlass.comm.groups import Group
+from windlass.comm.ordered_sum import sum_of_squares
 from windlass.comm.traffic import Traffic
-from windlass.zero.gradients import Gradients, Slot
+from windlass.zero.gradient_slot import GradientSlot
+from windlass.zero.gradients import Gradients
 
 
 @dataclass(frozen=True)
@@ -38,11 +40,10 @@ class Verdict:
         return math.isfinite(self.norm)
 
 
-def share_of_norm(slot: Slot, data: Group, shard_count: int) -> tuple[int, int]:
+def share_of_norm(slot: GradientSlot, data: Group, shard_count: int) -> tuple[int, int]:
     """`[start, stop)` of a slot's shard whose squares this rank adds, so that each element counts once over all
     ranks."""
-    assert slot.shard is not None
-    size = slot.shard.numel()
+    size = slot.numel
     parts = data.size if size == slot.unit.layout.padded else data.size // shard_count
     place = data.index if size == slot.unit.layout.padded else data.index // shard_count
     return place * size // parts, (place + 1) * size // parts
@@ -64,9 +65,10 @@ def agree(
     squares = []
     for slot in slots:
         if slot.holds:
-            assert slot.shard is not None
-            start, stop = share_of_norm(slot, data, shard_count)
-            squares.append(gradients.squares(slot, slot.shard[start:stop]))
+            if slot.squares is None:  # as a rule it was measured when the unit was reduced
+                start, stop = share_of_norm(slot, data, shard_count)
+                slot.squares = sum_of_squares(slot.read()[start:stop])
+            squares.append(slot.squares)
     device = slots[0].unit.full.device if slots else torch.device("cpu")
     facts: list[float] = [float(pending) for pending in gradients.unreduced()]
     facts += [float(slot.late) for slot in slots]
@@ -76,15 +78,16 @@ def agree(
     for slot in slots:
         facts += [float(index in slot.used) for index in range(len(slot.unit.parameters))]
     facts += flags
-    total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=device)
-    vector = torch.cat([total.to(device).reshape(1), torch.tensor(facts, dtype=torch.float64, device=device)])
+    none = torch.zeros((), dtype=torch.float64, device=device)
+    total = torch.stack([none, *(one.to(device) for one in squares)]).sum()
+    vector = torch.cat([total.reshape(1), torch.tensor(facts, dtype=torch.float64, device=device)])
     if data.size > 1:
         dist.all_reduce(vector, group=data.process_group)
         traffic.control += vector.numel()
     return _read(vector.tolist(), slots)
 
 
-def _read(values: list[float], slots: list[Slot]) -> Verdict:
+def _read(values: list[float], slots: list[GradientSlot]) -> Verdict:
     count = len(slots)
     norm = math.sqrt(values[0]) if values[0] >= 0 else math.nan
     unreduced = [value > 0 for value in values[1 : 1 + count]]

@@ -33,12 +33,16 @@ _STAGES = {
 }
 
 
-def policy_of(stage: int, shards: int) -> Policy:
-    """The policy of a stage over `shards` ranks. A cut over one rank is no cut.
+def policy_of(stage: int, shards: int, *, away: bool = False) -> Policy:
+    """The policy of a stage over `shards` ranks. A cut over one rank is no cut, unless it shall rest away from the
+    device.
+
+    Args:
+        away: some slots have another home than the device.
 
     Raises:
         ConfigError: there is no such stage.
     """
     if stage not in _STAGES:
         raise ConfigError(f"zero_optimization.stage = {stage!r}; there are stages 0, 1, 2 and 3")
-    return _STAGES[stage] if shards > 1 else Policy(stage, param=False, grad=False, state=False)
+    return _STAGES[stage] if shards > 1 or away else Policy(stage, param=False, grad=False, state=False)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from windlass.base.autograd import at_end_of_backward, current_backward
+from windlass.base.tree import tensors
 from windlass.zero.foresight import Foresight
 from windlass.zero.partition import Block
 from windlass.zero.unit import Presence, Unit
@@ -20,6 +21,7 @@ class Call:
 
     block: Block
     units: list[Unit] = field(default_factory=list)
+    given: list[torch.Tensor] = field(default_factory=list)  # what it was called with, until it returns
 
 
 class Runtime:
@@ -82,12 +84,14 @@ class Runtime:
             self._want(unit, backward=False)
         return call
 
-    def exit_block(self) -> Call:
-        """After a block ran: its units go unless something still needs them."""
+    def exit_block(self, output: object = None) -> Call:
+        """After a block ran: its units go unless something still needs them, as who gets a view of a parameter does."""
         call = self._running.pop()
         recomputing = current_backward() >= 0
         for unit in call.units:
             unit.users -= 1
+            if self._running and unit.frees and any(_lies_in(tensor, unit) for tensor in tensors(output)):
+                self.adopt(unit)
             if not recomputing:
                 self._release(unit)
         return call
@@ -113,12 +117,20 @@ class Runtime:
         if not self._running:
             return False
         call = self._running[-1]
+        if unit in call.units:
+            return True
         self._of_block[id(call.block)].append(unit)
         unit.blocks.append(call.block)
         call.units.append(unit)
         unit.users += 1
         self._want(unit, backward=False)
         return True
+
+    def keep_until_step(self, call: Call) -> None:
+        """The backward of `call` will not be announced."""
+        for unit in call.units:
+            unit.pinned = True
+            self._want(unit, backward=False)
 
     def note_backward(self) -> None:
         """Called by every hook that runs in a backward, so that its end is seen; nested ones count until all ended."""
@@ -128,7 +140,17 @@ class Runtime:
             at_end_of_backward(lambda: self._end(number))
 
     def release_all(self) -> None:
-        """Release whatever nothing needs; pins are lifted."""
+        """Release whatever nothing needs; pins are lifted. Between a backward and a forward only: what did not say that
+        it ended (an exception in a backward, Ctrl-C in a forward) is over."""
+        if current_backward() < 0:
+            self._backwards.clear()
+            for active in self._active.values():
+                active.clear()
+            for call in self._running:
+                for unit in call.units:
+                    unit.users -= 1
+            self._running.clear()
+            self._depth = 0
         for unit in self.units:
             unit.pinned = False
             self._release(unit, soon=False)
@@ -177,3 +199,10 @@ class Runtime:
             self._release(unit, soon=False)
         for callback in self.on_backward_end:
             callback()
+
+
+def _lies_in(tensor: torch.Tensor, unit: Unit) -> bool:
+    """Whether a tensor is a view into the memory of `full`."""
+    if tensor.layout is not torch.strided or not tensor.numel():
+        return False
+    return tensor.untyped_storage().data_ptr() == unit.full.untyped_storage().data_ptr()

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from datetime import timedelta
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from weakref import finalize, ref
 
 import torch
@@ -13,76 +12,30 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from windlass.base.errors import ModelError
+from windlass.base.memory import Ledger, arena
+from windlass.base.pending import Pending
 from windlass.comm.choose import choose_transport
 from windlass.comm.groups import DataMesh
-from windlass.comm.transport import Buffer, Need, Transport, Ways
 from windlass.optim.elementwise import is_elementwise, prefer_fused
+from windlass.storage.slot import Home
+from windlass.storage.tier import DiskTier
 from windlass.zero import registry
 from windlass.zero.access import Released, mark_present
+from windlass.zero.construct import Builder, check_devices, effective, make_units
 from windlass.zero.foresight import Foresight
-from windlass.zero.gradients import Gradients, Slot
+from windlass.zero.gradient_slot import GradientSlot
+from windlass.zero.gradients import Gradients
 from windlass.zero.hooks import attach_block, attach_gradients, attach_model
-from windlass.zero.layout import Layout
+from windlass.zero.landing import Landing
+from windlass.zero.masters import Masters
 from windlass.zero.norm import Verdict, agree, clip_coefficient
-from windlass.zero.partition import Block, Plan, Rules, plan_units
-from windlass.zero.policy import Policy
+from windlass.zero.parking import Parking
+from windlass.zero.partition import Block, plan_units
 from windlass.zero.runtime import Runtime
+from windlass.zero.settings import Outcome, Settings
 from windlass.zero.unit import Presence, Unit
 from windlass.zero.update import ElementwiseUpdate, check_parameters
 from windlass.zero.whole import WholeUpdate
-
-
-@dataclass(frozen=True)
-class Settings:
-    """Everything the core needs to know, in its own words; `initialize` fills it from the configuration.
-
-    Attributes:
-        compute: dtype that floating-point parameters are cast to; None: each keeps its own.
-        accumulate, wire: dtypes of kept gradients and of their travel.
-        before, after: factors of a gradient before and after the ranks' parts are added.
-        ways: how transports send.
-        contiguous: gradients leave `.grad` as they arrive; else when their unit is complete.
-        ignore_unused: a parameter without gradient is left alone; else it is an error.
-        sub_group: elements that are updated at once.
-        ahead, live, reuse: see `Foresight`.
-    """
-
-    policy: Policy
-    rules: Rules
-    compute: torch.dtype | None
-    accumulate: torch.dtype
-    wire: torch.dtype
-    before: float
-    after: float
-    overlap: bool
-    ways: Ways
-    contiguous: bool
-    ignore_unused: bool
-    sub_group: int
-    ahead: int
-    live: int
-    reuse: int
-    transport: str
-    timeout: timedelta
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What a step did.
-
-    Attributes:
-        norm: of the whole unclipped gradient, loss scale removed.
-        applied: the parameters were updated. If not, the gradient was not finite and is dropped.
-        clip: the factor that clipping came to.
-        flags: sums over ranks of the caller's numbers.
-        bad: the first parameter whose gradient is not finite, where that was looked for.
-    """
-
-    norm: float
-    applied: bool
-    clip: float
-    flags: list[float]
-    bad: str = ""
 
 
 class ShardedModel:
@@ -110,23 +63,26 @@ class ShardedModel:
         *,
         trains: bool,
     ) -> None:
-        _check_devices(model, device)
+        check_devices(model, device)
         if optimizer is not None:
             check_parameters(optimizer, model)
         self.model, self.settings, self.mesh, self.device, self.trains = model, settings, mesh, device, trains
         policy = self.policy = settings.policy
+        homes = self.homes = effective(settings.homes, device)
+        self.ledger = Ledger()
         self.group = mesh.shard if policy.state else mesh.data
         self.transport, self.transport_reason = choose_transport(
             settings.transport, self.group, device, ways=settings.ways, timeout=settings.timeout
         )
         regather = None
-        if mesh.regather is not None and policy.param:
+        if mesh.regather is not None and policy.param and homes.param is Home.DEVICE:
             regather, _ = choose_transport(
                 self.transport.name, mesh.regather, device, ways=settings.ways, timeout=settings.timeout
             )
             regather.traffic = self.transport.traffic
         blocks, plans = plan_units(model, settings.rules)
-        self.units = [self._unit(number, plan) for number, plan in enumerate(plans)]
+        self.units = make_units(plans, settings, homes, mesh, self.group, trains=trains)
+        self._builder = Builder(model, settings, homes, mesh, self.group, self.transport, regather, device, self.ledger)
         trainable = [unit for unit in self.units if unit.trainable]
         self.gradients = Gradients(
             trainable,
@@ -138,41 +94,53 @@ class ShardedModel:
             before=settings.before,
             after=settings.after,
             contiguous=settings.contiguous,
+            landing=Landing(
+                self.group,
+                settings.accumulate,
+                device,
+                self.ledger,
+                lambda slot: homes.gradient if slot.unit.state_home is not Home.DEVICE else Home.DEVICE,
+                self._builder.slot,
+            ),
         )
-        self._allocate(plans, regather)
-        foresight = Foresight(settings.ahead, settings.live, settings.reuse)
+        whole = optimizer is not None and not is_elementwise(optimizer)
+        at_once = settings.sub_group if homes.state is not Home.NVME else min(settings.sub_group, homes.in_flight)
+        self.masters = Masters(self.slots, 1 << 62 if whole else at_once, homes, device, self.ledger)
+        for unit, span in self._builder.fill(self.units, plans, self.gradients):
+            self.masters.make(unit, span)
+            del span  # or it would live while the next unit is filled
+        self.parking = Parking(self.units, self.slots, self.masters, device, self.ledger)
+        foresight = Foresight(settings.ahead, self._live(), settings.reuse)
         self.runtime = Runtime(self.units, blocks, foresight)
         self.runtime.on_backward_end.append(self.gradients.end_backward)
         self.update: ElementwiseUpdate | WholeUpdate | None = None
         if optimizer is not None:
-            self.use_optimizer(optimizer)
+            self._use_optimizer(optimizer, at_once)
         self._handles: list[RemovableHandle] = []
-        self._closer = finalize(self, mesh.close)
+        self._closer = finalize(self, _close, mesh, self.ledger, homes.disk)
         self._attach(blocks)
         self.loss_scale: Callable[[], float] = lambda: 1.0  # what is in the gradients now
-        self._versions: dict[int, int] = {}
-        self._remember_versions()
+        self.masters.remember_versions(self.units)
         self._learned = False
         registry.register(self)
 
     @property
-    def slots(self) -> list[Slot]:
+    def slots(self) -> list[GradientSlot]:
         """The gradients of the trainable units, in model order."""
         return self.gradients.slots
 
-    def use_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Step with `optimizer` from now on."""
+    def _use_optimizer(self, optimizer: torch.optim.Optimizer, at_once: int) -> None:
         prefer_fused(optimizer)
-        sub_group = self.settings.sub_group
         if is_elementwise(optimizer):
-            self.update = ElementwiseUpdate(optimizer, self.slots, sub_group)
+            self.update = ElementwiseUpdate(optimizer, self.masters, at_once)
         else:
             self.update = WholeUpdate(
                 optimizer,
-                self.slots,
+                self.masters.chunks,
+                self.masters.residence,
                 self.group,
                 whole=not self.policy.state,
-                sub_group=sub_group,
+                sub_group=at_once,
                 traffic=self.transport.traffic,
             )
 
@@ -193,6 +161,7 @@ class ShardedModel:
         """
         if self.update is None:
             raise ModelError("there is no optimizer to step: pass one to initialize, or name one in the configuration")
+        self.require_trainable(p for group in self.update.optimizer.param_groups for p in group["params"])
         verdict = self._agree(flags or [])
         norm = verdict.norm / scale
         if not verdict.finite and (skip_overflow or (bad := self.first_bad())):
@@ -202,29 +171,56 @@ class ShardedModel:
             self._refuse_unused(verdict.used)
         self.runtime.release_all()  # what stayed after an evaluation holds the old values
         self.gradients.spread()
-        self.take_edits()
+        self.take_back()
         clip = clip_coefficient(norm, limit)
-        started = []
-        for batch in self.update.run(verdict.used, scale / clip):
-            for slot in batch:
-                if slot.holds:
-                    started.append(slot.unit)
-                    self._write_back(slot.unit)
-        self._bring(started)
+        used = {slot.unit.index: flags for slot, flags in zip(self.slots, verdict.used, strict=True)}
+        started: dict[int, Unit] = {}
+        written: list[Pending] = []
+        for batch in self.update.run(used, scale / clip):
+            _wait(written)
+            for chunk in batch:
+                if chunk.slot.holds:
+                    started[chunk.unit.index] = chunk.unit
+                    written.append(self.masters.write_back(chunk))
+        _wait(written)
+        self._bring(list(started.values()))
         self.forget_gradients()
-        for unit in started:
+        for unit in started.values():
             torch.autograd.graph.increment_version(unit.parameters)
-        self._remember_versions()
+        self.masters.remember_versions(self.units)
         return Outcome(norm, applied=True, clip=clip, flags=verdict.flags)
+
+    def require_trainable(self, parameters: Iterable[nn.Parameter]) -> None:
+        """A frozen parameter has no gradient memory, so it cannot start to train.
+
+        Raises:
+            ModelError: one of `parameters` needs a gradient now and did not at initialize.
+        """
+        frozen = {id(p): n for u in self.units if not u.trainable for n, p in zip(u.names, u.parameters, strict=True)}
+        for parameter in parameters if frozen else ():
+            if parameter.requires_grad and id(parameter) in frozen:
+                raise ModelError(
+                    f"{frozen[id(parameter)]!r} was frozen at initialize and requires a gradient now, which it would "
+                    "never get; save, destroy() the engine, unfreeze, and initialize again (or begin with all "
+                    "trainable and set requires_grad to False where it shall rest)"
+                )
+
+    def take_back(self) -> None:
+        """Parameters that were given other memory since the last step (`p.data = ...`, `module.to(...)`) go back to
+        their places, with the values that they have now."""
+        for unit in self.units:
+            if not unit.released:
+                unit.take_back()
 
     def first_bad(self) -> str:
         """The first parameter in model order whose reduced gradient is not finite; empty if all are, and only the sum
         of their squares is not. Collective."""
         mine: list[str | None] = [None]
         for slot in self.slots:
-            if slot.holds and slot.shard is not None:
+            if slot.holds:
+                gradient = slot.read()
                 for piece in slot.unit.layout.pieces(slot.unit.state_start, slot.unit.state_stop):
-                    part = slot.shard.narrow(0, piece.offset, piece.numel)
+                    part = gradient.narrow(0, piece.offset, piece.numel)
                     if not bool(torch.isfinite(part).all()):
                         mine.append(slot.unit.names[piece.index])
         found: list[list[str | None]] = [[]] * self.mesh.data.size
@@ -243,26 +239,23 @@ class ShardedModel:
             dist.all_reduce(shard, group=self.mesh.replicate.process_group)
         return shard
 
-    def state_pieces(self, unit: Unit) -> Iterator[tuple[int, int, int, torch.Tensor]]:
-        """This rank's pieces of a trainable unit's master weights: `(parameter, start, stop, flat tensor)`."""
-        if unit.master is not None:
-            for piece in unit.pieces():
-                yield piece.index, piece.start, piece.stop, unit.master.narrow(0, piece.offset, piece.numel)
-
-    def parameters_changed(self, units: list[Unit]) -> None:
-        """The masters (or, frozen, the shards) of `units` were set from outside: renew the parameters. Collective."""
-        trained = [unit for unit in units if unit.master is not None]
-        for unit in trained:
-            self._write_back(unit)
+    @contextmanager
+    def editing(self, units: list[Unit]) -> Iterator[None]:
+        """Inside, masters, optimizer states and (of what is not trained) cuts of `units` may be set; afterwards the
+        parameters are renewed from them. Collective."""
+        trained = [unit for unit in units if self.masters.of(unit)]
+        with self.masters.at_hand(trained):
+            yield
+            _wait([self.masters.write_back(chunk) for unit in trained for chunk in self.masters.of(unit)])
         self._bring(trained)
         for unit in units:
-            if unit.released and unit.master is None:
+            if unit.released and unit not in trained:
                 unit.updated()
             if unit.frees and unit.presence is not Presence.RELEASED:  # what is whole now has the old values
                 unit.let_go(stale=True)
                 if unit.users:
                     unit.await_present()
-        self._remember_versions()
+        self.masters.remember_versions(self.units)
 
     def destroy(self) -> None:
         """Give the plain model back: whole parameters of its own, no hooks. Collective at stage 3. Idempotent."""
@@ -271,6 +264,7 @@ class ShardedModel:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        self.parking.bring_back()
         self.gradients.finish()
         for unit in self.units:
             unit.await_present()
@@ -285,61 +279,6 @@ class ShardedModel:
         if self.group.size > 1:  # peers may still read what goes away with this
             dist.barrier(group=self.group.process_group)
         self._closer()
-
-    # construction
-
-    def _unit(self, number: int, plan: Plan) -> Unit:
-        policy, floating = self.policy, plan.parameters[0].is_floating_point()
-        compute = self.settings.compute if self.settings.compute is not None and floating else plan.dtype
-        layout = Layout(tuple(p.numel() for p in plan.parameters), self.mesh.data.size)
-        unit = Unit(number, plan, layout, compute, released=policy.param and not plan.kept)
-        unit.trainable = unit.trainable and self.trains
-        if policy.state:
-            unit.state_start, unit.state_stop = layout.cut(self.group.index, self.group.size)
-        return unit
-
-    def _allocate(self, plans: list[Plan], regather: Transport | None) -> None:
-        """Buffers for all units and gradients at once, then the values, unit by unit, from rank 0."""
-        shared = [u for u in self.units if u.released or (u.trainable and self.policy.state)]
-        needs: list[Need] = [unit.need(self.transport) for unit in shared] + self.gradients.needs()
-        lanes = len(self.gradients.slots)
-        buffers = self.transport.allocate(needs, self.device, lanes=lanes) if needs else []
-        of_unit = {id(unit): buffer for unit, buffer in zip(shared, buffers, strict=False)}
-        for unit, plan in zip(self.units, plans, strict=True):
-            buffer = of_unit.get(id(unit))
-            if buffer is None:
-                buffer = Buffer(torch.zeros(unit.layout.padded, dtype=unit.dtype, device=self.device))
-            elif unit.released and not buffer.common:
-                buffer.local.untyped_storage().resize_(0)  # one unit whole at a time
-            unit.bind(buffer, self.transport, regather)
-            self._fill(unit, plan)
-        self.gradients.bind(buffers[len(shared) :])
-
-    def _fill(self, unit: Unit, plan: Plan) -> None:
-        values = torch.zeros(unit.layout.padded, dtype=plan.dtype, device=self.device)
-        if self.mesh.data.index == 0:
-            for index, parameter in enumerate(unit.parameters):
-                unit.parameter_view(values, index).copy_(parameter.detach())
-        if self.mesh.data.size > 1 and values.numel():
-            process_group = self.mesh.data.process_group
-            dist.broadcast(values.view(torch.uint8), self.mesh.data.ranks[0], group=process_group)
-        if unit.buffer.common:
-            start, stop = unit.layout.cut(self.group.index, self.group.size)
-            unit.shard.copy_(values[start:stop])
-        else:
-            unit.full.copy_(values)
-        if unit.trainable:
-            wide = unit.dtype in (torch.float32, torch.float64)
-            if wide:
-                unit.master = unit.shard if unit.released else unit.own_cut(unit.full)
-            else:
-                unit.master = (
-                    unit.own_cut(values).float().clone()
-                    if values.dtype != torch.float32
-                    else (unit.own_cut(values).clone())
-                )
-        del values
-        unit.settle_in()
 
     def _attach(self, blocks: list[Block]) -> None:
         places = []
@@ -363,6 +302,13 @@ class ShardedModel:
                 self._handles += attach_block(block, self.runtime)
         self._handles += attach_model(self.model, self.runtime)
 
+    def _live(self) -> int:
+        """Elements that may be present at once: what the settings say, or half of what is left of a budget."""
+        place, largest = arena(), max((unit.dtype.itemsize for unit in self.units), default=4)
+        if place is None or self.homes.param is Home.DEVICE:
+            return self.settings.live
+        return min(self.settings.live, (place.budget - place.used) // (2 * largest))
+
     # a step
 
     def _agree(self, flags: list[float]) -> Verdict:
@@ -380,9 +326,8 @@ class ShardedModel:
             self.gradients.reduce_rest(verdict.unreduced)
         if replicated:
             for slot in self.slots:
-                if slot.holds and slot.shard is not None:
-                    self.sum_replicas(slot.shard)
-                    slot.squares = None
+                if slot.holds:
+                    slot.write(self.sum_replicas(slot.read()))
                     traffic.add("replicate", 2 * slot.unit.numel // count, 0)
         if any(verdict.unreduced) or replicated:
             verdict = ask()
@@ -404,14 +349,6 @@ class ShardedModel:
                 "in the loss, or set zero_optimization.ignore_unused_parameters to true"
             )
 
-    def _write_back(self, unit: Unit) -> None:
-        """Cast the masters into this rank's span of the parameters, where they are not the same memory."""
-        master = unit.master
-        assert master is not None
-        target = unit.shard if unit.released else unit.own_cut(unit.full)
-        if master.data_ptr() != target.data_ptr():
-            target.copy_(master)
-
     def _bring(self, units: list[Unit]) -> None:
         """Offer the updated cuts; parameters that are never released are whole again when this returns."""
         pending = []
@@ -426,33 +363,16 @@ class ShardedModel:
         for one in pending:
             one.wait()
 
-    def take_edits(self) -> None:
-        """A parameter that was changed in place since the last step: its master follows, or the change would be
-        lost."""
-        for slot in self.slots:
-            unit = slot.unit
-            if unit.master is None or unit.released or unit.master.dtype == unit.dtype:
-                continue
-            for piece in unit.pieces():
-                if unit.parameters[piece.index]._version != self._versions.get(id(unit.parameters[piece.index])):
-                    source = unit.own_cut(unit.full).narrow(0, piece.offset, piece.numel)
-                    unit.master.narrow(0, piece.offset, piece.numel).copy_(source)
 
-    def _remember_versions(self) -> None:
-        self._versions = {id(p): p._version for unit in self.units for p in unit.parameters}
+def _wait(written: list[Pending]) -> None:
+    for pending in written:
+        pending.wait()
+    written.clear()
 
 
-def _check_devices(model: nn.Module, device: torch.device) -> None:
-    for name, parameter in model.named_parameters():
-        if parameter.device.type == "meta":
-            raise ModelError(f"parameter {name!r} is on the meta device and has no values; load or initialise it first")
-        if parameter.device.type not in ("cpu", device.type) or (
-            parameter.device.type == device.type
-            and None not in (parameter.device.index, device.index)
-            and parameter.device.index != device.index
-        ):
-            raise ModelError(
-                f"parameter {name!r} is on {parameter.device}, but this rank trains on {device}; move the model "
-                f"there or "
-                "leave it on the CPU"
-            )
+def _close(mesh: DataMesh, ledger: Ledger, disk: DiskTier | None) -> None:
+    """What does not go away with the memory of a model."""
+    if disk is not None:
+        disk.close()
+    ledger.close()
+    mesh.close()

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 
 import torch
+from torch import nn
 
+from windlass.base.errors import ModelError
+from windlass.base.memory import Ledger, Then
 from windlass.base.pending import DONE, Pending
 from windlass.comm.transport import Buffer, Need, Transport, cut
+from windlass.storage.slot import Home, Slot
 from windlass.zero.access import Released, mark_present, mark_released
 from windlass.zero.layout import Layout, Piece
 from windlass.zero.partition import Block, Plan
@@ -26,19 +30,31 @@ class Unit:
     """Parameters, their layout, and the flat tensors that hold them.
 
     [Note: released parameters] At stage 3 `full` exists only while a block that uses the unit runs. On shared memory
-    it is one buffer for all ranks, each owning its cut, and a gather only waits until the owners have updated. On a
-    wire its storage is resized to zero and back: views that autograd saved alias that storage, so they hold the right
-    values again after the gather before their backward; it is never lent to another unit. A released parameter keeps
-    its shape but all its elements are one NaN (see access.py), so that no use of it can go unnoticed.
+    it is one buffer for all ranks, each owning its cut, and a gather only waits until the owners have updated.
+    Elsewhere (a wire, or parameters that rest away from the device) its memory is vacated and occupied again: views
+    that autograd saved alias it, so they hold the right values again after the gather before their backward; it is
+    never lent to another unit. A released parameter keeps its shape but all its elements are one NaN (see access.py),
+    so that no use of it can go unnoticed.
 
     Attributes:
         full: `[layout.padded]` in the compute dtype; parameters are views of it while present.
-        shard: `[cut]`, this rank's cut of the parameters in the compute dtype; a view of `full` unless `full` is freed.
-        master: `[state span]` float32, what the optimizer steps; the shard itself where that is wide enough already.
         frees: releasing gives memory back (else only the names go).
+        rests: this rank's cut of the parameters where `full` is freed; else the cut is that of `full`.
+        home: of the parameters between uses.
+        state_home: of master weights and optimizer states.
     """
 
-    def __init__(self, index: int, plan: Plan, layout: Layout, compute: torch.dtype, *, released: bool) -> None:
+    def __init__(
+        self,
+        index: int,
+        plan: Plan,
+        layout: Layout,
+        compute: torch.dtype,
+        *,
+        released: bool,
+        home: Home = Home.DEVICE,
+        state_home: Home = Home.DEVICE,
+    ) -> None:
         self.index, self.names, self.parameters = index, plan.names, plan.parameters
         self.blocks: list[Block] = list(plan.blocks)
         self.layout, self.dtype, self.trainable, self.kept = layout, compute, plan.trainable, plan.kept
@@ -48,7 +64,8 @@ class Unit:
         self.users = 0  # blocks now between their gather and their release
         self.pinned = False  # a graph of gradients may come back to it at any time
         self.state_start, self.state_stop = 0, layout.padded
-        self.master: torch.Tensor | None = None
+        self.home, self.state_home = home, state_home
+        self.rests: Slot | None = None
         self.secondary: torch.Tensor | None = None
         self.lent: set[int] = set()  # parameters that hold a private copy inside GatheredParameters
         self.adopt: Callable[[Unit], bool] | None = None  # set by the runtime: gather it for whoever runs now
@@ -67,17 +84,28 @@ class Unit:
 
     def need(self, transport: Transport) -> Need:
         """The buffer to allocate for `full`."""
-        return Need(self.layout.padded, self.dtype, common=self.released)
+        away = self.released and self.home is not Home.DEVICE
+        return Need(self.layout.padded, self.dtype, common=self.released and not away, transient=self.released)
 
-    def bind(self, buffer: Buffer, transport: Transport, regather: Transport | None) -> None:
-        """Take `buffer` for `full`; its content is set by `views` and `settle_in` afterwards."""
-        self.buffer, self.full, self.transport = buffer, buffer.local, transport
-        group = transport.group
+    def bind(
+        self,
+        buffer: Buffer,
+        transport: Transport,
+        regather: Transport | None,
+        ledger: Ledger,
+        rests: Callable[[Unit, int], Slot],
+    ) -> None:
+        """Take `buffer` for `full`; its content is set by `views` and `settle_in` afterwards.
+
+        Args:
+            rests: makes a slot of so many elements for a cut whose `full` is freed.
+        """
+        self.buffer, self.full, self.transport, self._ledger = buffer, buffer.local, transport, ledger
         self.frees = self.released and not buffer.common
+        self._hold(self.nbytes)
         if self.frees:
-            self.full.untyped_storage().resize_(self.nbytes)
-        own = cut(self.full, group.index, group.size)
-        self.shard = torch.empty_like(own) if self.frees else own
+            transport.occupy(buffer)
+            self.rests = rests(self, self.own_full.numel())
         self._views = [
             self.full.narrow(0, offset, numel).view(shape)
             for offset, numel, shape in zip(self.layout.offsets, self.layout.numels, self.shapes, strict=True)
@@ -87,17 +115,35 @@ class Unit:
             near = self._regather.group
             self.secondary = torch.empty_like(cut(self.full, near.index, near.size))
 
+    @property
+    def own_full(self) -> torch.Tensor:
+        """This rank's cut of `full`, over the transport's group."""
+        return cut(self.full, self.transport.group.index, self.transport.group.size)
+
+    def read_cut(self) -> torch.Tensor:
+        """This rank's cut of the parameters in memory; change it and give it to `write_cut`."""
+        return self.rests.read() if self.rests is not None else self.own_full
+
+    def write_cut(self, values: torch.Tensor) -> None:
+        """Put what `read_cut` gave back."""
+        if self.rests is not None:
+            self.rests.write(values)
+
     def views(self) -> list[torch.Tensor]:
         """The parameters' places in `full`, shaped; valid while present."""
         return self._views
 
+    def keep_cut(self, values: torch.Tensor) -> None:
+        """Take this rank's cut, in the compute dtype and on the device, to where it rests while `full` is freed."""
+        assert self.rests is not None
+        self.rests.put(values).wait()
+
     def settle_in(self) -> None:
-        """After `full` was filled for the first time: keep the shard, point the parameters, let the rest go."""
-        if self.frees:
-            self.shard.copy_(cut(self.full, self.transport.group.index, self.transport.group.size))
+        """After the cut was filled for the first time: point the parameters, let the rest go."""
         self._point()
         if self.released:
-            self.transport.publish(self.buffer)
+            if not self.frees:
+                self.transport.publish(self.buffer)
             self.let_go()
 
     def gather(self, *, backward: bool = False) -> None:
@@ -105,16 +151,23 @@ class Unit:
         if self.presence is not Presence.RELEASED:
             return
         self.presence = Presence.COMING
-        if not self.frees:
+        if self.rests is None:
             self._pending = self.transport.gather(self.buffer, elements=self.numel)
             return
-        self.full.untyped_storage().resize_(self.nbytes)
-        transport, source = self.transport, self.shard
+        self._hold(self.nbytes)
+        self.transport.occupy(self.buffer)
         if backward and self._regather is not None and self.secondary is not None and self._secondary_valid:
-            transport, source = self._regather, self.secondary
-        group = transport.group
-        cut(self.full, group.index, group.size).copy_(source)
-        self._pending = transport.gather(self.buffer, elements=self.numel)
+            group = self._regather.group
+            cut(self.full, group.index, group.size).copy_(self.secondary)
+            self._pending = self._regather.gather(self.buffer, elements=self.numel)
+            return
+        fetched = self.rests.fetch(self.own_full)
+        # what comes from elsewhere is offered when it is waited for, which is at the same point on all ranks
+        self._pending = self._offer() if self.home is Home.DEVICE else Then(fetched, self._offer)
+
+    def _offer(self) -> Pending:
+        self.transport.publish(self.buffer)
+        return self.transport.gather(self.buffer, elements=self.numel)
 
     def await_present(self, *, backward: bool = False) -> None:
         """Gather if nobody has, wait, and point the parameters at their values."""
@@ -129,7 +182,7 @@ class Unit:
         """Release: the parameters lose their values, and the memory of `full` goes back.
 
         Args:
-            stale: the shard has newer values than `full`, so that no second copy may be taken from it.
+            stale: the cut at rest has newer values than `full`, so that no second copy may be taken from it.
         """
         if self.presence is not Presence.PRESENT:
             self._pending.wait()
@@ -142,13 +195,25 @@ class Unit:
                 mark_released(parameter, self)
         self.presence = Presence.RELEASED
         if self.frees:
-            self.full.untyped_storage().resize_(0)
+            self.transport.vacate(self.buffer)
+            self._hold(0)
 
     def updated(self) -> None:
-        """The shard has new values: write them where peers gather them from."""
+        """The cut has new values, which peers may gather."""
         self._secondary_valid = False
-        if self.released:
+        if self.released and not self.frees:
             self.transport.publish(self.buffer)
+
+    def _hold(self, nbytes: int) -> None:
+        self._ledger.hold(f"parameters of {self.names[0]}", nbytes)
+
+    def bring(self, parameter: nn.Parameter, together: Sequence[torch.Tensor]) -> bool:
+        """As `Keeper`: inside a forward, and from then on tied to the block that runs."""
+        return self.adopt is not None and self.adopt(self)
+
+    def name_of(self, parameter: nn.Parameter) -> str:
+        """As `Keeper`."""
+        return next((n for n, p in zip(self.names, self.parameters, strict=True) if p is parameter), "?")
 
     def _point(self) -> None:
         for index, (parameter, view) in enumerate(zip(self.parameters, self._views, strict=True)):
@@ -158,6 +223,25 @@ class Unit:
                 mark_present(parameter)
             parameter.data = view
         self.presence = Presence.PRESENT
+
+    def take_back(self) -> None:
+        """Copy parameters that were given other memory into their places, and point them there again.
+
+        Raises:
+            ModelError: one was resized.
+        """
+        for name, parameter, view in zip(self.names, self.parameters, self._views, strict=True):
+            if not view.numel() or parameter.data_ptr() == view.data_ptr():
+                continue
+            if parameter.shape != view.shape:
+                raise ModelError(
+                    f"{name!r} had shape {tuple(view.shape)} at initialize and has {tuple(parameter.shape)} now; "
+                    "destroy() the engine before a parameter is resized, and initialize again"
+                )
+            with torch.no_grad():
+                view.copy_(parameter.data)
+            parameter.data = view
+            torch.autograd.graph.increment_version(parameter)
 
     def pieces(self) -> Iterator[Piece]:
         """This rank's parts of the parameters, within its state span."""

@@ -9,38 +9,47 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
 from windlass.base.errors import ModelError
+from windlass.optim.cpu import as_native
+from windlass.optim.cpu_optimizer import CPUOptimizer
 from windlass.optim.elementwise import supports_grad_scale
-from windlass.zero.gradients import Slot
+from windlass.storage.slot import Home
+from windlass.zero.chunk import Chunk, batches
 from windlass.zero.layout import Piece
+from windlass.zero.masters import Masters
 from windlass.zero.unit import Unit
 
 
 class Segment:
     """A piece of a parameter that this rank updates."""
 
-    def __init__(self, slot: Slot, piece: Piece) -> None:
-        self.slot, self.piece = slot, piece
-        assert slot.unit.master is not None
-        flat = slot.unit.master.narrow(0, piece.offset, piece.numel)
-        self.tensor = nn.Parameter(flat, requires_grad=True)
+    def __init__(self, chunk: Chunk, piece: Piece) -> None:
+        self.chunk, self.piece = chunk, piece
+        self.tensor = nn.Parameter(torch.empty(0, dtype=chunk.dtype, device=chunk.device), requires_grad=True)
+        if chunk.master is not None:
+            self.point()
 
     @property
     def parameter(self) -> nn.Parameter:
-        return self.slot.unit.parameters[self.piece.index]
+        return self.chunk.unit.parameters[self.piece.index]
 
     @property
     def name(self) -> str:
-        return self.slot.unit.names[self.piece.index]
+        return self.chunk.unit.names[self.piece.index]
 
-    def take_gradient(self, scratch: torch.Tensor) -> None:
-        """Point `.grad` at this piece of the reduced gradient, which `scratch` `[shard]` holds."""
-        self.tensor.grad = scratch.narrow(0, self.piece.offset, self.piece.numel)
+    def point(self) -> None:
+        """See the master weights where they are now."""
+        self.tensor.data = self.chunk.values().narrow(0, self.piece.offset, self.piece.numel)
+
+    def take_gradient(self, gradient: torch.Tensor) -> None:
+        """Point `.grad` at this piece of the chunk's reduced gradient `[chunk]`."""
+        self.tensor.grad = gradient.narrow(0, self.piece.offset, self.piece.numel)
 
 
 def clone_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -58,59 +67,95 @@ class ElementwiseUpdate:
 
     Args:
         optimizer: the user's; its groups say which parameters and with which hyper-parameters.
-        slots: gradients of the trainable units.
+        masters: what this rank updates.
         sub_group: elements of one call (`sub_group_size`); bounds what a rule takes for temporaries.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, slots: list[Slot], sub_group: int) -> None:
-        self.optimizer, self._slots = optimizer, slots
-        self._inner = clone_optimizer(optimizer)
-        self._scales = supports_grad_scale(optimizer)
-        self.segments = [Segment(slot, piece) for slot in slots for piece in slot.unit.pieces()]
-        self._batches = batches(slots, sub_group)
-        self._of_slot: dict[int, list[Segment]] = defaultdict(list)
-        for segment in self.segments:
-            self._of_slot[id(segment.slot)].append(segment)
-        self._take_over_state()
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        masters: Masters,
+        sub_group: int,
+    ) -> None:
+        chunks, residence = masters.chunks, masters.residence
+        self.optimizer, self.chunks, self.residence, self._masters = optimizer, chunks, residence, masters
+        self._inner = self._native() or clone_optimizer(optimizer)
+        residence.states = self._inner.state
+        self._scales = supports_grad_scale(self._inner)
+        self._of_chunk = {id(chunk): [Segment(chunk, piece) for piece in chunk.pieces()] for chunk in chunks}
+        self._batches = batches(chunks, sub_group)
+        self._lowered: dict[torch.Tensor, torch.Tensor] = {}
+        for chunk in chunks:
+            chunk.tenants = [segment.tensor for segment in self._of_chunk[id(chunk)]]
+            with residence.at_hand([chunk]) if optimizer.state else nullcontext():
+                self._take_over_state(chunk)
+        optimizer.state.clear()
 
     def entries(self) -> Iterator[tuple[Unit, int, int, int, dict[str, Any]]]:
-        """This rank's optimizer states: `(unit, parameter, start, stop, state)` for each piece that it steps."""
-        for segment in self.segments:
-            piece = segment.piece
-            yield segment.slot.unit, piece.index, piece.start, piece.stop, self._inner.state[segment.tensor]
+        """This rank's optimizer states: `(unit, parameter, start, stop, state)` for each piece that it steps. Those on
+        disk must be at hand."""
+        for chunk in self.chunks:
+            for segment in self._of_chunk[id(chunk)]:
+                piece = segment.piece
+                yield chunk.unit, piece.index, piece.start, piece.stop, self._inner.state[segment.tensor]
 
-    def run(self, used: list[list[bool]], divisor: float) -> Iterator[list[Slot]]:
-        """Update batch after batch of units; yields each batch once its masters are new.
+    def run(self, used: dict[int, list[bool]], divisor: float) -> Iterator[list[Chunk]]:
+        """Update batch after batch; yields each once its masters are new.
 
         Args:
-            used: by slot and parameter; the unused are skipped.
+            used: by unit and parameter; the unused are skipped.
             divisor: gradients are divided by it (loss scale over clip coefficient).
         """
-        places = {id(slot): number for number, slot in enumerate(self._slots)}
         group_of = self._groups()
-        for batch in self._batches:
+        scaled = self._inner if isinstance(self._inner, CPUOptimizer) else self.optimizer
+        self._scales = supports_grad_scale(scaled)  # of the groups as they are now
+        for batch in self.residence.travel(self._batches):
             chosen: dict[int, list[Segment]] = defaultdict(list)
-            for slot in batch:
-                if not slot.holds:
+            for chunk in batch:
+                if chunk.gradient is None:
                     continue
-                gradient = self._gradient(slot, divisor)
-                for segment in self._of_slot[id(slot)]:
+                gradient = self._gradient(chunk, chunk.gradient, divisor)
+                skipped = False
+                for segment in self._of_chunk[id(chunk)]:
                     group = group_of.get(id(segment.parameter))
-                    if group is not None and used[places[id(slot)]][segment.piece.index]:
+                    if group is not None and used[chunk.unit.index][segment.piece.index]:
+                        if chunk.home is Home.NVME:
+                            segment.point()
                         segment.take_gradient(gradient)
                         chosen[group].append(segment)
+                    else:
+                        skipped = True
+                if not skipped:
+                    self._lower(chunk)
             self._step(chosen, divisor)
             yield batch
+
+    def _native(self) -> torch.optim.Optimizer | None:
+        """The same rule in one pass over host memory, where all of it is updated there, and in float32."""
+        held = [chunk for chunk in self.chunks if chunk.numel]
+        if any(chunk.home is Home.DEVICE or chunk.dtype != torch.float32 for chunk in held):
+            return None
+        native = as_native(self.optimizer)
+        if native is not None:
+            native.state, native.param_groups = defaultdict(dict), []
+        return native
+
+    def _lower(self, chunk: Chunk) -> None:
+        """Have the 16-bit copy of a chunk written in the same pass; every piece of it is updated now."""
+        if not isinstance(self._inner, CPUOptimizer) or chunk.unit.dtype not in (torch.bfloat16, torch.float16):
+            return
+        chunk.lowered = self._masters.lowering(chunk)
+        for segment in self._of_chunk[id(chunk)]:
+            piece = segment.piece
+            self._lowered[segment.tensor] = chunk.lowered.narrow(0, piece.offset, piece.numel)
 
     def _groups(self) -> dict[int, int]:
         """By parameter, the number of its group; read at every step, since groups may change."""
         return {id(p): n for n, group in enumerate(self.optimizer.param_groups) for p in group["params"]}
 
-    def _gradient(self, slot: Slot, divisor: float) -> torch.Tensor:
-        assert slot.shard is not None and slot.unit.master is not None
-        gradient = slot.shard
-        if gradient.dtype != slot.unit.master.dtype:
-            gradient = gradient.to(slot.unit.master.dtype)
+    def _gradient(self, chunk: Chunk, gradient: torch.Tensor, divisor: float) -> torch.Tensor:
+        if gradient.dtype != chunk.values().dtype:
+            gradient = gradient.to(chunk.values().dtype)
         if divisor != 1.0 and not self._scales:
             gradient.div_(divisor)
         return gradient
@@ -121,10 +166,13 @@ class ElementwiseUpdate:
             device = next(iter(chosen.values()))[0].tensor.device
             inner.grad_scale = torch.full((), divisor, dtype=torch.float32, device=device)  # type: ignore[attr-defined]
             inner.found_inf = torch.zeros((), dtype=torch.float32, device=device)  # type: ignore[attr-defined]
+        if self._lowered:
+            inner.lowered = self._lowered  # type: ignore[attr-defined]
         for part in self._parts(chosen):
             run_groups(self.optimizer, inner, part)
-        for name in ("grad_scale", "found_inf"):
+        for name in ("grad_scale", "found_inf", "lowered"):
             inner.__dict__.pop(name, None)
+        self._lowered = {}
 
     def _parts(self, chosen: dict[int, list[Segment]]) -> list[dict[int, list[nn.Parameter]]]:
         """What may be stepped in one call. Torch's fused SGD takes tensors with a momentum or ones without, not
@@ -138,20 +186,20 @@ class ElementwiseUpdate:
                 parts[bool(self._inner.state.get(tensor))].setdefault(number, []).append(tensor)
         return [part for part in parts if part]
 
-    def _take_over_state(self) -> None:
+    def _take_over_state(self, chunk: Chunk) -> None:
         """State that the user's optimizer brought along, cut to this rank's segments."""
-        for segment in self.segments:
+        for segment in self._of_chunk[id(chunk)]:
             given = self.optimizer.state.get(segment.parameter)
             if not given:
                 continue
-            shape, piece = segment.slot.unit.shapes[segment.piece.index], segment.piece
+            piece, home = segment.piece, segment.tensor.device
+            shape = segment.chunk.unit.shapes[piece.index]
             for key, value in given.items():
                 if isinstance(value, torch.Tensor) and value.shape == shape and value.numel() > 0 and value.dim() > 0:
-                    value = value.detach().reshape(-1)[piece.start : piece.stop].clone()
+                    value = value.detach().reshape(-1)[piece.start : piece.stop].to(home, copy=True)
                 elif isinstance(value, torch.Tensor):
                     value = value.detach().clone()
                 self._inner.state[segment.tensor][key] = value
-        self.optimizer.state.clear()
 
 
 def run_groups(
@@ -170,21 +218,6 @@ def run_groups(
     for stepped in tensors.values():
         for tensor in stepped:
             tensor.grad = None
-
-
-def batches(slots: list[Slot], limit: int) -> list[list[Slot]]:
-    """Slots from the last to the first (what the next forward wants first is updated last), at most `limit` elements
-    each."""
-    batches: list[list[Slot]] = []
-    size = 0
-    for slot in reversed(slots):
-        span = slot.unit.state_stop - slot.unit.state_start
-        if not batches or size + span > limit:
-            batches.append([])
-            size = 0
-        batches[-1].append(slot)
-        size += span
-    return batches
 
 
 def check_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:

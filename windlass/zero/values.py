@@ -13,19 +13,26 @@ import torch.distributed as dist
 from torch import nn
 
 from windlass.base.errors import ModelError
+from windlass.storage.slot import Home
+from windlass.zero import born
 from windlass.zero.registry import Place, require
 from windlass.zero.update import ElementwiseUpdate
 
 
 def full_param(parameter: nn.Parameter) -> torch.Tensor:
     """The whole weight as a new float32 tensor (or the parameter's own dtype if that is not trained): the master
-    weight."""
+    weight. Before `initialize`, of a parameter that was born sharded, in its own dtype."""
+    birth = born.find(parameter)
+    if birth is not None:
+        return birth.whole()
     place = require(parameter)
-    if place.unit.master is None:
+    masters = place.model.masters
+    if not masters.of(place.unit):
         with place.model.runtime.holding([place.unit]):
             return place.unit.parameter_view(place.unit.full, place.index).detach().clone()
-    place.model.take_edits()
-    return _assemble(place, place.unit.master)
+    place.model.take_back()
+    with masters.at_hand([place.unit]):
+        return _assemble(place, masters.span(place.unit))
 
 
 def full_grad(parameter: nn.Parameter) -> torch.Tensor | None:
@@ -45,8 +52,7 @@ def full_grad(parameter: nn.Parameter) -> torch.Tensor | None:
     if facts[0] > 0:
         wanted = [other is slot for other in model.slots]
         model.gradients.reduce_rest(wanted)
-    assert slot.shard is not None
-    shard = slot.shard
+    shard = slot.read()
     if not model.policy.state and model.group.size > 1:
         size = shard.numel() // model.group.size
         shard = shard.narrow(0, model.group.index * size, size)
@@ -59,13 +65,13 @@ def full_grad(parameter: nn.Parameter) -> torch.Tensor | None:
 def full_state(parameter: nn.Parameter, key: str) -> torch.Tensor | None:
     """The whole optimizer state `key` (`exp_avg`, `momentum_buffer`, `step`, ...); None before the first step."""
     place = require(parameter)
-    pieces = _state(place)
     found: list[Any] = [None] * place.model.group.size
-    mine = [
-        (start, value.detach().cpu() if isinstance(value, torch.Tensor) else value)
-        for start, _, state in pieces
-        if (value := state.get(key)) is not None
-    ]
+    with place.model.masters.at_hand([place.unit]):
+        mine = [
+            (start, value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value)
+            for start, _, state in _state(place)
+            if (value := state.get(key)) is not None
+        ]
     dist.all_gather_object(found, mine, group=place.model.group.process_group)
     parts = sorted((part for entry in found for part in entry), key=lambda part: part[0])
     if not parts:
@@ -79,14 +85,15 @@ def full_state(parameter: nn.Parameter, key: str) -> torch.Tensor | None:
     if first.dim() == 0:
         return first
     if not place.model.policy.state:
-        parts = [entry[0] for entry in found[:1]]
+        parts = found[0]
     return torch.cat([value.reshape(-1) for _, value in parts]).view(shape).to(place.model.device)
 
 
 def state_keys(parameter: nn.Parameter) -> list[str]:
     """Names of the optimizer states that any rank has of `parameter`."""
     place = require(parameter)
-    mine = [key for _, _, state in _state(place) for key in state]
+    with place.model.masters.at_hand([place.unit]):
+        mine = [key for _, _, state in _state(place) for key in state]
     found: list[list[str]] = [[]] * place.model.group.size
     dist.all_gather_object(found, mine, group=place.model.group.process_group)
     return list(dict.fromkeys(key for keys in found for key in keys))
@@ -97,13 +104,12 @@ def set_full_param(parameter: nn.Parameter, value: torch.Tensor) -> None:
     place = require(parameter)
     _check_shape(place, value)
     flat = value.detach().reshape(-1)
-    if place.unit.master is None:
-        _set_frozen(place, value)
-        return
-    for index, start, stop, piece in place.model.state_pieces(place.unit):
-        if index == place.index:
-            piece.copy_(flat[start:stop])
-    place.model.parameters_changed([place.unit])
+    with place.model.editing([place.unit]):
+        if not place.model.masters.of(place.unit):
+            _set_frozen(place, value)
+        for index, start, stop, piece in place.model.masters.pieces(place.unit):
+            if index == place.index:
+                piece.copy_(flat[start:stop])
 
 
 def set_full_grad(parameter: nn.Parameter, value: torch.Tensor) -> None:
@@ -115,13 +121,12 @@ def set_full_grad(parameter: nn.Parameter, value: torch.Tensor) -> None:
     number = _slot_number(place)
     assert number is not None
     slot = place.model.slots[number]
-    assert slot.shard is not None
-    flat = value.detach().reshape(-1)
+    flat, gradient = value.detach().reshape(-1), slot.read()
     factor = place.model.loss_scale() / (place.model.mesh.replicate.size if place.model.policy.state else 1)
     for piece in place.unit.pieces():
         if piece.index == place.index:
-            slot.shard.narrow(0, piece.offset, piece.numel).copy_(flat[piece.start : piece.stop]).mul_(factor)
-    slot.squares = None
+            gradient.narrow(0, piece.offset, piece.numel).copy_(flat[piece.start : piece.stop]).mul_(factor)
+    slot.write(gradient)
 
 
 def set_full_state(parameter: nn.Parameter, key: str, value: torch.Tensor) -> None:
@@ -132,21 +137,25 @@ def set_full_state(parameter: nn.Parameter, key: str, value: torch.Tensor) -> No
     place = require(parameter)
     shape = place.unit.shapes[place.index]
     flat_pieces = isinstance(place.model.update, ElementwiseUpdate)
-    for start, stop, state in _state(place):
-        if flat_pieces and value.shape == shape and key != "step":  # a count is no element of a 0-dimensional parameter
-            state[key] = value.detach().reshape(-1)[start:stop].clone().to(place.model.device)
-        else:
-            state[key] = value.detach().clone()
+    on = _stepped_on(place)
+    with place.model.masters.at_hand([place.unit]):
+        for start, stop, state in _state(place):
+            if key == "step" or value.dim() == 0:  # a count is no element of a 0-dimensional parameter
+                state[key] = value.detach().clone()
+            elif flat_pieces and value.shape == shape:
+                state[key] = value.detach().reshape(-1)[start:stop].to(on, copy=True)
+            else:
+                state[key] = value.detach().to(on, copy=True)
 
 
 def local_param(parameter: nn.Parameter) -> torch.Tensor:
-    """This rank's piece of the master weight, flat, as a view; empty where other ranks have it all."""
+    """This rank's piece of the master weight, flat; empty where other ranks have it all. A view of it, unless it is on
+    disk or updated in several chunks."""
     place = require(parameter)
-    place.model.take_edits()
-    for index, _, _, piece in place.model.state_pieces(place.unit):
-        if index == place.index:
-            return piece
-    return torch.empty(0, device=place.model.device)
+    masters = place.model.masters
+    with masters.at_hand([place.unit]):
+        pieces = [piece for index, _, _, piece in masters.pieces(place.unit) if index == place.index]
+        return _joined(place, pieces)
 
 
 def local_grad(parameter: nn.Parameter) -> torch.Tensor | None:
@@ -157,29 +166,36 @@ def local_grad(parameter: nn.Parameter) -> torch.Tensor | None:
         return None
     slot = place.model.slots[number]
     place.model.gradients.finish()
-    if not slot.holds or slot.shard is None:
+    if not slot.holds or (slot.shard is None and slot.rests is None):
         return None
     for piece in place.unit.pieces():
         if piece.index == place.index:
-            return slot.shard.narrow(0, piece.offset, piece.numel)
+            return slot.read().narrow(0, piece.offset, piece.numel)
     return None
 
 
 def local_state(parameter: nn.Parameter, key: str) -> torch.Tensor | None:
-    """This rank's piece of the optimizer state `key`, as a view; None if it has none."""
-    for _, _, state in _state(require(parameter)):
-        value = state.get(key)
-        return value if isinstance(value, torch.Tensor) or value is None else torch.tensor(value)
-    return None
+    """This rank's piece of the optimizer state `key`; None if it has none. A view of it, unless it is on disk or
+    updated in several chunks."""
+    place = require(parameter)
+    with place.model.masters.at_hand([place.unit]):
+        found = [state[key] for _, _, state in _state(place) if state.get(key) is not None]
+        if not found:
+            return None
+        if not isinstance(found[0], torch.Tensor):
+            return torch.tensor(found[0])
+        return found[0] if found[0].dim() == 0 else _joined(place, found)
 
 
 def set_local_param(parameter: nn.Parameter, value: torch.Tensor) -> None:
     """Set this rank's piece of the weight. Collective: every rank sets its own (or an empty one)."""
     place = require(parameter)
-    piece = local_param(parameter)
-    _check_piece(place, piece, value)
-    piece.copy_(value.reshape(-1))
-    place.model.parameters_changed([place.unit])
+    masters = place.model.masters
+    with place.model.editing([place.unit]):
+        pieces = [piece for index, _, _, piece in masters.pieces(place.unit) if index == place.index]
+        _check_piece(place, sum(piece.numel() for piece in pieces), value)
+        for piece, part in zip(pieces, _split(value, [piece.numel() for piece in pieces]), strict=True):
+            piece.copy_(part.reshape(-1))
 
 
 def set_local_grad(parameter: nn.Parameter, value: torch.Tensor) -> None:
@@ -188,20 +204,52 @@ def set_local_grad(parameter: nn.Parameter, value: torch.Tensor) -> None:
     piece = local_grad(parameter)
     if piece is None:
         raise ModelError(f"this rank has no gradient of {place.name!r} to replace")
-    _check_piece(place, piece, value)
-    piece.copy_(value.reshape(-1))
+    _check_piece(place, piece.numel(), value)
     number = _slot_number(place)
     assert number is not None
-    place.model.slots[number].squares = None
+    slot = place.model.slots[number]
+    gradient = slot.read()
+    for own in place.unit.pieces():
+        if own.index == place.index:
+            gradient.narrow(0, own.offset, own.numel).copy_(value.reshape(-1))
+    slot.write(gradient)
 
 
 def set_local_state(parameter: nn.Parameter, key: str, value: torch.Tensor) -> None:
     """Set this rank's piece of the optimizer state `key`."""
-    for start, stop, state in _state(require(parameter)):
-        current = state.get(key)
-        if isinstance(current, torch.Tensor) and current.numel() != value.numel():
-            raise ModelError(f"state {key!r} has {current.numel()} elements here, not {value.numel()} ({start}:{stop})")
-        state[key] = value.detach().clone()
+    place = require(parameter)
+    on = _stepped_on(place)
+    with place.model.masters.at_hand([place.unit]):
+        states = [(stop - start, state) for start, stop, state in _state(place)]
+        now = [state.get(key) for _, state in states]
+        held = sum(one.numel() for one in now if isinstance(one, torch.Tensor) and one.dim() > 0)
+        if held and held != value.numel():
+            raise ModelError(f"state {key!r} of {place.name!r} has {held} elements here, not {value.numel()}")
+        if value.dim() == 0:
+            for _, state in states:
+                state[key] = value.detach().clone()
+            return
+        for (_, state), part in zip(states, _split(value, [size for size, _ in states]), strict=True):
+            state[key] = part.detach().to(on, copy=True)
+
+
+def _joined(place: Place, pieces: list[torch.Tensor]) -> torch.Tensor:
+    """Pieces that follow each other, as one tensor: the very piece where there is one, and it stays in memory."""
+    if not pieces:
+        return torch.empty(0, device=_stepped_on(place))
+    stays = len(pieces) == 1 and place.unit.state_home is not Home.NVME
+    return pieces[0] if stays else torch.cat([piece.reshape(-1) for piece in pieces])
+
+
+def _split(value: torch.Tensor, sizes: list[int]) -> list[torch.Tensor]:
+    if len(sizes) == 1:
+        return [value if value.dim() != 1 else value.reshape(-1)]
+    return list(value.reshape(-1).split(sizes)) if sizes else []
+
+
+def _stepped_on(place: Place) -> torch.device:
+    chunks = place.model.masters.of(place.unit)
+    return chunks[0].device if chunks else place.model.device
 
 
 def _slot_number(place: Place) -> int | None:
@@ -248,10 +296,11 @@ def _set_frozen(place: Place, value: torch.Tensor) -> None:
         return
     start, stop = unit.layout.cut(place.model.group.index, place.model.group.size)
     flat = value.detach().reshape(-1)
+    own = unit.read_cut()
     for piece in unit.layout.pieces(start, stop):
         if piece.index == place.index:
-            unit.shard.narrow(0, piece.offset, piece.numel).copy_(flat[piece.start : piece.stop])
-    place.model.parameters_changed([unit])
+            own.narrow(0, piece.offset, piece.numel).copy_(flat[piece.start : piece.stop])
+    unit.write_cut(own)
 
 
 def _check_shape(place: Place, value: torch.Tensor) -> None:
@@ -260,6 +309,6 @@ def _check_shape(place: Place, value: torch.Tensor) -> None:
         raise ModelError(f"{place.name!r} has shape {tuple(shape)}, the value has {tuple(value.shape)}")
 
 
-def _check_piece(place: Place, piece: torch.Tensor, value: torch.Tensor) -> None:
-    if piece.numel() != value.numel():
-        raise ModelError(f"this rank has {piece.numel()} elements of {place.name!r}, the value has {value.numel()}")
+def _check_piece(place: Place, numel: int, value: torch.Tensor) -> None:
+    if numel != value.numel():
+        raise ModelError(f"this rank has {numel} elements of {place.name!r}, the value has {value.numel()}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,28 +19,28 @@ from torch import nn
 from windlass.comm.exchange import exchange
 from windlass.comm.groups import Group
 from windlass.comm.traffic import Traffic
-from windlass.zero.gradients import Slot
+from windlass.zero.chunk import Chunk, batches
+from windlass.zero.residence import Residence
 from windlass.zero.unit import Unit
-from windlass.zero.update import batches, clone_optimizer, run_groups
+from windlass.zero.update import clone_optimizer, run_groups
 
 
 @dataclass(eq=False)
 class Owned:
     """A parameter and who steps it; `tensor` carries its optimizer state and, during a step, its values."""
 
-    slot: Slot
-    number: int
+    chunk: Chunk
     index: int
     owner: int
     tensor: nn.Parameter
 
     @property
     def name(self) -> str:
-        return self.slot.unit.names[self.index]
+        return self.chunk.unit.names[self.index]
 
     @property
     def parameter(self) -> nn.Parameter:
-        return self.slot.unit.parameters[self.index]
+        return self.chunk.unit.parameters[self.index]
 
 
 class WholeUpdate:
@@ -47,7 +48,8 @@ class WholeUpdate:
 
     Args:
         optimizer: the user's.
-        slots: gradients of the trainable units.
+        chunks: what this rank keeps of each trainable unit, one a unit.
+        residence: of their masters and states.
         group: the ranks among which state is cut.
         whole: each rank keeps all state: nothing is exchanged.
         sub_group: elements gathered at a time.
@@ -56,43 +58,50 @@ class WholeUpdate:
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        slots: list[Slot],
+        chunks: list[Chunk],
+        residence: Residence,
         group: Group,
         *,
         whole: bool,
         sub_group: int,
         traffic: Traffic,
     ) -> None:
-        self.optimizer, self._slots, self._group, self._traffic = optimizer, slots, group, traffic
+        self.optimizer, self.chunks, self._group, self._traffic = optimizer, chunks, group, traffic
         self._inner = clone_optimizer(optimizer)
+        self.residence = residence
+        residence.states = self._inner.state
         self._whole = whole or group.size == 1
-        self._batches = batches(slots, sub_group)
+        self._batches = batches(chunks, sub_group)
         self.owned = self._assign()
-        self._of_slot: dict[int, list[Owned]] = defaultdict(list)
+        self._of_chunk: dict[int, list[Owned]] = defaultdict(list)
         for owned in self.owned:
-            self._of_slot[id(owned.slot)].append(owned)
-            given = optimizer.state.get(owned.parameter)
-            if given and owned.owner == group.index:
-                self._inner.state[owned.tensor] = given
+            self._of_chunk[id(owned.chunk)].append(owned)
+        for chunk in chunks:
+            mine = [owned for owned in self._of_chunk[id(chunk)] if owned.owner == group.index]
+            chunk.tenants = [owned.tensor for owned in mine]
+            with residence.at_hand([chunk]) if optimizer.state else nullcontext():
+                for owned in mine:
+                    if given := optimizer.state.get(owned.parameter):
+                        self._inner.state[owned.tensor] = _moved(given, chunk.device)
         optimizer.state.clear()
 
     def entries(self) -> Iterator[tuple[Unit, int, int, int, dict[str, Any]]]:
         """As `ElementwiseUpdate.entries`; an owner has the whole of a parameter's state, in the parameter's shape."""
         for owned in self.owned:
             if owned.owner == self._group.index:
-                unit = owned.slot.unit
+                unit = owned.chunk.unit
                 yield unit, owned.index, 0, unit.layout.numels[owned.index], self._inner.state[owned.tensor]
 
-    def run(self, used: list[list[bool]], divisor: float) -> Iterator[list[Slot]]:
+    def run(self, used: dict[int, list[bool]], divisor: float) -> Iterator[list[Chunk]]:
         """As `ElementwiseUpdate.run`. Collective."""
         group_of = {id(p): n for n, group in enumerate(self.optimizer.param_groups) for p in group["params"]}
-        for batch in self._batches:
+        for batch in self.residence.travel(self._batches):
             todo = [
                 owned
-                for slot in batch
-                if slot.holds
-                for owned in self._of_slot[id(slot)]
-                if used[owned.number][owned.index] and id(owned.parameter) in group_of
+                for chunk in batch
+                if chunk.gradient is not None
+                for owned in self._of_chunk[id(chunk)]
+                if used[chunk.unit.index][owned.index] and id(owned.parameter) in group_of
             ]
             values = self._collect(todo, gradient=False)
             gradients = self._collect(todo, gradient=True)
@@ -111,9 +120,9 @@ class WholeUpdate:
     def _assign(self) -> list[Owned]:
         """An owner for each parameter, the largest first to whoever has least."""
         found = [
-            (slot.unit.layout.numels[index], number, index)
-            for number, slot in enumerate(self._slots)
-            for index in range(len(slot.unit.parameters))
+            (chunk.unit.layout.numels[index], number, index)
+            for number, chunk in enumerate(self.chunks)
+            for index in range(len(chunk.unit.parameters))
         ]
         load = [0] * self._group.size
         owners: dict[tuple[int, int], int] = {}
@@ -123,16 +132,15 @@ class WholeUpdate:
             owners[number, index] = owner
         owned = []
         for numel, number, index in found:
-            slot = self._slots[number]
-            assert slot.unit.master is not None
+            chunk = self.chunks[number]
             if numel:
-                tensor = nn.Parameter(slot.unit.master.new_empty(0))
-                owned.append(Owned(slot, number, index, owners[number, index], tensor))
+                tensor = nn.Parameter(torch.empty(0, dtype=chunk.dtype, device=chunk.device))
+                owned.append(Owned(chunk, index, owners[number, index], tensor))
         return owned
 
     def _spans(self, owned: Owned) -> list[tuple[int, int, int, int]]:
         """Who has which part of a parameter: `(rank, start, stop, offset in that rank's span)`."""
-        layout = owned.slot.unit.layout
+        layout = owned.chunk.unit.layout
         if self._whole:
             return [(self._group.index, 0, layout.numels[owned.index], layout.offsets[owned.index])]
         spans = []
@@ -152,10 +160,10 @@ class WholeUpdate:
         result: dict[int, torch.Tensor] = {}
         me = self._group.index
         for owned in todo:
-            master = owned.slot.unit.master
-            source = owned.slot.shard if gradient else master
-            assert source is not None and master is not None
-            whole = master.new_empty(owned.slot.unit.layout.numels[owned.index]) if owned.owner == me else None
+            master = owned.chunk.values()
+            source = owned.chunk.gradient if gradient else master
+            assert source is not None
+            whole = master.new_empty(owned.chunk.unit.layout.numels[owned.index]) if owned.owner == me else None
             if whole is not None:
                 result[id(owned)] = whole
             for rank, start, stop, offset in self._spans(owned):
@@ -174,8 +182,7 @@ class WholeUpdate:
         receives: list[tuple[int, torch.Tensor]] = []
         me = self._group.index
         for owned in todo:
-            master = owned.slot.unit.master
-            assert master is not None
+            master = owned.chunk.values()
             # the rule may have replaced the tensor's data rather than written to it
             whole = owned.tensor.detach().reshape(-1) if id(owned) in values else None
             for rank, start, stop, offset in self._spans(owned):
@@ -186,3 +193,8 @@ class WholeUpdate:
                 elif whole is not None:
                     sends.append((rank, whole[start:stop]))
         self._traffic.bytes_moved["whole"] += exchange(self._group, sends, receives)
+
+
+def _moved(state: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """A parameter's state where it is stepped; counts stay where their rule put them."""
+    return {k: v.to(device) if isinstance(v, torch.Tensor) and v.dim() > 0 else v for k, v in state.items()}

@@ -29,6 +29,7 @@ from windlass.cli.training.progress import Display, clock, describe
 from windlass.cli.training.sample import continue_text
 from windlass.comm.bootstrap import init_distributed
 from windlass.data.tokenizer import train_tokenizer
+from windlass.launch.outcome import Failure, Outcome
 
 
 def row(step: int) -> Row:
@@ -46,6 +47,18 @@ def test_metrics_come_back_and_a_resume_drops_the_steps_that_are_done_again(tmp_
     second.add(row(4))
     second.close()
     assert read_rows(path) == [row(step) for step in range(1, 5)]
+
+
+def test_half_a_row_that_a_killed_run_left_is_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.csv"
+    first = Metrics(path, None, after_step=0)
+    first.add(row(1))
+    first.close()
+    with open(path, "a") as stream:
+        stream.write("2,1.9")
+    assert read_rows(path) == [row(1)]
+    Metrics(path, None, after_step=2).close()
+    assert read_rows(path) == [row(1)]
 
 
 def test_a_fresh_run_starts_a_fresh_file(tmp_path: Path) -> None:
@@ -155,16 +168,32 @@ def test_failures_say_what_and_what_to_do(error: BaseException, words: list[str]
 
 def test_a_signal_is_a_wish_and_its_echo_is_not_a_second_one() -> None:
     interrupt = Interrupt()
-    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
         interrupt.install()
         assert not interrupt.wanted
-        for number in (signal.SIGINT, signal.SIGINT, signal.SIGTERM):  # the terminal's, and the launcher's copies
+        for number in (
+            signal.SIGINT,
+            signal.SIGINT,
+            signal.SIGTERM,
+            signal.SIGHUP,
+        ):  # the terminal's, and the launcher's copies
             os.kill(os.getpid(), number)
         assert interrupt.wanted
     finally:
-        signal.signal(signal.SIGINT, before[0])
-        signal.signal(signal.SIGTERM, before[1])
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def test_sigterm_after_a_peer_failed_ends_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[int] = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    interrupt = Interrupt(tmp_path / "failure")
+    interrupt._receive(signal.SIGTERM, None)
+    assert interrupt.wanted and not ended
+    (tmp_path / "failure").touch()
+    interrupt._receive(signal.SIGTERM, None)
+    assert ended == [1]
 
 
 @pytest.fixture
@@ -194,13 +223,20 @@ def plan_in(folder: Path) -> Plan:
 
 
 @pytest.fixture
-def parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Plan, Path], int]], int]:
-    """Runs the parent with ranks that do what the test says."""
+def parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Plan, Path], Any]], int]:
+    """Runs the parent with ranks that do what the test says: give an exit code, or a whole outcome."""
     from windlass.cli.training import settings
 
-    def run(ranks: Callable[[Plan, Path], int]) -> int:
+    def launch_of(ranks: Callable[[Plan, Path], Any]) -> Callable[[Plan, Path], Outcome]:
+        def launch(plan: Plan, failure: Path) -> Outcome:
+            found = ranks(plan, failure)
+            return found if isinstance(found, Outcome) else Outcome(int(found))
+
+        return launch
+
+    def run(ranks: Callable[[Plan, Path], Any]) -> int:
         monkeypatch.setattr(settings, "make_plan", lambda options: plan_in(tmp_path / "run"))
-        monkeypatch.setattr(command, "_launch", ranks)
+        monkeypatch.setattr(command, "_launch", launch_of(ranks))
         return command.run(settings.Options(out=tmp_path / "run"))
 
     return run
@@ -220,6 +256,33 @@ def test_a_stopped_run_is_130_and_says_how_to_go_on(parent: Any, capsys: pytest.
 
     assert parent(ranks) == 130
     assert "--resume --out" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_the_exit_code_is_that_of_the_signal(
+    parent: Any, number: int, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def saved(plan: Plan, failure: Path) -> Outcome:
+        stopped_marker(failure).touch()
+        return Outcome(code, interrupted_by=number)
+
+    assert parent(saved) == code
+    assert "--resume --out" in capsys.readouterr().err
+    assert parent(lambda plan, failure: Outcome(code, interrupted_by=number)) == code
+    said = capsys.readouterr().err
+    assert "nothing was saved" in said and "--resume" not in said
+
+
+def test_a_signal_before_a_save_names_the_checkpoint_that_is_there(
+    parent: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def ranks(plan: Plan, failure: Path) -> Outcome:
+        plan.checkpoints.mkdir()
+        (plan.checkpoints / "latest").write_text("step3")
+        return Outcome(130, interrupted_by=signal.SIGINT)
+
+    assert parent(ranks) == 130
+    assert "last checkpoint with: windlass train --resume" in capsys.readouterr().err
 
 
 def test_the_last_lines_are_the_score_and_where_things_lie(parent: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -311,3 +374,36 @@ def test_a_directory_takes_the_place_of_another(tmp_path: Path) -> None:
 def test_generating_from_no_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="no config.json"):
         continue_text(tmp_path, "x", max_new_tokens=1)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_while_packing_unwinds(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from windlass.cli.training import settings
+
+    before = signal.getsignal(number)
+    cleaned: list[bool] = []
+
+    def packing(options: Any) -> Plan:
+        try:
+            os.kill(os.getpid(), number)
+            signal.pause()
+        finally:
+            cleaned.append(True)
+        return plan_in(tmp_path)
+
+    monkeypatch.setattr(settings, "make_plan", packing)
+    with pytest.raises(SystemExit) as ended:
+        command.run(settings.Options(out=tmp_path))
+    assert ended.value.code == 128 + number and cleaned
+    assert signal.getsignal(number) == before
+
+
+def test_a_killed_rank_is_told_and_not_what_followed_from_it(parent: Any) -> None:
+    def ranks(plan: Plan, failure: Path) -> Outcome:
+        record_failure(failure, "connection reset by peer")
+        return Outcome(137, (Failure(1, -9, 0), Failure(0, 1, 0)))
+
+    with pytest.raises(RunFailed, match="^rank 1 was ended by SIGKILL: .*memory"):
+        parent(ranks)
+    with pytest.raises(RunFailed, match="SIGSEGV, a crash"):
+        parent(lambda plan, failure: Outcome(139, (Failure(0, -11, 0),)))

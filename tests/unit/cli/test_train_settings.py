@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 
 from windlass.base.errors import CheckpointError, ConfigError, DataError, ModelError, WindlassError
+from windlass.cli.training import settings
 from windlass.cli.training.model import declared_vocab
 from windlass.cli.training.plan import read_plan
 from windlass.cli.training.recipe import default_config, fill_auto
 from windlass.cli.training.settings import Options, make_plan, read_config
+from windlass.data.tokenizer import train_tokenizer
 
 pytest.importorskip("tokenizers")
 
@@ -93,7 +95,11 @@ def test_a_run_is_not_overwritten_unless_asked(options: Options) -> None:
         ({"steps": 0}, ConfigError, "--steps 0"),
         ({"nproc": 0}, ConfigError, "nproc"),
         ({"seq_len": 1}, ConfigError, "--seq-len 1"),
-        ({"vocab_size": 100}, DataError, "258"),
+        ({"vocab_size": 100}, ConfigError, "--vocab-size 100 must be at least 258"),
+        ({"vocab_size": 0}, ConfigError, "--vocab-size 0"),
+        ({"seed": -1}, ConfigError, "--seed -1"),
+        ({"lr": 0.0}, ConfigError, "--lr 0.0"),
+        ({"lr": float("nan")}, ConfigError, "--lr nan"),
         ({"resume": True, "data": None, "vocab_size": None}, CheckpointError, "nothing to resume"),
     ],
 )
@@ -117,6 +123,8 @@ def test_what_a_resume_cannot_change_is_named(options: Options) -> None:
     make_plan(options)
     with pytest.raises(ConfigError, match="--data, --seq-len"):
         make_plan(Options(out=options.out, resume=True, data=["x"], seq_len=64))
+    with pytest.raises(ConfigError, match="--seed"):
+        make_plan(Options(out=options.out, resume=True, seed=0))
     with pytest.raises(ConfigError, match="--lr"):
         make_plan(Options(out=options.out, resume=True, lr=0.1))
 
@@ -137,3 +145,20 @@ def test_the_vocabulary_is_read_from_the_model_configuration(tmp_path: Path) -> 
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(ModelError, match="config.json"):
         declared_vocab(str(tmp_path))
+
+
+def test_another_tokenizer_is_not_resumed(options: Options) -> None:
+    plan = make_plan(options)
+    train_tokenizer(["another text altogether"] * 9, 280, Path(plan.tokenizer))
+    with pytest.raises(DataError, match="packed with 260"):
+        make_plan(Options(out=options.out, resume=True))
+
+
+def test_more_steps_than_the_schedule_was_made_for_are_told(options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_plan(options)
+    said: list[str] = []
+    monkeypatch.setattr(settings.logger, "warning", lambda text, *values: said.append(text % values))
+    make_plan(Options(out=options.out, resume=True))
+    assert not said
+    make_plan(Options(out=options.out, resume=True, steps=70))
+    assert len(said) == 1 and "ends at step 40 of 70" in said[0]

@@ -76,3 +76,10 @@ def test_what_cannot_be_read_is_one_message(tmp_path: Path, text: str | None) ->
     code, output = run(path)
     assert code == 1
     assert path in output and "Traceback" not in output
+
+
+def test_a_world_of_no_ranks_is_a_message(tmp_path: Path) -> None:
+    path = write(tmp_path, '{"train_batch_size": 4}')
+    for arguments, world in ((("--world-size", "0"), ""), ((), "0")):
+        code, text = run(path, *arguments, world=world)
+        assert code == 1 and "the world size 0 is not positive" in text

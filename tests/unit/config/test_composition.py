@@ -10,19 +10,23 @@ import pytest
 from windlass.config import composition, load
 from windlass.config.composition import AXES, EXCEPTIONS, describe, pairs, refused, uncovered, verdict, working_pairs
 
+DISK = {"device": "nvme", "nvme_path": "x"}
 UNBUILT: dict[tuple[str, str], dict[str, Any]] = {
-    ("param_home", "host"): {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}},
-    ("param_home", "nvme"): {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "x"}}},
-    ("state_home", "host"): {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
-    ("state_home", "nvme"): {"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": "x"}}},
     ("optimizer", "onebit"): {"optimizer": {"type": "OneBitAdam"}},
     ("parallel", "tensor"): {"tensor_parallel": {"autotp_size": 2}},
     ("parallel", "pipeline"): {"pipeline": {"activation_checkpoint_interval": 1}},
     ("parallel", "sequence"): {"sequence_parallel_size": 2},
     ("parallel", "expert"): {"expert_parallel": {"enabled": True}},
-    ("checkpointing", "host"): {"activation_checkpointing": {"cpu_checkpointing": True}},
 }
 BUILT: dict[tuple[str, str], dict[str, Any]] = {
+    ("checkpointing", "host"): {"activation_checkpointing": {"cpu_checkpointing": True}},
+    ("checkpointing", "nvme"): {"activation_checkpointing": {"nvme_path": "x"}},
+    ("param_home", "host"): {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}},
+    ("param_home", "nvme"): {"zero_optimization": {"stage": 3, "offload_param": DISK}},
+    ("state_home", "host"): {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}},
+    ("state_home", "nvme"): {
+        "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "nvme", "nvme_path": "x"}}
+    },
     **{("stage", str(stage)): {"zero_optimization": {"stage": stage}} for stage in range(4)},
     ("optimizer", "elementwise"): {"optimizer": {"type": "sgd"}},
     ("optimizer", "whole"): {"optimizer": {"type": "lamb"}},

@@ -122,13 +122,11 @@ def test_a_section_that_is_off_may_say_anything() -> None:
 
 
 ASKS: list[tuple[str, Any]] = [
-    ("zero_optimization.offload_param.device", "cpu"),
-    ("zero_optimization.offload_optimizer.device", "cpu"),
+    ("zero_optimization.offload_optimizer.super_offload", True),
     ("zero_optimization.zenflow", {"topk_ratio": 0.2}),
     ("zero_optimization.zero_quantized_weights", True),
     ("zero_optimization.zeropp_loco_param", {"err_beta": 0.8}),
     ("zero_optimization.legacy_stage1", True),
-    ("zero_optimization.cpu_offload", True),
     ("zero_optimization.leaf_module.classes", "Block"),
     ("tensor_parallel.autotp_size", 2),
     ("tensor_parallel.tp.tp_size", 2),
@@ -142,8 +140,6 @@ ASKS: list[tuple[str, Any]] = [
     ("quantize_training.enabled", True),
     ("inference.tensor_parallel", {"tp_size": 2}),
     ("aio.use_gds", True),
-    ("activation_checkpointing.cpu_checkpointing", True),
-    ("activation_checkpointing.partition_activations", True),
     ("checkpoint.load_universal", True),
     ("bf16.check_overflow", True),
     ("bf16.bf16_optimizer_states", True),
@@ -162,8 +158,9 @@ ASKS: list[tuple[str, Any]] = [
 @pytest.mark.parametrize(("path", "value"), ASKS)
 def test_what_asks_for_something_unbuilt_is_refused_by_name(path: str, value: Any) -> None:
     source = at(path, value)
-    if path == "zero_optimization.offload_param.device":
-        source["zero_optimization"]["stage"] = 3
+    if path.startswith("zero_optimization.offload_optimizer"):
+        source["zero_optimization"] |= {"stage": 1}
+        source["zero_optimization"]["offload_optimizer"]["device"] = "cpu"
     if path.split(".")[0] in ("fp16", "bf16", "torch_autocast"):
         source[path.split(".")[0]]["enabled"] = True
     refusals = load(source).refusals()
@@ -195,3 +192,13 @@ def test_refusals_are_raised_as_one_error() -> None:
     with pytest.raises(ConfigError) as caught:
         load({"nebula": {"enabled": True}, "sparse_gradients": True}).ensure_supported()
     assert "nebula.enabled" in str(caught.value) and "sparse_gradients" in str(caught.value)
+
+
+def test_the_old_spelling_of_offload_means_the_new_one() -> None:
+    old = load({"zero_optimization": {"stage": 3, "cpu_offload": True, "cpu_offload_param": True}}).zero_optimization
+    assert old.offload_optimizer is not None and old.offload_optimizer.device == "cpu"
+    assert old.offload_param is not None and old.offload_param.device == "cpu"
+    off = load({"zero_optimization": {"stage": 1, "cpu_offload": False}}).zero_optimization
+    assert off.offload_optimizer is None
+    with pytest.raises(ConfigError, match="older spelling"):
+        load({"zero_optimization": {"stage": 1, "cpu_offload": True, "offload_optimizer": {"device": "cpu"}}})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,7 @@ def test_stdlib_is_sources_without_tests_and_packages() -> None:
         ("x.jsonl", b'{"text": "fine"}\n{"text": \n', "line 2 is not JSON"),
         ("x.jsonl", b'{"body": "a", "title": "b"}\n', "'body', 'title'.*--text-field"),
         ("x.jsonl", b'{"text": 3}\n', "no text field"),
+        ("x.jsonl", b'{"text": "a \\ud83d"}\n', "line 1 has half a surrogate pair"),
         ("x.parquet", b"PAR1 or not", "not a readable Parquet"),
     ],
 )
@@ -103,3 +105,48 @@ def test_no_data_and_an_empty_directory_are_refused(tmp_path: Path) -> None:
         find_sources([])
     with pytest.raises(DataError, match="no readable file"):
         find_sources([str(tmp_path)])
+
+
+@pytest.mark.parametrize("damage", [lambda whole: whole[:-20], lambda whole: whole[:20] + b"\xff" * 9 + whole[29:]])
+@pytest.mark.parametrize("name", ["cut.jsonl.gz", "cut.txt.gz"])
+def test_a_damaged_gzip_file_is_named(name: str, tmp_path: Path, damage: Callable[[bytes], bytes]) -> None:
+    path = tmp_path / name
+    lines = "".join(json.dumps({"text": f"line {number * 7919}"}) + "\n" for number in range(200))
+    path.write_bytes(damage(gzip.compress(lines.encode())))
+    with pytest.raises(DataError, match=name):
+        texts(path)
+
+
+def test_settings_that_lie_beside_records_are_sources(tmp_path: Path) -> None:
+    (tmp_path / "package.json").write_text('{\n  "name": "x"\n}\n')
+    (tmp_path / "records.json").write_text('{"text": "a record"}\n{"text": "another"}\n')
+    assert texts(tmp_path) == ['{\n  "name": "x"\n}\n', "a record", "another"]
+    with pytest.raises(DataError, match="package.json"):
+        texts(tmp_path / "package.json")
+
+
+def test_what_a_run_writes_is_no_data(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("alpha")
+    (tmp_path / "run" / "tokenizer").mkdir(parents=True)
+    (tmp_path / "run" / "tokenizer" / "notes.txt").write_text("not data")
+    found = find_sources([str(tmp_path)], leave_out=tmp_path / "run")
+    assert [Path(source.location).name for source in found] == ["a.txt"]
+    asked = find_sources([str(tmp_path / "run")], leave_out=tmp_path / "run")
+    assert [Path(source.location).name for source in asked] == ["notes.txt"], "asked for by name, it is data"
+
+
+def test_a_column_of_numbers_is_no_text(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as parquet
+
+    table = pyarrow.table({"text": [1, 2], "words": pyarrow.array(["a", "b"]).dictionary_encode()})
+    parquet.write_table(table, tmp_path / "x.parquet")
+    with pytest.raises(DataError, match="int64, not strings"):
+        texts(tmp_path / "x.parquet")
+    assert texts(tmp_path / "x.parquet", field="words") == ["a", "b"]
+
+
+def test_a_record_nested_beyond_reason_is_named(tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_bytes(b'{"a":' * 100_000 + b"\n")
+    with pytest.raises(DataError, match="line 1 is JSON nested too deeply"):
+        texts(tmp_path / "x.jsonl")

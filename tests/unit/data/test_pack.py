@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from windlass.base.errors import DataError
-from windlass.data.pack import Packed, pack
+from windlass.data.corpus import find_sources
+from windlass.data.pack import Corpus, Packed, pack
 from windlass.data.token_file import open_tokens
 from windlass.data.tokenizer import EOS, load_tokenizer, train_tokenizer
 
@@ -121,3 +122,13 @@ def test_bad_tokenizers_are_named(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": None}))
     with pytest.raises(DataError, match="eos_token"):
         load_tokenizer(tmp_path)
+
+
+def test_a_corpus_that_changes_under_the_reader_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "log.jsonl"
+    file.write_text("".join(json.dumps({"text": document(index)}) + "\n" for index in range(70)))
+    corpus = Corpus(find_sources([str(file)]), "text")
+    for lines in (71, 69):
+        file.write_text("".join(json.dumps({"text": document(index)}) + "\n" for index in range(lines)))
+        with pytest.raises(DataError, match="changed while it was read: it had 70"):
+            list(corpus)

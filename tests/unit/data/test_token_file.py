@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -78,3 +79,11 @@ def test_a_writer_that_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path
         writer.append(np.array([5, 1000]))
     assert open_tokens(path, verify=True).train.tolist() == [1, 2]
     assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux's always-full device")
+def test_a_full_disk_leaves_no_part_behind(tmp_path: Path) -> None:
+    (tmp_path / f".t.bin.{os.getpid()}.part").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left"):
+        write(tmp_path / "t.bin", list(range(9)), [1])
+    assert not any(tmp_path.iterdir())

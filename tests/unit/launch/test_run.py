@@ -172,3 +172,19 @@ def test_only_the_main_thread_can_start_ranks() -> None:
     thread.start()
     thread.join()
     assert "main thread" in str(caught[0])
+
+
+@pytest.mark.parametrize("port", [0, -1, 65536])
+def test_a_port_that_is_none_is_refused(port: int, script: Callable[[str], str]) -> None:
+    with pytest.raises(LaunchError, match=f"--master-port {port} is no port"):
+        start([script("")], 1, master_port=port)
+
+
+def test_threads_that_the_caller_gives_are_not_announced_over(
+    tmp_path: Path, script: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    said: list[str] = []
+    monkeypatch.setattr("windlass.launch.run.logger.info", lambda text, *values: said.append(text))
+    assert launch([script(REPORT)], 1, env={"OMP_NUM_THREADS": "5"}) == 0
+    assert not said and reports(tmp_path)[0]["OMP_NUM_THREADS"] == "5"

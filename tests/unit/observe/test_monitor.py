@@ -190,3 +190,15 @@ def test_an_interrupted_run_leaves_whole_rows(tmp_path: Path) -> None:
     table = rows(tmp_path / "j" / "loss.csv")
     assert table[0] == ["step", "loss"] and len(table) > 20
     assert table[1:] == [[str(step), "1.0"] for step in range(len(table) - 1)]
+
+
+def test_a_wandb_that_cannot_start_is_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = FakeWandb()
+
+    def refuse(**settings: object) -> None:
+        raise RuntimeError("api_key not configured")
+
+    monkeypatch.setattr(wandb, "init", refuse)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    with pytest.raises(ConfigError, match=r"api_key not configured.*WANDB_MODE=offline"):
+        Monitor(sections(tmp_path, "wandb"), rank=0)

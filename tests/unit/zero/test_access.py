@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from windlass.base.errors import ReleasedParameterError
-from windlass.zero.access import Released, mark_present, mark_released, unit_of
+from windlass.zero.access import Released, keeper_of, mark_present, mark_released
 
 
 class FakeUnit:
@@ -19,7 +19,10 @@ class FakeUnit:
         self.names, self.parameters, self.asked = ["layer.weight"], [parameter], 0
         self.value, self.answer = parameter.detach().clone(), answer
 
-    def adopt(self, unit: Any) -> bool:
+    def name_of(self, parameter: nn.Parameter) -> str:
+        return self.names[0]
+
+    def bring(self, parameter: nn.Parameter, together: Any) -> bool:
         self.asked += 1
         if self.answer:
             mark_present(self.parameters[0])
@@ -31,7 +34,7 @@ class FakeUnit:
 def released() -> tuple[nn.Parameter, FakeUnit]:
     parameter = nn.Parameter(torch.randn(3, 4))
     unit = FakeUnit(parameter, answer=False)
-    mark_released(parameter, unit)  # type: ignore[arg-type]
+    mark_released(parameter, unit)
     return parameter, unit
 
 
@@ -41,7 +44,7 @@ def test_it_keeps_its_shape_and_identity_and_takes_no_memory(released: tuple[nn.
     assert parameter.shape == (3, 4) and parameter.numel() == 12 and parameter.dtype == torch.float32
     assert parameter.requires_grad and parameter.grad is None and parameter.is_leaf
     assert "layer" not in repr(parameter) and "3, 4" in repr(parameter)
-    assert unit_of(parameter) is unit and unit.asked == 0
+    assert keeper_of(parameter) is unit and unit.asked == 0
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ def test_over_all_ranks_each_element_of_the_gradient_counts_once(
     counted = torch.zeros(layout.padded, dtype=torch.int64)
     for rank in range(world):
         start, stop = layout.cut(rank % shard, shard) if cut else (0, layout.padded)
-        slot: Any = SimpleNamespace(shard=torch.empty(stop - start), unit=SimpleNamespace(layout=layout))
+        slot: Any = SimpleNamespace(numel=stop - start, unit=SimpleNamespace(layout=layout))
         data: Any = SimpleNamespace(size=world, index=rank)
         first, last = share_of_norm(slot, data, shard if cut else world)
         counted[start + first : start + last] += 1

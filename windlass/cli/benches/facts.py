@@ -22,7 +22,7 @@ def facts() -> dict[str, Any]:
     """Plain data that says when, where and with what."""
     return {
         "when": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": " ".join(sys.argv),
+        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "machine": {
             "system": f"{platform.system()} {platform.release()} {platform.machine()}",
             "cpu": _cpu(),

@@ -88,7 +88,10 @@ def training(work: TrainingWork) -> dict[str, Any]:
         torch.manual_seed(0)
         model = LanguageModel(work.vocabulary, work.hidden, work.layers, work.length).to(device)
         parameters = sum(p.numel() for p in model.parameters())
-        trainees[label] = from_config(model, config)
+        if config.get("engine") == "none":
+            trainees[label] = make("none", model, [], Recipe(1e-3, 1.0, work.batch), device)
+        else:
+            trainees[label] = from_config(model, config)
         del model
     seconds: dict[str, list[float]] = {label: [] for label in trainees}
     losses: dict[str, list[float]] = {label: [] for label in trainees}
@@ -106,7 +109,9 @@ def training(work: TrainingWork) -> dict[str, Any]:
         "parameters": parameters,
         "seconds": seconds,
         "losses": losses,
-        "transport": {label: trainee.engine.report()["transport"] for label, trainee in trainees.items()},
+        "transport": {
+            label: one.engine.report()["transport"] if one.engine else "none" for label, one in trainees.items()
+        },
         "work": asdict(work),
     }
 

@@ -16,8 +16,8 @@ from windlass.launch.run import launch, threads_per_rank
 _RANK = "windlass.cli.benches.rank"
 
 
-def measure(work: Work, nproc: int) -> list[dict[str, Any]]:
-    """What each of `nproc` fresh ranks measured, by rank.
+def measure(work: Work, nproc: int, env: dict[str, str] | None = None) -> list[dict[str, Any]]:
+    """What each of `nproc` fresh ranks measured, by rank; `env` is more of their environment.
 
     Raises:
         WindlassError: a rank failed; its own words are on stderr.
@@ -27,7 +27,7 @@ def measure(work: Work, nproc: int) -> list[dict[str, Any]]:
         place = Path(folder)
         (place / "work.json").write_text(json.dumps({"kind": kind, "work": asdict(work)}))
         os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_rank(nproc)))  # set, it is not announced every time
-        code = launch([_RANK, folder], nproc, module=True, env={"WINDLASS_LOG_LEVEL": "WARNING"})
+        code = launch([_RANK, folder], nproc, module=True, env={"WINDLASS_LOG_LEVEL": "WARNING", **(env or {})})
         if code:
             raise WindlassError(f"a rank of this experiment ended with exit code {code}; its own words are above")
         return [json.loads((place / f"rank{rank}.json").read_text()) for rank in range(nproc)]

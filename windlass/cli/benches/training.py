@@ -19,7 +19,7 @@ from windlass.cli.benches.work import TrainingWork
 STAGES = ("stage 0", "stage 1", "stage 2", "stage 3")
 PRECISIONS = ("fp32", "bf16", "fp16")
 _NOISE, _MEMORY_NOISE = 0.05, 0.03
-_EQUAL_LOSS = 1e-5
+EQUAL_LOSS = 1e-5
 
 
 @dataclass(frozen=True)
@@ -60,18 +60,18 @@ def stages(nproc: int, sizes: Sizes, out: Path) -> bool:
     Returns:
         Whether all stages had the same losses.
     """
-    rows = _measure({f"stage {stage}": _config(sizes, stage=stage) for stage in range(4)}, sizes, nproc)
+    rows = measured({f"stage {stage}": plain_config(sizes, stage=stage) for stage in range(4)}, sizes, nproc)
     reference = rows["stage 0"].losses
     apart = max(abs(a - b) for row in rows.values() for a, b in zip(row.losses, reference, strict=True))
     times = {label: statistics.median(row.seconds) * 1e3 for label, row in rows.items()}
     memory = {label: row.memory / row.parameters for label, row in rows.items()}
     verdicts = [
-        f"losses: {'equal' if apart <= _EQUAL_LOSS else 'NOT equal'}; the furthest two are {apart:.1e} apart",
+        f"losses: {'equal' if apart <= EQUAL_LOSS else 'NOT equal'}; the furthest two are {apart:.1e} apart",
         verdict("speed (ms a step)", times, STAGES, _NOISE),
         verdict("memory (bytes a parameter)", memory, tuple(reversed(STAGES)), _MEMORY_NOISE),
     ]
-    _tell("stages", rows, verdicts, nproc, sizes, out)
-    return apart <= _EQUAL_LOSS
+    tell("stages", rows, verdicts, nproc, sizes, out)
+    return apart <= EQUAL_LOSS
 
 
 def precision(nproc: int, sizes: Sizes, stage: int, out: Path) -> bool:
@@ -80,11 +80,11 @@ def precision(nproc: int, sizes: Sizes, stage: int, out: Path) -> bool:
     Returns:
         Whether every loss fell and is finite.
     """
-    configs = {"fp32": _config(sizes, stage=stage)}
+    configs = {"fp32": plain_config(sizes, stage=stage)}
     for name in PRECISIONS[1:]:
-        configs[name] = {**_config(sizes, stage=stage), name: {"enabled": True}}
+        configs[name] = {**plain_config(sizes, stage=stage), name: {"enabled": True}}
     configs["fp16"]["fp16"]["initial_scale_power"] = 12  # starts where it does not overflow, so that all steps count
-    rows = _measure(configs, sizes, nproc)
+    rows = measured(configs, sizes, nproc)
     learned = {label: row.losses[-1] < row.losses[0] for label, row in rows.items()}
     full = rows["fp32"].losses[-1]
     verdicts = [
@@ -93,11 +93,12 @@ def precision(nproc: int, sizes: Sizes, stage: int, out: Path) -> bool:
         f"{row.memory / rows['fp32'].memory:.2f} x the memory of fp32{'' if learned[label] else '; did NOT learn'}"
         for label, row in rows.items()
     ]
-    _tell("precision", rows, verdicts, nproc, sizes, out)
+    tell("precision", rows, verdicts, nproc, sizes, out)
     return all(learned.values())
 
 
-def _config(sizes: Sizes, *, stage: int) -> dict[str, Any]:
+def plain_config(sizes: Sizes, *, stage: int) -> dict[str, Any]:
+    """AdamW at a stage, and nothing else."""
     return {
         "train_micro_batch_size_per_gpu": sizes.batch,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
@@ -106,14 +107,22 @@ def _config(sizes: Sizes, *, stage: int) -> dict[str, Any]:
     }
 
 
-def _measure(configs: dict[str, dict[str, Any]], sizes: Sizes, nproc: int) -> dict[str, Row]:
+def measured(
+    configs: dict[str, dict[str, Any]], sizes: Sizes, nproc: int, env: dict[str, str] | None = None
+) -> dict[str, Row]:
+    """Time all configurations in turns, then the memory of each alone.
+
+    Args:
+        configs: by label; `{"engine": "none"}` is the compute alone.
+        env: more of the environment of the ranks.
+    """
     console = screen()
     console.print(f"time: {', '.join(configs)} in turns, {sizes.rounds} rounds of {sizes.steps} steps", style="dim")
-    together = measure(sizes.work(configs), nproc)
+    together = measure(sizes.work(configs), nproc, env)
     rows = {}
     for label, config in configs.items():
         console.print(f"memory: {label} alone in {nproc} fresh ranks", style="dim")
-        alone = measure(replace(sizes.work({label: config}), rounds=1, steps=2, watch=True), nproc)
+        alone = measure(replace(sizes.work({label: config}), rounds=1, steps=2, watch=True), nproc, env)
         rows[label] = _row(label, together, alone, sizes, nproc)
     return rows
 
@@ -132,7 +141,8 @@ def _row(label: str, together: list[dict[str, Any]], alone: list[dict[str, Any]]
     )
 
 
-def _tell(name: str, rows: dict[str, Row], verdicts: list[str], nproc: int, sizes: Sizes, out: Path) -> None:
+def tell(name: str, rows: dict[str, Row], verdicts: list[str], nproc: int, sizes: Sizes, out: Path) -> None:
+    """Print the table and the verdicts; write JSON and picture."""
     console = screen()
     console.print(_table(rows, nproc, sizes))
     for line in verdicts:
@@ -156,7 +166,7 @@ def _tell(name: str, rows: dict[str, Row], verdicts: list[str], nproc: int, size
 
 
 def _table(rows: dict[str, Row], nproc: int, sizes: Sizes) -> Table:
-    first = next(iter(rows.values()))
+    first = list(rows.values())[-1]
     title = (
         f"{first.parameters / 1e6:.1f}M parameters, {nproc} ranks x {sizes.batch} x {sizes.length} tokens, "
         f"transport {first.transport}"

@@ -22,6 +22,7 @@ from windlass.data.loader import SequenceLoader
 from windlass.observe.memory import device_memory, rss
 
 _PRIME = 1_000_003
+_SEEDS = 2**63  # a seed of today's date, times two primes, is more than torch takes
 
 
 class Trainer:
@@ -96,7 +97,7 @@ class Trainer:
         """One optimizer step; True if the ranks agreed to stop after it."""
         started = time.monotonic()
         # Seeded by the step, dropout needs no random state in the checkpoint to repeat itself after a resume.
-        torch.manual_seed((self.plan.seed * _PRIME + self.step) * _PRIME + self.rank)
+        torch.manual_seed(((self.plan.seed * _PRIME + self.step) * _PRIME + self.rank) % _SEEDS)
         losses: list[torch.Tensor] = []
         accumulation = self.engine.gradient_accumulation_steps()
         for micro in range(accumulation):

@@ -70,8 +70,10 @@ def read_rows(path: Path) -> list[Row]:
         DataError: not such a file.
     """
     try:
-        with open(path, newline="") as stream:
-            return [_row(record) for record in csv.DictReader(stream)]
+        lines = path.read_text().splitlines(keepends=True)
+        if lines and not lines[-1].endswith("\n"):  # a killed run, or a full disk, left half a row
+            lines.pop()
+        return [_row(record) for record in csv.DictReader(lines)]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"cannot read the metrics of an earlier run in {path} ({error!r}); move it away") from error
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -12,30 +13,32 @@ from torch import nn
 from windlass.base.errors import ModelError
 from windlass.cli.training.recipe import TINY, tiny_model
 
-_WEIGHTS = ("*.safetensors", "*.bin", "*.index.json")
+_PICKLED = "pytorch_model*.bin"
 
 
 def build_model(name: str, vocab_size: int, seq_len: int, seed: int, eos: int) -> nn.Module:
     """The model, on the CPU: random from `seed` for `tiny` and bare configurations, else with its own weights.
 
+    Weights are read from safetensors only: the older files are pickles, which can run code.
+
     Raises:
         ModelError: transformers is missing, no such model, or its vocabulary is smaller than the tokenizer's.
     """
     transformers = _library()
-    torch.manual_seed(seed)
+    torch.manual_seed(seed % 2**63)
     if name == TINY:
         config = transformers.LlamaConfig(**tiny_model(vocab_size, seq_len), bos_token_id=eos, eos_token_id=eos)
         return _checked(transformers.LlamaForCausalLM(config), name, vocab_size)
     try:
-        if name.startswith("hub:"):
-            model = transformers.AutoModelForCausalLM.from_pretrained(name.removeprefix("hub:"))
-        elif has_weights(Path(name)):
-            model = transformers.AutoModelForCausalLM.from_pretrained(name)
+        if name.startswith("hub:") or has_weights(Path(name)):
+            model = transformers.AutoModelForCausalLM.from_pretrained(name.removeprefix("hub:"), use_safetensors=True)
         else:
             config = transformers.AutoConfig.from_pretrained(config_file(name))
             config.eos_token_id = eos
             model = transformers.AutoModelForCausalLM.from_config(config)
-    except (OSError, ValueError, KeyError) as error:
+    except ModelError:
+        raise
+    except Exception as error:  # safetensors and the hub's client raise kinds of their own
         reason = str(error).strip().split("\n")[0]
         raise ModelError(
             f"cannot build model {name!r}: {reason}; give 'tiny', a Hugging Face config.json, a directory, or hub:NAME"
@@ -75,7 +78,22 @@ def declared_vocab(name: str) -> int | None:
 
 
 def has_weights(path: Path) -> bool:
-    return path.is_dir() and any(next(path.glob(pattern), None) for pattern in _WEIGHTS)
+    """Whether a directory holds weights to start from.
+
+    Raises:
+        ModelError: it holds pickled weights only, which would be passed over for random ones.
+    """
+    if not path.is_dir():
+        return False
+    if next(path.glob("*.safetensors"), None):
+        return True
+    pickled = next(path.glob(_PICKLED), None)
+    if pickled is not None:
+        raise ModelError(
+            f"{pickled} is a pickle, which can run code and is not read; save the model with save_pretrained of a "
+            "present transformers, which writes safetensors, or give its config.json to start from random weights"
+        )
+    return False
 
 
 def _checked(model: Any, name: str, vocab_size: int) -> nn.Module:
@@ -98,4 +116,5 @@ def _library() -> Any:
     talk: Any = transformers.logging
     talk.set_verbosity_error()
     talk.disable_progress_bar()
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # tells of each try; one message of ours follows
     return transformers

@@ -47,7 +47,7 @@ def continue_text(
     encoded = encoded.to(device)
     draws = {"do_sample": True, "temperature": temperature, "top_p": top_p} if temperature > 0 else {"do_sample": False}
     with torch.random.fork_rng(), torch.no_grad():
-        torch.manual_seed(seed)
+        torch.manual_seed(seed % 2**63)
         ids = model.generate(
             encoded,
             attention_mask=torch.ones_like(encoded),
@@ -72,7 +72,8 @@ def _load(directory: Path) -> tuple[Any, Any]:
     talk.set_verbosity_error()
     talk.disable_progress_bar()
     try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(directory)
+        model = transformers.AutoModelForCausalLM.from_pretrained(directory, use_safetensors=True)
         return model, transformers.AutoTokenizer.from_pretrained(directory)
     except Exception as error:  # safetensors and tokenizers raise kinds of their own
-        raise ModelError(f"cannot load the model in {directory}: {error}; is the directory complete?") from error
+        reason = str(error).strip().split("\n")[0]
+        raise ModelError(f"cannot load the model in {directory}: {reason}; is the directory complete?") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from dataclasses import dataclass, replace
@@ -24,8 +25,9 @@ from windlass.cli.training.recipe import (
 )
 from windlass.config import load
 from windlass.config.source import read
-from windlass.data.pack import pack
-from windlass.data.token_file import open_tokens
+from windlass.data.pack import Packed, pack
+from windlass.data.token_file import Header, open_tokens
+from windlass.data.tokenizer import load_tokenizer
 
 
 @dataclass(frozen=True)
@@ -61,8 +63,6 @@ def make_plan(options: Options) -> Plan:
     """
     _require_in_range(options)
     plan = _resumed(options) if options.resume else _fresh(options)
-    if plan.nproc < 1:
-        raise ConfigError(f"--nproc {plan.nproc} must be at least 1")
     _check_config(plan.config, plan.nproc)
     try:
         plan.write()
@@ -81,14 +81,12 @@ def read_config(source: str | None, steps: int, lr: float) -> dict[str, Any]:
     """
     if source is None:
         return fill_auto(default_config(), steps, lr)
+    load(source)  # now, while errors can name the file and its lines
     data = dict(read(source).data)
     if "optimizer" not in data:
         logger.info("the configuration names no optimizer; using AdamW")
         data["optimizer"] = default_optimizer()
-    filled = fill_auto(data, steps, lr)
-    if filled == read(source).data:
-        load(source)  # its errors can name the line of the file
-    return filled
+    return fill_auto(data, steps, lr)
 
 
 def _fresh(options: Options) -> Plan:
@@ -97,7 +95,10 @@ def _fresh(options: Options) -> Plan:
     out = options.out
     # Cheap checks first: a typing error in the configuration must not cost the minutes of packing a corpus.
     config = read_config(options.config, steps, options.lr or default_rate(model))
-    _check_config(config, 1 if options.nproc is None else options.nproc)
+    nproc = 1 if options.nproc is None else options.nproc
+    if options.config is not None:
+        load(options.config).resolve_batch(nproc, "--nproc")
+    _check_config(config, nproc)
     vocab = declared_vocab(model)
     if (out / "checkpoint").exists() and not options.overwrite:
         raise CheckpointError(
@@ -114,22 +115,14 @@ def _fresh(options: Options) -> Plan:
         text_field=options.text_field or "text",
         eval_bytes=2**17 if options.eval_bytes is None else options.eval_bytes,
     )
-    header = packed.header
-    logger.info(
-        "data: %s documents, %.1f MB of text; %s tokens to train on, %s held out (%s)",
-        f"{header.documents:,}",
-        (header.train_bytes + header.eval_bytes) / 1e6,
-        f"{header.train_tokens:,}",
-        f"{header.eval_tokens:,}",
-        "reused" if packed.reused else f"packed in {time.monotonic() - started:.1f} s",
-    )
+    _tell_data(packed, time.monotonic() - started)
     return Plan(
         out=str(out),
         config=config,
         model=model,
         data=options.data or [],
         tokenizer=str(packed.tokenizer_dir),
-        nproc=1 if options.nproc is None else options.nproc,
+        nproc=nproc,
         steps=steps,
         seq_len=options.seq_len or SEQ_LEN,
         eval_every=_default(options.eval_every, max(1, steps // 4)),
@@ -140,14 +133,27 @@ def _fresh(options: Options) -> Plan:
     )
 
 
+def _tell_data(packed: Packed, seconds: float) -> None:
+    header = packed.header
+    logger.info(
+        "data: %s documents, %.1f MB of text; %s tokens to train on, %s held out (%s)",
+        f"{header.documents:,}",
+        (header.train_bytes + header.eval_bytes) / 1e6,
+        f"{header.train_tokens:,}",
+        f"{header.eval_tokens:,}",
+        "reused" if packed.reused else f"packed in {seconds:.1f} s",
+    )
+
+
 def _resumed(options: Options) -> Plan:
     old = read_plan(options.out / "run.json")
     fixed = ("model", "data", "tokenizer", "vocab_size", "text_field", "seq_len", "seed", "eval_bytes", "overwrite")
-    given = [name for name in fixed if getattr(options, name)]
+    said = {name: getattr(options, name) for name in fixed}
+    given = [name for name, value in said.items() if value is not None and value is not False]
     if given:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
         raise ConfigError(f"--resume goes on with the run in {options.out} as it was begun; leave out {flags}")
-    _require_tokens(options.out)
+    header = _require_tokens(options.out)
     steps = options.steps or old.steps
     changed: dict[str, Any] = {
         name: value
@@ -158,20 +164,44 @@ def _resumed(options: Options) -> Plan:
         changed["config"] = read_config(options.config, steps, options.lr or default_rate(old.model))
     elif options.lr is not None:
         raise ConfigError("--lr has no effect on a resumed run without --config; leave it out")
+    if steps > old.steps and options.config is None:
+        _say_schedule_is_short(old.config, steps)
     # The folder may have been moved since; what lies in it moves along.
     own = Path(old.tokenizer) == Path(old.out) / "tokenizer"
     tokenizer = str(options.out / "tokenizer") if own else old.tokenizer
+    _require_same_tokenizer(Path(tokenizer), header)
     return replace(old, out=str(options.out), tokenizer=tokenizer, steps=steps, resume=True, **changed)
 
 
-def _require_tokens(out: Path) -> None:
+def _say_schedule_is_short(config: dict[str, Any], steps: int) -> None:
+    """A schedule that was made for fewer steps stays at its end for the rest, which is seldom meant."""
+    total = config.get("scheduler", {}).get("params", {}).get("total_num_steps")
+    if isinstance(total, int | float) and total < steps:
+        logger.warning(
+            "the schedule of this run ends at step %d of %d: the learning rate stays where it ends; --config with "
+            "another total_num_steps changes that",
+            total,
+            steps,
+        )
+
+
+def _require_tokens(out: Path) -> Header:
     try:
-        open_tokens(out / "tokens.bin", verify=True)
+        return open_tokens(out / "tokens.bin", verify=True).header
     except DataError as error:
         what = str(error).split("; delete")[0]
         raise DataError(
             f"{what}; restore it, or start anew with --overwrite: the order of samples is that of this file"
         ) from error
+
+
+def _require_same_tokenizer(folder: Path, header: Header) -> None:
+    tokenizer = load_tokenizer(folder)
+    if (tokenizer.vocab_size, tokenizer.eos) != (header.vocab_size, header.eos):
+        raise DataError(
+            f"the tokenizer in {folder} has {tokenizer.vocab_size} tokens and ends texts with {tokenizer.eos}; the "
+            f"corpus was packed with {header.vocab_size} and {header.eos}: restore it, or start anew with --overwrite"
+        )
 
 
 def _check_config(config: dict[str, Any], nproc: int) -> None:
@@ -193,11 +223,23 @@ def _own_tokenizer(model: str) -> Path | None:
 
 
 def _require_in_range(options: Options) -> None:
-    least = {"steps": 1, "seq_len": 2, "eval_every": 0, "eval_bytes": 1, "save_every": 0, "sample_tokens": 0}
+    least = {
+        "nproc": 1,
+        "steps": 1,
+        "seq_len": 2,
+        "vocab_size": 258,
+        "eval_every": 0,
+        "eval_bytes": 1,
+        "save_every": 0,
+        "seed": 0,
+        "sample_tokens": 0,
+    }
     for name, bound in least.items():
         value = getattr(options, name)
         if value is not None and value < bound:
             raise ConfigError(f"--{name.replace('_', '-')} {value} must be at least {bound}")
+    if options.lr is not None and not 0 < options.lr < math.inf:
+        raise ConfigError(f"--lr {options.lr} must be a positive number")
 
 
 def _default(value: int | None, default: int) -> int:

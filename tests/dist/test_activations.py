@@ -1,0 +1,182 @@
+"""Under the engine, checkpointed calls change nothing: bit by bit the losses, gradients and weights of plain ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.dist.harness import run_ranks
+from tests.dist.laws import Setting, bitwise_difference, train_rank
+from tests.models import ZOO, Batch, Place, Specimen
+from tests.oracle import Recipe
+from tests.unit.parallel.nets import NETS, differences, plainly, trained
+
+# every parameter is released, nothing is gathered ahead, and no unit is kept for a later use
+STRICT = (
+    ("stage3_prefetch_bucket_size", 0),
+    ("stage3_max_live_parameters", 0),
+    ("stage3_max_reuse_distance", 0),
+)
+
+
+def words(place: Place) -> Batch:
+    return {"ids": torch.randint(0, 24, (3, 10), generator=place.generator())}
+
+
+def through(home: str) -> Callable[..., Any]:
+    """Calls as `home` has them: plain, checkpointed, or with what they save moved to files."""
+    from windlass import checkpointing
+
+    def regional(function: Any, /, *args: Any, **kwargs: Any) -> Any:
+        with checkpointing.offloaded("nvme", smallest=0):
+            return function(*args, **kwargs)
+
+    return {"plain": plainly, "region": regional}.get(home, checkpointing.checkpoint)
+
+
+@contextmanager
+def configured(home: str, folder: str) -> Iterator[None]:
+    """The home of kept activations, for a while."""
+    from windlass import checkpointing
+
+    options: dict[str, dict[str, Any]] = {
+        "buffer": {"contiguous_checkpointing": True, "num_checkpoints": 6},
+        "nvme": {"nvme_path": folder},
+        "region": {"nvme_path": folder},
+    }
+    checkpointing.configure(smallest=0, **options.get(home, {}))
+    yield
+    counts = checkpointing.counts()
+    assert (counts is not None and counts.moved > 0) == (home in ("buffer", "nvme"))
+    checkpointing.configure()
+    checkpointing.reset()
+
+
+def train(name: str, home: str, recipe: Recipe, setting: Setting, folder: str) -> Any:
+    def build() -> nn.Module:
+        return NETS[name](through(home))
+
+    with configured(home, folder), patch.dict(ZOO, {name: Specimen(name, build, words)}):
+        return train_rank(name, recipe, setting)
+
+
+def train_all(name: str, homes: list[str], recipe: Recipe, settings: list[Setting], folder: str) -> list[list[Any]]:
+    """Traces by setting and home, on this rank."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        return [[train(name, home, recipe, setting, folder) for home in homes] for setting in settings]
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def hold(name: str, homes: list[str], recipe: Recipe, settings: list[Setting], folder: Path) -> None:
+    """Every home gives what the first gives, in each setting."""
+    by_rank = run_ranks(train_all, recipe.ranks, name, homes, recipe, settings, str(folder), timeout=180)
+    for place, setting in enumerate(settings):
+        for index, home in enumerate(homes[1:], start=1):
+            plain, other = ([traces[place][number] for traces in by_rank] for number in (0, index))
+            said = bitwise_difference(plain, other)
+            assert not said, (name, home, setting, said[:5])
+
+
+def settings(transport: str) -> list[Setting]:
+    """All stages, the last one at its strictest too."""
+    comm = (("comm", {"transport": transport}),)
+    strict = Setting(stage=3, transport=transport, zero=STRICT, config=comm)
+    return [Setting(stage=stage, transport=transport, config=comm) for stage in range(4)] + [strict]
+
+
+@pytest.mark.filterwarnings("ignore:.*tmpfs.*")
+@pytest.mark.parametrize("name", NETS)
+@pytest.mark.parametrize(("ranks", "transport"), [(2, "shm"), (2, "gloo"), (1, "gloo")])
+def test_checkpointed_under_the_engine_is_plain(name: str, ranks: int, transport: str, tmp_path: Path) -> None:
+    recipe = Recipe(ranks=ranks, steps=2, accumulation=2, optimizer="AdamW", optimizer_params=(("lr", 1e-3),))
+    homes = ["plain", "kept"]
+    homes += {("Net", "gloo"): ["buffer", "nvme", "region"], ("Twice", "shm"): ["nvme", "region"]}.get(
+        (name, transport), ["buffer" if transport == "shm" else "nvme"]
+    )
+    hold(name, homes, recipe, settings(transport), tmp_path)
+
+
+@pytest.mark.parametrize("precision", ["bf16"])
+def test_sixteen_bits_are_the_same_sixteen_bits(precision: str, transport: str, tmp_path: Path) -> None:
+    recipe = Recipe(ranks=2, steps=2, precision=precision, optimizer_params=(("lr", 0.05),))
+    hold("Nested", ["plain", "kept", "buffer"], recipe, settings(transport)[1:], tmp_path)
+
+
+# ------------------------------------------------------------------------------------------- cut over a model's ranks
+
+
+class Unit:
+    """A model-parallel unit in Megatron's manner."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+
+    def get_model_parallel_group(self) -> dist.ProcessGroup:
+        return self.group
+
+
+def cut(name: str, by_unit: bool, options: dict[str, Any]) -> tuple[list[str], int]:
+    """Train alike on all ranks, with what is kept cut over them: differences, and bytes kept."""
+    from windlass import checkpointing
+
+    group = dist.new_group(list(range(dist.get_world_size())))
+    torch.use_deterministic_algorithms(True)
+    try:
+        want = trained(name, plainly)
+        whole = {} if by_unit else {"group": group}
+        checkpointing.configure(
+            Unit(group) if by_unit else None, partition_activations=True, smallest=0, **whole, **options
+        )
+        found = trained(name, checkpointing.checkpoint)
+        counts = checkpointing.counts()
+        assert counts is not None and counts.ahead == 0
+    finally:
+        torch.use_deterministic_algorithms(False)
+    own = counts.moved
+    checkpointing.configure()
+    return differences(found, want), own
+
+
+@pytest.mark.filterwarnings("ignore:.*tmpfs.*")
+@pytest.mark.parametrize("name", ["Net", "Nested", "Arguments", "Shapes"])
+def test_activations_cut_over_ranks_are_whole_again(name: str, tmp_path: Path) -> None:
+    buffer = {"contiguous_checkpointing": True, "num_checkpoints": 6}
+    for options in ({}, {"checkpoint_in_cpu": True}, buffer, {"nvme_path": str(tmp_path)}):
+        for said, moved in run_ranks(cut, 3, name, options == buffer, options):
+            assert not said, (name, options, said)
+            assert moved > 0
+
+
+def kept_on_each(ranks: int) -> int:
+    """Elements that lie in this rank's memory after a forward."""
+    from tests.unit.parallel.places import FarPlace
+    from windlass.comm.groups import Group
+    from windlass.parallel.kept import Keeper
+    from windlass.parallel.partition import CutPlace
+    from windlass.parallel.profile import Profile
+    from windlass.parallel.recompute import Manner, recompute
+
+    own = FarPlace()
+    group = Group(dist.group.WORLD, tuple(range(ranks)), dist.get_rank())  # type: ignore[arg-type]
+    manner = Manner(Keeper(CutPlace(group, own), smallest=0), Profile(told=False, synchronizes=False))
+    x = torch.randn(7, 31, generator=torch.Generator().manual_seed(3)).requires_grad_()
+    y = recompute(manner, torch.sin, (x * 1.0,), {})
+    before = list(own.put_there)
+    y.sum().backward()
+    assert x.grad is not None and torch.equal(x.grad, x.detach().cos())
+    assert len(before) == 1
+    return before[0]
+
+
+def test_each_rank_keeps_its_share() -> None:
+    assert run_ranks(kept_on_each, 4, 4) == [55, 55, 55, 52]

@@ -1,0 +1,293 @@
+"""Offload changes where things rest and nothing else; all of it under a device that has a memory of its own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.dist.harness import run_ranks
+from tests.dist.laws import (
+    ADAMW,
+    RankTrace,
+    Setting,
+    bitwise_difference,
+    complaints,
+    ds_config,
+    expected,
+    specimen,
+    start,
+    train_rank_in_turn,
+    whole_params,
+)
+from tests.models import Place, cast
+from tests.oracle import Recipe
+from windlass.base.errors import ModelError
+
+BUDGET = str(64 << 20)
+LATE = {"WINDLASS_EMULATE_DEVICE": BUDGET, "WINDLASS_EMULATE_LATE": "1"}
+EMULATED = {"WINDLASS_EMULATE_DEVICE": BUDGET}
+
+
+def homes(state: str, param: str, folder: Any, **optimizer: Any) -> tuple[tuple[str, Any], ...]:
+    """The offload sections of a configuration."""
+    found: list[tuple[str, Any]] = []
+    if state != "none":
+        section = {"device": state, **optimizer}
+        found.append(("offload_optimizer", section | ({"nvme_path": str(folder)} if state == "nvme" else {})))
+    if param != "none":
+        section = {"device": param}
+        found.append(("offload_param", section | ({"nvme_path": str(folder)} if param == "nvme" else {})))
+    return tuple(found)
+
+
+CASES = [
+    (1, "cpu", "none"),
+    (2, "cpu", "none"),
+    (3, "cpu", "none"),
+    (3, "none", "cpu"),
+    (3, "cpu", "cpu"),
+    (1, "nvme", "none"),
+    (2, "nvme", "none"),
+    (3, "nvme", "cpu"),
+    (3, "cpu", "nvme"),
+    (3, "nvme", "nvme"),
+]
+
+
+def train_all(name: str, recipe: Recipe, settings: list[Setting], ranks: int, env: dict[str, str]) -> list[Any]:
+    """Traces by setting, then by rank."""
+    named = [replace(s, config=(*s.config, ("comm", {"transport": s.transport}))) for s in settings]
+    by_rank = run_ranks(train_rank_in_turn, ranks, name, recipe, named, env=env, timeout=60.0 * len(settings))
+    return [[traces[number] for traces in by_rank] for number in range(len(settings))]
+
+
+def hold(name: str, recipe: Recipe, settings: list[Setting], env: dict[str, str]) -> list[list[RankTrace]]:
+    """Every setting trains what the oracle trains."""
+    wanted = expected(name, recipe)
+    traces = train_all(name, recipe, settings, recipe.ranks, env)
+    for setting, found in zip(settings, traces, strict=True):
+        said = complaints(found, wanted, recipe)
+        assert not said, f"{name} {recipe} {setting}:\n  " + "\n  ".join(said[:12])
+    return traces
+
+
+@pytest.mark.parametrize("env", [LATE, EMULATED, {}], ids=["late", "emulated", "no device of its own"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_homes_change_no_result(ranks: int, env: dict[str, str], transport: str, tmp_path: Any) -> None:
+    if ranks == 1 and transport == "shm":
+        pytest.skip("one rank has nobody to share memory with")
+    recipe = Recipe(ranks=ranks, accumulation=2, steps=3, optimizer="AdamW", optimizer_params=ADAMW)
+    settings = [Setting(stage=s, transport=transport, zero=homes(a, b, tmp_path)) for s, a, b in CASES]
+    hold("tied", recipe, settings, env)
+
+
+@pytest.mark.parametrize("name", ["frozen", "layer_reuse", "unused_by_step", "checkpoint_reentrant", "lora", "odd_shapes"])
+def test_awkward_models_from_other_homes(name: str, transport: str, tmp_path: Any) -> None:
+    recipe = Recipe(ranks=2, steps=3)
+    cases = [(2, "cpu", "none"), (3, "nvme", "nvme"), (3, "cpu", "cpu")]
+    hold(name, recipe, [Setting(stage=s, transport=transport, zero=homes(a, b, tmp_path)) for s, a, b in cases], LATE)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_sixteen_bits_from_other_homes(precision: str, transport: str, tmp_path: Any) -> None:
+    recipe = Recipe(ranks=2, accumulation=3, steps=3, precision=precision)
+    hold("mlp", recipe, [Setting(stage=s, transport=transport, zero=homes(a, b, tmp_path)) for s, a, b in CASES], LATE)
+
+
+@pytest.mark.parametrize("optimizer", ["Lamb", "Muon", "Adagrad", "Adafactor"])
+def test_any_optimizer_rests_anywhere(optimizer: str, transport: str, tmp_path: Any) -> None:
+    recipe = Recipe(ranks=2, steps=3, optimizer=optimizer, optimizer_params=(("lr", 1e-3),))
+    cases = [(1, "none", "none"), (2, "cpu", "none"), (3, "nvme", "cpu")]
+    settings = [Setting(stage=s, transport=transport, zero=homes(a, b, tmp_path)) for s, a, b in cases]
+    plain, *others = train_all("mlp", recipe, settings, 2, LATE)
+    for setting, found in zip(settings[1:], others, strict=True):
+        assert not bitwise_difference(plain, found), setting
+
+
+def test_homes_agree_bitwise(transport: str, tmp_path: Any) -> None:
+    recipe = Recipe(ranks=2, accumulation=2, steps=4, optimizer="AdamW", optimizer_params=ADAMW)
+    settings = [Setting(stage=3, transport=transport, zero=homes(a, b, tmp_path)) for a, b in
+                [("none", "none"), ("cpu", "none"), ("cpu", "cpu"), ("nvme", "nvme")]]  # fmt: skip
+    settings.append(Setting(stage=3, transport=transport, zero=homes("nvme", "nvme", tmp_path, gradients="nvme")))
+    settings.append(Setting(stage=3, transport=transport, zero=homes("cpu", "none", tmp_path, ratio=0.4)))
+    settings.append(
+        Setting(stage=3, transport=transport, zero=(*homes("nvme", "cpu", tmp_path), ("sub_group_size", 100)))
+    )
+    first, *others = train_all("four_blocks", recipe, settings, 2, LATE)
+    for setting, found in zip(settings[1:], others, strict=True):
+        assert not bitwise_difference(first, found), setting
+
+
+def bytes_of(folder: str, state: str, param: str) -> dict[str, Any]:
+    """What a model takes on the emulated device, at rest and at most, and where its slots are."""
+    from windlass.base import memory
+
+    subject = specimen("four_blocks")
+    setting = Setting(stage=3, zero=(*homes(state, param, folder), ("stage3_max_reuse_distance", 0)))
+    engine = start(subject, ds_config(Recipe(optimizer="AdamW", optimizer_params=ADAMW), setting))
+    place = memory.arena()
+    assert place is not None
+    place.peak = place.used  # this process may have emulated before
+    for step in range(2):
+        memory.transfers.reset()
+        subject.train(engine, subject.batch(Place(step, 0, torch.distributed.get_rank())), engine.backward)
+        engine.step()
+    report = engine.report()
+    numel = sum(unit["elements"] for unit in report["units"])
+    found = {"rest": place.used, "peak": place.peak, "slots": report["slots"], "numel": numel}
+    found |= {"to_device": memory.transfers.to_device, "to_host": memory.transfers.to_host}
+    engine.destroy()
+    found["after"] = place.used
+    return found
+
+
+def test_the_device_holds_what_rests_there_and_nothing_else(tmp_path: Any) -> None:
+    plain = run_ranks(bytes_of, 2, str(tmp_path), "none", "none", env=EMULATED, transport="gloo")[0]
+    away = run_ranks(bytes_of, 2, str(tmp_path), "cpu", "cpu", env=EMULATED, transport="gloo")[0]
+    assert {home for (slot, home) in away["slots"] if slot in ("exp_avg", "exp_avg_sq", "grad")} == {"host"}
+    assert {home for (_, home) in plain["slots"]} == {"device"}
+    assert away["rest"] < 0.35 * plain["rest"]  # the ring of gradients, and those on their way out
+    assert away["peak"] < plain["peak"]
+    assert away["after"] == plain["after"] == 0
+    assert plain["to_device"] == plain["to_host"] == 0
+    # this rank's half of the parameters comes twice a step (forward, backward), its half of the gradients goes once
+    assert away["to_host"] == pytest.approx(4 * away["numel"] / 2, rel=0.01)
+    assert away["to_device"] == pytest.approx(2 * 4 * away["numel"] / 2, rel=0.01)
+
+
+def fill_up() -> str:
+    subject = specimen("four_blocks")
+    setting = Setting(stage=2)
+    try:
+        engine = start(subject, ds_config(Recipe(optimizer="AdamW", optimizer_params=ADAMW), setting))
+        subject.train(engine, subject.batch(Place(0, 0, torch.distributed.get_rank())), engine.backward)
+        engine.step()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_a_full_device_says_what_did_not_fit() -> None:
+    for said in run_ranks(fill_up, 2, env={"WINDLASS_EMULATE_DEVICE": "20K"}, transport="gloo"):
+        assert said.startswith("DeviceMemoryError") and "20,480" in said and "WINDLASS_EMULATE_DEVICE" in said
+
+
+def park_between_steps(stage: int, parks: bool) -> RankTrace:
+    """Train; between steps everything leaves the device and comes back."""
+    from windlass.base import memory
+
+    subject = specimen("mlp")
+    recipe = Recipe(optimizer="AdamW", optimizer_params=ADAMW, steps=3, precision="bf16")
+    engine = start(subject, ds_config(recipe, Setting(stage=stage)))
+    place = memory.arena()
+    assert place is not None
+    trace = RankTrace()
+    for step in range(recipe.steps):
+        batch = cast(subject.batch(Place(step, 0, torch.distributed.get_rank())), recipe.dtype)
+        trace.losses.append([float(subject.train(engine, batch, engine.backward))])
+        engine.step()
+        if parks:
+            before = place.used
+            engine.offload_states()
+            assert place.used < before
+            with pytest.raises(ModelError, match="reload_states"):
+                engine(**batch)
+            engine.reload_states()
+            assert place.used == before
+    trace.params = whole_params(engine.module)
+    engine.destroy()
+    return trace
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_states_leave_the_device_and_come_back(stage: int) -> None:
+    still, moved = (
+        run_ranks(park_between_steps, 2, stage, parks, env=LATE, transport="gloo") for parks in (False, True)
+    )
+    assert not bitwise_difference(still, moved)
+
+
+def disk_bytes(folder: str, gradients: str) -> float:
+    """Bytes of disk traffic an element of this rank's share, in one step in bf16."""
+    subject = specimen("four_blocks")
+    recipe = Recipe(optimizer="AdamW", optimizer_params=ADAMW, precision="bf16")
+    knobs = (*homes("nvme", "nvme", folder, gradients=gradients), ("stage3_max_reuse_distance", 0))
+    engine = start(subject, ds_config(recipe, Setting(stage=3, zero=knobs)))
+    disk = engine._sharded.homes.disk
+    for step in range(2):
+        disk.achieved(reset=True)
+        batch = cast(subject.batch(Place(step, 0, torch.distributed.get_rank())), recipe.dtype)
+        subject.train(engine, batch, engine.backward)
+        engine.step()
+    moved = disk.achieved()
+    numel = sum(unit["elements"] for unit in engine.report()["units"])
+    engine.destroy()
+    return float(moved.disk_read_bytes + moved.disk_write_bytes) * torch.distributed.get_world_size() / numel
+
+
+@pytest.mark.parametrize(("gradients", "most"), [("cpu", 30), ("nvme", 38)])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_step_on_disk_moves_what_it_must(ranks: int, gradients: str, most: int, tmp_path: Any) -> None:
+    """Parameters come twice (4) and go once (2), master and moments come (12) and go (12), gradients go and come (8)."""
+    for moved in run_ranks(disk_bytes, ranks, str(tmp_path), gradients):
+        assert moved == pytest.approx(most, rel=0.01)
+
+
+def float64_losses(state: str) -> list[float]:
+    """A float64 model, whose masters no native kernel takes."""
+    import windlass
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 8)).double()
+    config = ds_config(Recipe(optimizer="AdamW", optimizer_params=ADAMW), Setting(stage=2, zero=homes(state, "none", "")))
+    engine = windlass.initialize(model=model, config=config)[0]
+    rows = torch.ones(2, 8, dtype=torch.float64)
+    losses = []
+    for _ in range(3):
+        loss = (engine(rows) - 1).square().mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    engine.destroy()
+    return losses
+
+
+def test_float64_rests_in_host_memory_too() -> None:
+    plain, away = (run_ranks(float64_losses, 2, state, env=EMULATED) for state in ("none", "cpu"))
+    assert away == plain
+
+
+def step_after_a_failure(state: str, folder: str, stage: int, fails: bool) -> dict[str, torch.Tensor]:
+    """Parameters after three steps; in one of them the optimizer raises first, and the step is repeated from its batch."""
+    subject = specimen("mlp")
+    recipe = Recipe(optimizer="SGD", optimizer_params=(("lr", 0.05),))
+    knobs = (*homes(state, "none", folder), ("sub_group_size", 100))
+    engine = start(subject, ds_config(recipe, Setting(stage=stage, zero=knobs)))
+    inner = engine._sharded.update._inner
+    whole = type(inner).step
+    for step in range(3):
+        batch = subject.batch(Place(step, 0, torch.distributed.get_rank()))
+        if fails and step == 1:
+            other = subject.batch(Place(9, 0, torch.distributed.get_rank()))
+            subject.train(engine, other, engine.backward)
+            inner.step = lambda: (_ for _ in ()).throw(MemoryError("in the middle of a step"))
+            with pytest.raises(MemoryError):
+                engine.step()
+            del inner.step
+            engine.zero_grad()
+        assert type(inner).step is whole
+        subject.train(engine, batch, engine.backward)
+        engine.step()
+    found = whole_params(engine.module)
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize(("state", "stage"), [("cpu", 1), ("cpu", 2), ("nvme", 2)])
+def test_a_step_that_failed_leaves_nothing_to_the_next(state: str, stage: int, tmp_path: Any) -> None:
+    ways = [run_ranks(step_after_a_failure, 2, state, str(tmp_path), stage, fails, env=LATE) for fails in (False, True)]
+    for plain, again in zip(*ways, strict=True):
+        assert all(torch.equal(plain[name], again[name]) for name in plain)

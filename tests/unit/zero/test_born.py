@@ -1,0 +1,195 @@
+"""Pieces of parameters, promises of tensors in files, and the names of transformers that are replaced."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import windlass
+from windlass.base.errors import CheckpointError, ConfigError
+from windlass.zero import born, born_models
+from windlass.zero.access import Released
+from windlass.zero.born_deferred import Deferred
+from windlass.zero.born_files import header, promises
+from windlass.zero.born_homes import PieceFile
+
+
+@given(st.integers(0, 1000), st.integers(1, 9))
+def test_pieces_tile_a_parameter_and_none_is_larger_than_the_first(numel: int, count: int) -> None:
+    spans = [born.span(numel, index, count) for index in range(count)]
+    assert spans[0][0] == 0 and spans[-1][1] == numel
+    assert all(a[1] == b[0] for a, b in zip(spans, spans[1:], strict=False))
+    assert all(0 <= stop - start <= spans[0][1] for start, stop in spans)
+
+
+@given(st.permutations(range(4)), st.lists(st.integers(0, 3), min_size=4, max_size=4), st.booleans())
+def test_memory_order_and_strides_give_the_tensor_back(order: list[int], sizes: list[int], gaps: bool) -> None:
+    tensor = torch.arange(float(torch.tensor(sizes).prod())).view(sizes).permute(order)
+    tensor = tensor[..., ::2] if gaps else tensor
+    flat = born.flat_of(tensor)
+    assert born.is_dense(tensor) or gaps
+    stride = tensor.stride() if born.is_dense(tensor) else tensor.contiguous().stride()
+    assert torch.equal(flat.as_strided(tensor.shape, stride), tensor)
+    assert born.is_row_major(tensor.shape, tensor.stride()) == tensor.is_contiguous()
+
+
+def test_a_piece_goes_with_its_parameter() -> None:
+    class Kept:
+        def load(self) -> torch.Tensor:
+            return torch.zeros(2)
+
+    group: Any = type("Alone", (), {"size": 1, "index": 0, "ranks": (0,)})()
+    parameter = nn.Parameter(torch.zeros(2))
+    birth = born.Birth("Linear.weight", parameter.detach(), group, lambda cut: Kept())
+    birth.cut = torch.zeros(2)
+    before = len(born._births)
+    born.release(parameter, birth)
+    assert isinstance(parameter, Released) and born.find(parameter) is birth and len(born._births) == before + 1
+    del parameter
+    gc.collect()
+    assert len(born._births) == before
+
+
+def test_a_file_of_pieces_takes_the_room_of_those_that_are_gone(tmp_path: Path) -> None:
+    file = PieceFile(tmp_path / "new")
+    first, second = file.put(torch.arange(5)), file.put(torch.arange(3.0))
+    assert torch.equal(first.load(), torch.arange(5)) and torch.equal(second.load(), torch.arange(3.0))
+    end = file._end
+    del first
+    third = file.put(torch.arange(5) + 1)
+    assert file._end == end and torch.equal(third.load(), torch.arange(5) + 1)
+    assert torch.equal(second.load(), torch.arange(3.0)) and not list((tmp_path / "new").iterdir())
+    assert file.put(torch.empty(0)).load().numel() == 0
+
+
+def test_a_path_that_cannot_hold_a_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("")
+    with pytest.raises(ConfigError, match="nvme_path.*taken"):
+        PieceFile(tmp_path / "taken")
+
+
+# ---------------------------------------------------------------------------------------------------------------- files
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> tuple[Path, dict[str, torch.Tensor]]:
+    from safetensors.torch import save_file
+
+    state = {
+        "a": torch.randn(3, 4),
+        "b": torch.randn(5).bfloat16(),
+        "c": torch.arange(6).view(2, 3),
+        "d": torch.tensor(2.0),
+        "e": torch.empty(0, 3),
+        "f": torch.tensor([True, False]),
+    }
+    save_file(state, tmp_path / "one.safetensors")
+    return tmp_path / "one.safetensors", state
+
+
+def test_spans_of_a_file_are_those_of_its_tensors(saved: tuple[Path, dict[str, torch.Tensor]]) -> None:
+    path, state = saved
+    for name, (shape, source) in header(path).items():
+        assert shape == tuple(state[name].shape) and source.dtype == state[name].dtype
+        flat = state[name].reshape(-1)
+        for start in range(flat.numel() + 1):
+            assert torch.equal(source.read(start, flat.numel()), flat[start:])
+            assert torch.equal(source.read(0, start), flat[:start])
+
+
+def test_a_promise_is_kept_whatever_is_done_to_it(saved: tuple[Path, dict[str, torch.Tensor]]) -> None:
+    path, state = saved
+    first, second = promises([path], computes=True), promises([path], computes=False)
+    passed = first["a"][...].detach().to(device="cpu", dtype=torch.float64)
+    assert isinstance(passed, Deferred) and passed.dtype == torch.float64 and passed.source is not None
+    assert isinstance(nn.Parameter(first["a"]), nn.Parameter)
+    for made in (first, second):
+        joined = torch.cat([made["a"], made["a"].t().reshape(3, 4) * 2]).chunk(2, dim=0)[1]
+        assert isinstance(joined, Deferred) and joined.shape == (3, 4) and joined.source is None
+        wanted = state["a"].t().reshape(3, 4) * 2
+        assert (joined.computed is None) is (made is second)
+        assert joined.computed is None or torch.equal(joined.computed, wanted)
+
+
+def _patched(path: Path, text: bytes) -> Path:
+    path.write_bytes(struct.pack("<Q", len(text)) + text + b"\0" * 16)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}', "damaged"),
+        (b'{"a": {"dtype": "F32", "shape": [9], "data_offsets": [0, 36]}}', "cut short"),
+        (b'{"a": {"dtype": "F99", "shape": [1], "data_offsets": [0, 4]}}', "F99"),
+        (b'{"a": {"dtype": "F32", "shape": [-1], "data_offsets": [8, 4]}}', "damaged"),
+        (b'{"a": 3}', "damaged entry"),
+        (b"[]", "no safetensors"),
+        (b"nonsense", "no safetensors"),
+    ],
+)
+def test_a_damaged_header_is_named(text: bytes, words: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=words):
+        header(_patched(tmp_path / "bad.safetensors", text))
+
+
+def test_a_file_that_shrinks_after_its_header_was_read_is_named(saved: tuple[Path, dict[str, torch.Tensor]]) -> None:
+    path, _ = saved
+    found = header(path)
+    with path.open("r+b") as file:
+        file.truncate(file.seek(0, 2) - 40)
+    with pytest.raises(CheckpointError, match="ends inside"):
+        for shape, source in found.values():
+            source.read(0, torch.Size(shape).numel())
+
+
+# ----------------------------------------------------------------------------------------------------------------- Init
+
+
+def test_the_arguments_are_those_that_scripts_write() -> None:
+    wanted = """module data_parallel_group mem_efficient_linear remote_device pin_memory config_dict_or_path config
+    enabled dtype mpu zero_param_parallel_group zero_quantized_weights zero_quantized_nontrainable_weights
+    sequence_data_parallel_group param_swapper tensor_overrides"""
+    assert " ".join(inspect.signature(windlass.zero.Init).parameters) == " ".join(wanted.split())
+
+
+def test_the_names_that_are_replaced_in_transformers_are_there_and_come_back() -> None:
+    """A new transformers that renames them, or calls them otherwise, must fail here."""
+    modeling: Any = pytest.importorskip(born_models.MODULE)
+    model = modeling.PreTrainedModel
+    detection, loader, missing = born_models.DETECTION, born_models.LOADER, born_models.MISSING
+
+    def now() -> list[Any]:
+        return [getattr(modeling, detection), model.__dict__[loader], model.__dict__[missing]]
+
+    before = now()
+    assert isinstance(before[1], staticmethod)
+    names = list(inspect.signature(before[1].__func__).parameters)
+    assert names[:4] == ["model", "state_dict", "checkpoint_files", "load_config"]
+    assert not inspect.signature(before[0]).parameters
+    assert list(inspect.signature(before[2]).parameters)[:2] == ["self", "missing_keys"]
+    source = inspect.getsource(model.from_pretrained) + inspect.getsource(model.get_init_context)
+    assert f"cls.{loader}(\n" in source and f"{detection}()" in source
+    assert f".{missing}(" in inspect.getsource(model._finalize_model_loading)
+    assert "in missing_keys - self." in inspect.getsource(before[2])
+    replacement = born_models.Replacement(computes=True)
+    replacement.install()
+    assert all(a is not b for a, b in zip(now(), before, strict=True))
+    replacement.undo()
+    assert now() == before
+
+
+def test_a_transformers_without_these_names_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    modeling: Any = pytest.importorskip(born_models.MODULE)
+    monkeypatch.delattr(modeling, born_models.DETECTION)
+    with pytest.raises(ConfigError, match=born_models.DETECTION):
+        born_models.Replacement(computes=True).install()

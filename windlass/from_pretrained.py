@@ -1,0 +1,64 @@
+"""A pretrained model of transformers, cut over the ranks while it is read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from windlass.base.errors import CheckpointError, ModelError
+from windlass.zero import Init
+from windlass.zero.born_files import header
+
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+
+
+def from_pretrained(cls: Any, path: str | Path, *, config: Any = None, **kwargs: Any) -> Any:
+    """`cls.from_pretrained(path, **kwargs)`, of which each rank reads only its own part. Collective.
+
+    The result is what `windlass.initialize` takes; its values are those of the unsharded call with rank 0's seed, also
+    where a key is missing in the files and is initialised.
+
+    Args:
+        cls: a model class of transformers, or one of its `AutoModel...`.
+        path: a directory with `config.json` and safetensors files, or a name on the hub.
+        config: the configuration that `initialize` will get: dict, path or base64 text. It says where pieces are kept
+            (`offload_param`); stage and optimizer do not matter here. The model's own configuration goes by
+            `model_config=` here, since this name is taken.
+        kwargs: of `cls.from_pretrained`: `dtype`, `ignore_mismatched_sizes`, ...
+
+    Raises:
+        CheckpointError: a file is missing, cut short or damaged, or a tensor has another shape than in the model.
+        ModelError: `cls` has no `from_pretrained`.
+    """
+    if not callable(getattr(cls, "from_pretrained", None)):
+        raise ModelError(f"{cls!r} has no from_pretrained; pass a model class of transformers, as AutoModelForCausalLM")
+    if "model_config" in kwargs:
+        kwargs["config"] = kwargs.pop("model_config")
+    directory = Path(path)
+    if directory.is_dir():
+        _check(directory, needs_config="config" not in kwargs)
+    elif directory.is_absolute() or str(path).startswith("."):
+        raise CheckpointError(f"{path} is no directory; name one with config.json and safetensors files")
+    with Init(config_dict_or_path=config):
+        return cls.from_pretrained(path, **kwargs)
+
+
+def _check(directory: Path, *, needs_config: bool) -> None:
+    """Look for what must be there, before a model is built on every rank."""
+    if needs_config and not (directory / "config.json").is_file():
+        raise CheckpointError(f"{directory} has no config.json; save the model there with save_pretrained")
+    if (directory / _SINGLE).is_file():
+        header(directory / _SINGLE)
+    elif (directory / _INDEX).is_file():
+        for name in _files_of(directory / _INDEX):
+            if not (directory / name).is_file():
+                raise CheckpointError(f"{directory / name} is missing, which {_INDEX} names; fetch the model again")
+            header(directory / name)
+
+
+def _files_of(index: Path) -> list[str]:
+    try:
+        return sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise CheckpointError(f"{index} is no index of safetensors files ({error}); fetch the model again") from error

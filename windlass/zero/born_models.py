@@ -1,0 +1,104 @@
+"""transformers' own `from_pretrained`, made to read only this rank's bytes while a model is being built sharded.
+
+transformers builds the model on the meta device and then fills it from the files, tensor by tensor, through
+`setattr` on the modules. Here the files are read as promises (born_deferred.py) instead, so that what is set on a
+module is cut without ever being whole. Its path for DeepSpeed's ZeRO-3, which reads every file on every rank, is not
+taken.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from windlass.base.errors import CheckpointError, ConfigError
+from windlass.base.log import logger
+from windlass.zero.born_files import promises
+
+MODULE = "transformers.modeling_utils"
+DETECTION = "is_deepspeed_zero3_enabled"  # asked by from_config and from_pretrained
+LOADER = "_load_pretrained_model"  # of PreTrainedModel, static: (model, state_dict, checkpoint_files, load_config, ...)
+MISSING = "_move_missing_keys_from_meta_to_device"  # of PreTrainedModel: (missing_keys, ...)
+
+
+class Replacement:
+    """The names of transformers that are replaced while a model is being built; undone by `undo`.
+
+    Args:
+        computes: this rank converts tensors that must be whole for that.
+    """
+
+    def __init__(self, *, computes: bool) -> None:
+        self._computes = computes
+        self._before: list[tuple[Any, str, Any]] = []
+
+    def install(self) -> None:
+        """Replace the names if transformers is there, once.
+
+        Raises:
+            ConfigError: this transformers has no such names.
+        """
+        module = sys.modules.get(MODULE)
+        if self._before or module is None or not hasattr(module, "PreTrainedModel"):
+            return  # absent, or still being imported
+        model = module.PreTrainedModel
+        absent = [f"PreTrainedModel.{name}" for name in (LOADER, MISSING) if name not in model.__dict__]
+        absent += [f"{MODULE}.{DETECTION}"] if not hasattr(module, DETECTION) else []
+        if absent:
+            raise ConfigError(
+                f"this transformers has no {' and no '.join(absent)}, which windlass.zero.Init replaces; install the "
+                "transformers that docs/construction.md names"
+            )
+        self._before = [(module, DETECTION, getattr(module, DETECTION))]
+        self._before += [(model, name, model.__dict__[name]) for name in (LOADER, MISSING)]
+        original, originally_moved = getattr(model, LOADER), getattr(model, MISSING)
+
+        def load(model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, *more: Any, **named: Any) -> Any:
+            given = self._promised(state_dict, checkpoint_files, load_config)
+            found = original(model, given, checkpoint_files, load_config, *more, **named)
+            _refuse_mismatch(found[0], load_config)
+            return found
+
+        def move(model: Any, missing_keys: Any, *more: Any, **named: Any) -> Any:
+            return originally_moved(model, _InOrder(missing_keys), *more, **named)
+
+        setattr(module, DETECTION, lambda: False)
+        setattr(model, MISSING, move)
+        setattr(model, LOADER, staticmethod(load))
+
+    def undo(self) -> None:
+        """Put the names back."""
+        for holder, name, value in self._before:
+            setattr(holder, name, value)
+        self._before = []
+
+    def _promised(self, state_dict: Any, files: Any, load_config: Any) -> Any:
+        if getattr(load_config, "hf_quantizer", None) is not None:
+            raise ConfigError(
+                "a quantised model can't be built under windlass.zero.Init; load it outside, or unquantised"
+            )
+        if state_dict is not None or not files:
+            return state_dict
+        if not all(str(file).endswith(".safetensors") for file in files):
+            logger.warning(f"{files[0]} is no safetensors file, so every rank reads all of it; save it as safetensors")
+            return None
+        return promises([Path(file) for file in files], computes=self._computes)
+
+
+class _InOrder(set[str]):
+    """Keys that are missing. transformers makes parameters for them in the order of a set, which is another one in each
+    process; the ranks must make them in one."""
+
+    def __sub__(self, other: Any) -> Any:
+        return sorted(name for name in self if name not in other)
+
+
+def _refuse_mismatch(info: Any, load_config: Any) -> None:
+    if info.mismatched_keys and not load_config.ignore_mismatched_sizes:
+        name, have, want = sorted(info.mismatched_keys, key=lambda key: str(key[0]))[0]
+        raise CheckpointError(
+            f"{load_config.pretrained_model_name_or_path}: {name!r} has shape {tuple(have)} in the files and "
+            f"{tuple(want)} in the model ({len(info.mismatched_keys)} such); pass the config that belongs to the files "
+            "or ignore_mismatched_sizes=True to initialise them anew"
+        )

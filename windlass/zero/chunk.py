@@ -1,0 +1,94 @@
+"""The part of a unit that is updated at once: a span of its master weights, gradient and optimizer states."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from windlass.storage.slot import Home
+from windlass.zero.gradient_slot import GradientSlot
+from windlass.zero.layout import ALIGN, Piece
+from windlass.zero.unit import Unit
+
+
+@dataclass(eq=False)
+class Chunk:
+    """Elements `[start, stop)` of what this rank updates of a unit.
+
+    Attributes:
+        start, stop: within the unit's state span.
+        home: where master weights and states rest between steps.
+        dtype: of the master weights.
+        master: `[stop - start]` in the memory where it is stepped; None while it is on disk.
+        gradient: `[stop - start]` in the same memory; None while it is not at hand.
+        lowered: `[stop - start]` the new parameters in the compute dtype, where the update itself wrote them.
+        tenants: what carries optimizer states for this chunk: the keys of the optimizer's `state`.
+    """
+
+    slot: GradientSlot
+    start: int
+    stop: int
+    home: Home
+    dtype: torch.dtype = torch.float32
+    master: torch.Tensor | None = None
+    gradient: torch.Tensor | None = None
+    lowered: torch.Tensor | None = None
+    tenants: list[nn.Parameter] = field(default_factory=list)
+
+    @property
+    def unit(self) -> Unit:
+        return self.slot.unit
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return f"{self.unit.names[0]}[{self.start}:{self.stop}]"
+
+    def pieces(self) -> Iterator[Piece]:
+        """The parts of parameters in it; offsets count from `start`."""
+        first = self.unit.state_start
+        return self.unit.layout.pieces(first + self.start, first + self.stop)
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is stepped."""
+        return self.unit.full.device if self.home is Home.DEVICE else torch.device("cpu")
+
+    def values(self) -> torch.Tensor:
+        """The master weights, which must be at hand."""
+        assert self.master is not None, f"the master weights of {self.name} are on disk"
+        return self.master
+
+
+def chunks_of(slots: list[GradientSlot], limit: int) -> list[Chunk]:
+    """The chunks of all trainable units in model order, none of more than `limit` elements (rounded up to a cache
+    line)."""
+    found = []
+    limit = max(ALIGN, -(-limit // ALIGN) * ALIGN)
+    for slot in slots:
+        span = slot.unit.state_stop - slot.unit.state_start
+        for start in range(0, max(span, 1), limit):
+            home = slot.unit.state_home if span else Home.DEVICE  # nothing takes no room anywhere
+            found.append(Chunk(slot, start, min(start + limit, span), home))
+    return found
+
+
+def batches(chunks: list[Chunk], limit: int) -> list[list[Chunk]]:
+    """Chunks from the last to the first (what the next forward wants first is updated last), of one home and at most
+    `limit` elements each."""
+    made: list[list[Chunk]] = []
+    size = 0
+    for chunk in reversed(chunks):
+        if not made or size + chunk.numel > limit or made[-1][0].home is not chunk.home:
+            made.append([])
+            size = 0
+        made[-1].append(chunk)
+        size += chunk.numel
+    return made

@@ -1,0 +1,109 @@
+"""Takes the reduced gradient of a unit to its home as soon as it was reduced."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+import torch
+
+from windlass.base.memory import Ledger, Then, copy_to_host, host_empty, separate
+from windlass.base.pending import DONE, Pending, Step
+from windlass.comm.groups import Group
+from windlass.comm.transport import cut
+from windlass.storage.slot import Home, Slot
+from windlass.zero.gradient_slot import GradientSlot
+
+
+class Landing:
+    """Where reductions put their sums.
+
+    A cut that rests on the device is added to there. One that rests elsewhere is reduced into a buffer on the device,
+    copied out while the backward goes on, and added up where it rests.
+
+    Args:
+        group: over which a unit is reduced.
+        dtype: in which gradients are accumulated.
+        home_of: the home of a unit's gradient.
+        make: makes the slot of a gradient that rests away from the device: name, elements, home.
+    """
+
+    IN_FLIGHT = 2  # copies; more only take device memory
+
+    def __init__(
+        self,
+        group: Group,
+        dtype: torch.dtype,
+        device: torch.device,
+        ledger: Ledger,
+        home_of: Callable[[GradientSlot], Home],
+        make: Callable[[str, int, torch.dtype, Home], Slot],
+    ) -> None:
+        self._group, self._dtype, self._device, self._ledger = group, dtype, device, ledger
+        self._home_of, self._make = home_of, make
+        self._under_way: deque[tuple[Pending, torch.Tensor]] = deque()
+        self._free: list[torch.Tensor] = []
+        self._taken: dict[int, torch.Tensor] = {}  # all buffers, by address
+        self._largest = 0
+
+    def prepare(self, slot: GradientSlot) -> None:
+        """Make room for the reduced cut of a unit."""
+        numel, home = slot.unit.state_stop - slot.unit.state_start, self._home_of(slot)
+        name = f"gradient of {slot.unit.names[0]}"
+        if home is Home.DEVICE:
+            self._ledger.hold(name, numel * self._dtype.itemsize)
+            slot.shard = torch.zeros(numel, dtype=self._dtype, device=self._device)
+        else:
+            slot.rests = self._make(name, numel, self._dtype, home)
+            self._largest = max(self._largest, numel)
+
+    def out(self, slot: GradientSlot, own: torch.Tensor) -> tuple[torch.Tensor, bool]:
+        """Where the sum of `own`, this rank's cut of the unit's buffer, goes, and whether it is added there."""
+        if slot.rests is None:
+            assert slot.shard is not None
+            whole = slot.shard.numel() != own.numel()
+            return cut(slot.shard, self._group.index, self._group.size) if whole else slot.shard, slot.holds
+        while not self._free and len(self._taken) >= self.IN_FLIGHT and self._under_way:
+            self._finish_one()
+        if not self._free:
+            self._ledger.hold(f"buffer {len(self._taken)} of gradients", self._largest * self._dtype.itemsize)
+            self._free.append(torch.empty(self._largest, dtype=self._dtype, device=self._device))
+            self._taken[self._free[0].data_ptr()] = self._free[0]
+        return self._free.pop()[: own.numel()], False
+
+    def land(self, slot: GradientSlot, out: torch.Tensor) -> None:
+        """The sum in `out` is complete: start it on its way home."""
+        rests = slot.rests
+        if rests is None:
+            return
+        adds = slot.landed
+        slot.landed = True
+        if rests.tensor is not None and not adds:
+            self._under_way.append((copy_to_host(rests.tensor, out), out))
+            return
+        staged = out
+        arrival: Pending = DONE
+        if separate(self._device):
+            staged = host_empty(out.numel(), out.dtype, pin=True)
+            arrival = copy_to_host(staged, out)
+        if not adds:
+            self._under_way.append((Then(arrival, lambda: rests.store(staged)), out))
+            return
+        slot.squares = None  # of the sum, which is known only where it rests
+        self._under_way.append((Step(None, arrival.wait, lambda: _add(rests, staged)), out))
+
+    def finish(self) -> None:
+        """Wait until every gradient is home."""
+        while self._under_way:
+            self._finish_one()
+
+    def _finish_one(self) -> None:
+        pending, out = self._under_way.popleft()
+        pending.wait()
+        self._free.append(self._taken[out.data_ptr()])
+
+
+def _add(rests: Slot, part: torch.Tensor) -> None:
+    whole = rests.read()
+    whole.add_(part)
+    rests.write(whole)

@@ -1,0 +1,165 @@
+"""The master weights of all trainable units: made, brought to hand, written back into the parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from windlass.base.memory import Ledger, copy_to_device, host_empty, separate
+from windlass.base.pending import DONE, Pending
+from windlass.storage.slot import Home
+from windlass.zero.chunk import Chunk, chunks_of
+from windlass.zero.gradient_slot import GradientSlot
+from windlass.zero.residence import Residence
+from windlass.zero.settings import Homes
+from windlass.zero.unit import Unit
+
+
+class Masters:
+    """What the optimizer steps: float32 weights, which are the parameters themselves where those are wide enough and
+    rest in the same memory.
+
+    Args:
+        slots: gradients of the trainable units.
+        limit: elements of a chunk.
+        homes: where they rest, unit by unit already in `Unit.state_home`.
+        device: where the model computes.
+    """
+
+    def __init__(
+        self, slots: list[GradientSlot], limit: int, homes: Homes, device: torch.device, ledger: Ledger
+    ) -> None:
+        self.chunks = chunks_of(slots, limit)
+        self.residence = Residence(device, ledger, homes.disk, pin=homes.pin)
+        self.residence.arrived = self.take_edits
+        self._device, self._ledger, self._pin = device, ledger, homes.pin
+        self._of_unit: dict[int, list[Chunk]] = {}
+        for chunk in self.chunks:
+            self._of_unit.setdefault(chunk.unit.index, []).append(chunk)
+        self._versions: dict[int, int] = {}
+        self._wholes: dict[int, torch.Tensor] = {}
+
+    def of(self, unit: Unit) -> list[Chunk]:
+        """The chunks of a unit; none if it is not trained."""
+        return self._of_unit.get(unit.index, [])
+
+    def make(self, unit: Unit, span: torch.Tensor) -> None:
+        """Make the masters of a unit whose parameters are in place, and take them home.
+
+        Args:
+            span: `[state_stop - state_start]`, the parameters before they were cast to the compute dtype.
+        """
+        chunks = self.of(unit)
+        if not chunks:
+            return
+        whole = self._same_memory(unit)
+        if whole is None:
+            wide = span.dtype if span.dtype == torch.float64 else torch.float32
+            if unit.state_home is Home.DEVICE:
+                self._ledger.hold(f"master weights of {unit.names[0]}", span.numel() * wide.itemsize)
+                whole = span.to(wide, copy=True)
+            else:
+                whole = host_empty(span.numel(), wide, pin=self._pin).copy_(span)
+            if unit.state_home is not Home.NVME:
+                self._wholes[unit.index] = whole
+        for chunk in chunks:
+            chunk.dtype = whole.dtype
+            chunk.master = whole[chunk.start : chunk.stop]
+            self.residence.settle(chunk)
+
+    @contextmanager
+    def at_hand(self, units: list[Unit]) -> Iterator[None]:
+        """Masters and optimizer states of `units` in memory; changes are kept."""
+        with self.residence.at_hand([chunk for unit in units for chunk in self.of(unit)]):
+            yield
+
+    def pieces(self, unit: Unit) -> Iterator[tuple[int, int, int, torch.Tensor]]:
+        """This rank's pieces of a unit's masters, which must be at hand: `(parameter, start, stop, flat tensor)`."""
+        for chunk in self.of(unit):
+            for piece in chunk.pieces():
+                yield piece.index, piece.start, piece.stop, chunk.values().narrow(0, piece.offset, piece.numel)
+
+    def span(self, unit: Unit) -> torch.Tensor:
+        """The masters of this rank's state span `[state_stop - state_start]`, which must be at hand."""
+        if unit.index in self._wholes:
+            return self._wholes[unit.index]
+        parts = [chunk.values() for chunk in self.of(unit)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def apart(self, unit: Unit) -> bool:
+        """Whether the masters of a unit are other memory than its parameters."""
+        return bool(self.of(unit)) and self._same_memory(unit) is None
+
+    def whole(self, unit: Unit) -> torch.Tensor | None:
+        """The masters of this rank's state span, where they are other memory than the parameters and not on disk."""
+        return self._wholes.get(unit.index)
+
+    def write_back(self, chunk: Chunk) -> Pending:
+        """Start to cast new masters into this rank's span of the parameters, where they are not the same memory."""
+        unit, values = chunk.unit, chunk.values()
+        lowered, chunk.lowered = chunk.lowered, None
+        if unit.rests is not None and unit.rests.home is not Home.DEVICE:
+            if unit.rests.tensor is not None and _same(unit.rests.tensor[chunk.start : chunk.stop], values):
+                return DONE
+            if lowered is None:
+                lowered = values.to(unit.dtype, copy=True)  # the masters may leave before these have arrived
+            elif unit.rests.tensor is not None:
+                return DONE  # written there
+            crosses = chunk.home is Home.DEVICE and separate(self._device)
+            return unit.rests.put(lowered, chunk.start) if crosses else unit.rests.store(lowered, chunk.start)
+        target = self._resting(unit)[chunk.start : chunk.stop]
+        if _same(target, values):
+            return DONE
+        if chunk.home is Home.DEVICE or not separate(self._device):
+            target.copy_(values if lowered is None else lowered)
+            return DONE
+        return copy_to_device(target, lowered if lowered is not None else values.to(unit.dtype, copy=True))
+
+    def lowering(self, chunk: Chunk) -> torch.Tensor:
+        """Where an update in host memory shall write a chunk's parameters in the compute dtype `[stop - start]`: to
+        where they rest, if that is host memory too."""
+        rests = chunk.unit.rests
+        if rests is not None and rests.home is Home.HOST and rests.tensor is not None:
+            return rests.tensor[chunk.start : chunk.stop]
+        return host_empty(chunk.numel, chunk.unit.dtype, pin=self._pin)
+
+    def take_edits(self, chunk: Chunk) -> None:
+        """A parameter that was changed in place since the last step: its master follows, or the change would be
+        lost."""
+        unit = chunk.unit
+        if unit.released:
+            return
+        source = self._resting(unit)[chunk.start : chunk.stop]
+        if _same(source, chunk.values()):
+            return
+        for piece in chunk.pieces():
+            parameter = unit.parameters[piece.index]
+            if parameter._version != self._versions.get(id(parameter)):
+                place = slice(piece.offset, piece.offset + piece.numel)
+                chunk.values()[place].copy_(source[place])
+
+    def remember_versions(self, units: list[Unit]) -> None:
+        """The masters are what the parameters are now."""
+        self._versions = {id(p): p._version for unit in units for p in unit.parameters}
+
+    def _resting(self, unit: Unit) -> torch.Tensor:
+        """This rank's state span of the parameters in the device's memory."""
+        if unit.rests is not None:
+            assert unit.rests.tensor is not None
+            return unit.rests.tensor
+        return unit.own_full if unit.released else unit.own_cut(unit.full)
+
+    def _same_memory(self, unit: Unit) -> torch.Tensor | None:
+        """The parameters themselves, where they may serve as masters."""
+        if unit.dtype not in (torch.float32, torch.float64) or unit.state_home is Home.NVME:
+            return None
+        home = unit.rests.home if unit.rests is not None else Home.DEVICE
+        if home is not unit.state_home:
+            return None
+        return unit.rests.tensor if unit.rests is not None else self._resting(unit)
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype == b.dtype and a.data_ptr() == b.data_ptr()
