@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 # What is never imported need not be compiled to bytecode: that saves a good part of the installation's time.
 INSTALL := $(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check -c constraints.txt
-INPUTS := pyproject.toml constraints.txt
+INPUTS := pyproject.toml constraints.txt CMakeLists.txt $(wildcard windlass/kernels/native/*)
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test check lint parity bench clean
