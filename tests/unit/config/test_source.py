@@ -143,6 +143,5 @@ def test_circulating_configurations_load() -> None:
             with pytest.raises(ConfigError, match="neither train_batch_size nor"):
                 config.resolve_batch(1)
         asked = {refusal.path for refusal in config.refusals()}
-        offloads = '"cpu"' in text or '"nvme"' in text
-        assert offloads == ("zero_optimization.offload_optimizer.device" in asked), path
+        assert not {path for path in asked if "offload" in path}, path
         assert ("OneBitAdam" in text) == ("optimizer.type" in asked), path
