@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -380,22 +381,25 @@ def test_generating_from_no_model_is_refused(tmp_path: Path) -> None:
 def test_a_signal_while_packing_unwinds(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from windlass.cli.training import settings
 
-    before = signal.getsignal(number)
+    inherited = signal.signal(number, signal.SIG_DFL)  # under nohup a hang-up is ignored, and stays so
     cleaned: list[bool] = []
 
     def packing(options: Any) -> Plan:
         try:
             os.kill(os.getpid(), number)
-            signal.pause()
+            time.sleep(30)
         finally:
             cleaned.append(True)
         return plan_in(tmp_path)
 
     monkeypatch.setattr(settings, "make_plan", packing)
-    with pytest.raises(SystemExit) as ended:
-        command.run(settings.Options(out=tmp_path))
-    assert ended.value.code == 128 + number and cleaned
-    assert signal.getsignal(number) == before
+    try:
+        with pytest.raises(SystemExit) as ended:
+            command.run(settings.Options(out=tmp_path))
+        assert ended.value.code == 128 + number and cleaned
+        assert signal.getsignal(number) == signal.SIG_DFL
+    finally:
+        signal.signal(number, inherited)
 
 
 def test_a_killed_rank_is_told_and_not_what_followed_from_it(parent: Any) -> None:
