@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 
 from hypothesis import settings
 
@@ -10,6 +11,13 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads and the ranks that tests fork do not go together
 for _name in ("WINDLASS_DEBUG", "WINDLASS_TRANSPORT", "WINDLASS_LOG_LEVEL", "LOGLEVEL"):
     os.environ.pop(_name, None)
+
+# A shell starts what runs in the background deaf to Ctrl-C, and nohup to a hang-up. Children inherit that, and tests
+# send both.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # Machines that run tests are often busy: a slow example is no failure. On CI the examples are the same every time.
 settings.register_profile("windlass", deadline=None, derandomize=bool(os.environ.get("CI")), print_blob=True)

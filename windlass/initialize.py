@@ -26,7 +26,7 @@ from windlass.engine.train import Engine
 from windlass.optim import by_name, muon_groups, schedules
 from windlass.optim.loss_scale import LossScale, StaticLossScale, from_config
 from windlass.parallel import activations
-from windlass.storage import DiskTier, Home, buffer_bytes
+from windlass.storage import DiskTier, Home, Staging, buffer_bytes
 from windlass.zero import registry
 from windlass.zero.partition import Rules
 from windlass.zero.policy import policy_of
@@ -242,6 +242,7 @@ def _homes(config: Config) -> Homes:
             block_size=config.aio.block_size,
             threads=config.aio.intra_op_parallelism if config.aio.intra_op_parallelism > 1 else None,
         )
+    staging = Staging(disk, _staging_bytes(config)) if disk is not None else None
     of_state = _HOMES[state.device] if state is not None else Home.DEVICE
     gradient = of_state
     if of_state is Home.NVME and state is not None:
@@ -254,7 +255,9 @@ def _homes(config: Config) -> Homes:
         ratio=state.ratio if state is not None else 1.0,
         pin=any(pins),
         disk=disk,
-        in_flight=_in_flight() if disk is not None else 1 << 62,
+        staging=staging,
+        read_ahead=param.buffer_count * param.buffer_size if param is not None else 0,
+        at_once=staging.limit // (_AT_ONCE * _STAGED) if staging is not None else 1 << 62,
     )
 
 
@@ -265,10 +268,19 @@ def _nvme_paths(section: Any) -> list[str]:
     return list(section.nvme_path or ()) if section.device == "nvme" else []
 
 
-def _in_flight() -> int:
-    """Elements of one batch of an update on disk, of which one comes, one is updated and one goes: 16 bytes each."""
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return max(1 << 20, buffer_bytes(1 << 60, 3, ranks=ranks) // 16)
+_AT_ONCE = 3  # batches of an update on disk: one comes, one is updated, one goes
+_STAGED = 16  # bytes of an element of a batch: master weight, two moments, gradient
+
+
+def _staging_bytes(config: Config) -> int:
+    """Of host memory through which a rank's part of what is on disk comes and goes: a share of what is free, or less
+    where the number and the size of buffers was said."""
+    zero = config.zero_optimization
+    free = max(48 << 20, buffer_bytes(1 << 60, 1, ranks=int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    state = zero.offload_optimizer
+    if state is None or "buffer_count" not in state.model_fields_set:
+        return free
+    return min(free, max(_AT_ONCE, state.buffer_count) * zero.sub_group_size * _STAGED)
 
 
 def _factors(config: Config, wire: torch.dtype, world: int) -> tuple[float, float]:

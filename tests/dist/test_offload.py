@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+import windlass
+
 from tests.dist.harness import run_ranks
 from tests.dist.laws import (
     ADAMW,
@@ -216,12 +218,14 @@ def disk_bytes(folder: str, gradients: str) -> float:
     recipe = Recipe(optimizer="AdamW", optimizer_params=ADAMW, precision="bf16")
     knobs = (*homes("nvme", "nvme", folder, gradients=gradients), ("stage3_max_reuse_distance", 0))
     engine = start(subject, ds_config(recipe, Setting(stage=3, zero=knobs)))
-    disk = engine._sharded.homes.disk
+    disk, staging = engine._sharded.homes.disk, engine._sharded.homes.staging
     for step in range(2):
+        staging.settle()
         disk.achieved(reset=True)
         batch = cast(subject.batch(Place(step, 0, torch.distributed.get_rank())), recipe.dtype)
         subject.train(engine, batch, engine.backward)
         engine.step()
+    staging.settle()  # the last writes go on after the step
     moved = disk.achieved()
     numel = sum(unit["elements"] for unit in engine.report()["units"])
     engine.destroy()
@@ -291,3 +295,94 @@ def test_a_step_that_failed_leaves_nothing_to_the_next(state: str, stage: int, t
     ways = [run_ranks(step_after_a_failure, 2, state, str(tmp_path), stage, fails, env=LATE) for fails in (False, True)]
     for plain, again in zip(*ways, strict=True):
         assert all(torch.equal(plain[name], again[name]) for name in plain)
+
+
+def reads_ahead(folder: str, edits: bool, accumulation: int) -> tuple[list[int], dict[str, torch.Tensor]]:
+    """Records that set out in each backward, and the parameters after three steps."""
+    subject = specimen("four_blocks")
+    recipe = Recipe(optimizer="AdamW", optimizer_params=ADAMW, accumulation=accumulation)
+    engine = start(subject, ds_config(recipe, Setting(stage=3, zero=homes("nvme", "nvme", folder))))
+    residence, counts = engine._sharded.masters.residence, []
+    for micro in range(3 * accumulation):
+        batch = subject.batch(Place(micro, 0, torch.distributed.get_rank()))
+        subject.train(engine, batch, engine.backward)
+        counts.append(len(residence._visits))
+        if edits:  # what was read ahead is not what the step shall start from
+            parameter = next(engine.module.parameters())
+            with windlass.zero.GatheredParameters([parameter], modifier_rank=0), torch.no_grad():
+                parameter.add_(1.0)
+        engine.step()
+    found = whole_params(engine.module)
+    engine.destroy()
+    return counts, found
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_records_are_read_while_the_backward_goes_on(ranks: int, tmp_path: Any) -> None:
+    """Those of the last backward of a step only: before it a reading would take memory for longer, for nothing."""
+    for counts, _ in run_ranks(reads_ahead, ranks, str(tmp_path), False, 2, env=LATE):
+        assert [count > 0 for count in counts] == [False, True] * 3
+
+
+def test_what_was_read_ahead_does_not_undo_an_edit(tmp_path: Any) -> None:
+    on_disk = [found for _, found in run_ranks(reads_ahead, 2, str(tmp_path), True, 1, env=LATE)]
+    alone = run_ranks(edits_between, 2, env=LATE)
+    for mine, wanted in zip(on_disk, alone, strict=True):
+        assert all(torch.equal(mine[name], wanted[name]) for name in wanted)
+
+
+def edits_between() -> dict[str, torch.Tensor]:
+    """As `reads_ahead` with edits, everything on the device."""
+    subject = specimen("four_blocks")
+    engine = start(subject, ds_config(Recipe(optimizer="AdamW", optimizer_params=ADAMW), Setting(stage=3)))
+    for micro in range(3):
+        subject.train(engine, subject.batch(Place(micro, 0, torch.distributed.get_rank())), engine.backward)
+        parameter = next(engine.module.parameters())
+        with windlass.zero.GatheredParameters([parameter], modifier_rank=0), torch.no_grad():
+            parameter.add_(1.0)
+        engine.step()
+    found = whole_params(engine.module)
+    engine.destroy()
+    return found
+
+
+class LateState(torch.optim.Optimizer):
+    """Momentum that appears in the third step, before a state that was there: its record is laid out anew."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                seen = state.pop("seen", torch.zeros_like(p))
+                state["count"] = state.get("count", 0) + 1
+                if state["count"] >= 3:
+                    state.setdefault("momentum", torch.zeros_like(p)).mul_(0.9).add_(p.grad)
+                state["seen"] = seen.add_(p.grad.abs())
+                p.sub_(group["lr"] * (state.get("momentum", p.grad) / (1 + state["seen"])))
+
+
+def late_states(state: str, folder: str) -> dict[str, torch.Tensor]:
+    """Parameters after five steps of a rule whose state grows."""
+    subject = specimen("four_blocks")
+    config = ds_config(Recipe(), Setting(stage=2, zero=homes(state, "none", folder)))
+    config.pop("optimizer", None)
+    engine = start(subject, config, optimizer=LateState)
+    for micro in range(5):
+        subject.train(engine, subject.batch(Place(micro, 0, torch.distributed.get_rank())), engine.backward)
+        engine.step()
+    found = whole_params(engine.module)
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_states_that_appear_late_find_their_place_on_disk(ranks: int, tmp_path: Any) -> None:
+    wanted, found = (run_ranks(late_states, ranks, state, str(tmp_path), env=EMULATED) for state in ("none", "nvme"))
+    for mine, alone in zip(found, wanted, strict=True):
+        assert all(torch.equal(mine[name], alone[name]) for name in alone)

@@ -25,8 +25,10 @@ class OffloadParam(Section):
     pin_memory: bool = honoured(True)
     """Page-lock host memory, where there is a GPU to copy to."""
 
-    buffer_count: Count = accepted(5, "staging buffers are made as they are needed and used again")
-    buffer_size: Count = accepted(100_000_000, "a buffer has the size of the unit that passes through it")
+    buffer_count: Count = honoured(5)
+    """nvme: times buffer_size, the elements of a rank's parameters that are read from disk ahead of their use."""
+    buffer_size: Count = honoured(100_000_000)
+    """Elements; see buffer_count."""
     max_in_cpu: Count = accepted(1_000_000_000, "a unit on disk passes through host memory only while it moves")
 
 
@@ -46,9 +48,10 @@ class OffloadOptimizer(Section):
     gradients: Literal["cpu", "nvme"] = honoured("cpu", native=True)
     """Where reduced gradients wait for the step: nvme saves 4 bytes an element of host memory and moves 8 more."""
 
-    buffer_count: Count = accepted(4, "staging buffers are made as they are needed and used again")
-    pipeline_read: bool = accepted(False, "the next part is always read while one is updated")
-    pipeline_write: bool = accepted(False, "the part before is always written while one is updated")
+    buffer_count: Count = honoured(4)
+    """nvme: parts of sub_group_size elements under way at once; left out, what a quarter of the free memory holds."""
+    pipeline_read: bool = accepted(False, "the next parts are always read while one is updated, and before")
+    pipeline_write: bool = accepted(False, "the parts before are always written while one is updated, and after")
     fast_init: bool = accepted(False, "states are made by the first step, so there is nothing to initialise")
     super_offload: bool = refused(False, "not yet built: speculative steps on the host; write false")
     cpuadam_cores_perc: Fraction = accepted(0.8, "read only with super_offload")

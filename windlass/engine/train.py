@@ -63,6 +63,7 @@ class Engine(Questions, nn.Module):
         gradients.syncing = self._syncs
         if config.fp16.enabled:
             gradients.watch = self._watch
+        sharded.steps_next = lambda: self.progress.at_boundary() and not self._no_sync
         sharded.loss_scale = lambda: self._scaler.scale
         sharded.runtime.on_backward_end.append(self._backward_ended)
 

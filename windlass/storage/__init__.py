@@ -1,5 +1,5 @@
 """Homes away from the device, in reading order: space, spans, rates, failure, memory, claim, stripes,
-python_engine, engine, transfer, mover, tier, slot."""
+python_engine, engine, transfer, mover, tier, staging, slot."""
 
 from __future__ import annotations
 
@@ -9,5 +9,6 @@ from windlass.storage.memory import free_memory as free_memory
 from windlass.storage.rates import Rates as Rates
 from windlass.storage.slot import Home as Home
 from windlass.storage.slot import Slot as Slot
+from windlass.storage.staging import Staging as Staging
 from windlass.storage.tier import DiskTier as DiskTier
 from windlass.storage.transfer import Extent as Extent

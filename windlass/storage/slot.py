@@ -8,6 +8,7 @@ import torch
 
 from windlass.base.memory import Then, copy_to_device, copy_to_host, host_empty, separate
 from windlass.base.pending import DONE, Pending
+from windlass.storage.staging import Staging
 from windlass.storage.tier import DiskTier
 
 
@@ -28,6 +29,7 @@ class Slot:
         home: where it rests. Host memory that is the device's own memory counts as host and costs no copy.
         device: where it is computed with.
         tier: the disk, for NVME.
+        staging: lends host memory between it and a device that has its own.
         pin: page-lock host memory.
 
     Attributes:
@@ -43,12 +45,14 @@ class Slot:
         device: torch.device,
         *,
         tier: DiskTier | None = None,
+        staging: Staging | None = None,
         pin: bool = True,
     ) -> None:
         home = home if numel else Home.DEVICE  # nothing takes no room anywhere
         self.name, self.numel, self.dtype, self.home, self._device = name, numel, dtype, home, device
-        self._pin, self._tier = pin, tier
+        self._pin, self._tier, self._staging = pin, tier, staging
         self.tensor: torch.Tensor | None = None
+        self._ahead: tuple[torch.Tensor, Pending] | None = None
         if home is Home.NVME:
             assert tier is not None
             self._extent = tier.allocate(self.nbytes, name)
@@ -62,6 +66,15 @@ class Slot:
         """Bytes of the shard."""
         return self.numel * self.dtype.itemsize
 
+    def read_ahead(self) -> bool:
+        """Start to bring all of it from disk into host memory, for the next `fetch`; False if there is no room."""
+        if self.tensor is None and self._ahead is None:
+            assert self._staging is not None
+            if not self._staging.room(self.nbytes):
+                return False
+            self._ahead = self._begin(0, self.numel)
+        return True
+
     def fetch(self, into: torch.Tensor, start: int = 0) -> Pending:
         """Start to copy elements `[start, start + into.numel())` to `into`, which is on the device."""
         if self.tensor is not None:
@@ -71,10 +84,10 @@ class Slot:
             if into.data_ptr() != source.data_ptr():
                 into.copy_(source)
             return DONE
-        if not separate(self._device):
+        if not separate(self._device) and self._ahead is None:
             return self.load(into, start)
-        staged = self._staging(into.numel())
-        return Then(self.load(staged, start), lambda: copy_to_device(into, staged))
+        staged, loaded = self._read(start, into.numel())
+        return Then(loaded, lambda: self._deliver(into, staged))
 
     def put(self, source: torch.Tensor, start: int = 0) -> Pending:
         """Start to copy `source`, which is on the device, to elements `[start, start + source.numel())`."""
@@ -87,8 +100,9 @@ class Slot:
             return DONE
         if not separate(self._device):
             return self.store(source, start)
-        staged = self._staging(source.numel())
-        return Then(copy_to_host(staged, source), lambda: self.store(staged, start))
+        assert self._staging is not None
+        staged = self._staging.take(source.numel(), self.dtype)
+        return Then(copy_to_host(staged, source), lambda: self._write_and_return(staged, start))
 
     def load(self, into: torch.Tensor, start: int = 0) -> Pending:
         """As `fetch`, into host memory."""
@@ -104,6 +118,7 @@ class Slot:
             self.tensor.narrow(0, start, source.numel()).copy_(source)
             return DONE
         assert self._tier is not None
+        self._forget()
         return self._tier.write(self._extent, start * self.dtype.itemsize, source)
 
     def read(self) -> torch.Tensor:
@@ -119,6 +134,38 @@ class Slot:
         if self.tensor is None or self.tensor.data_ptr() != whole.data_ptr():
             self.store(whole).wait()
 
-    def _staging(self, numel: int) -> torch.Tensor:
-        assert self._tier is not None
-        return self._tier.buffer(numel * self.dtype.itemsize)[: numel * self.dtype.itemsize].view(self.dtype)
+    def _read(self, start: int, numel: int) -> tuple[torch.Tensor, Pending]:
+        """Elements `[start, start + numel)` on their way from disk: what was read ahead, if it is all of them."""
+        if self._ahead is not None and numel == self.numel:
+            found, self._ahead = self._ahead, None
+            return found
+        return self._begin(start, numel)
+
+    def _begin(self, start: int, numel: int) -> tuple[torch.Tensor, Pending]:
+        assert self._staging is not None
+        staged = self._staging.take(numel, self.dtype)
+        try:
+            return staged, self.load(staged, start)
+        except BaseException:
+            self._staging.give_back(staged)
+            raise
+
+    def _deliver(self, into: torch.Tensor, staged: torch.Tensor) -> Pending:
+        assert self._staging is not None
+        copied = copy_to_device(into, staged)
+        self._staging.give_back(staged, copied)
+        return copied
+
+    def _write_and_return(self, staged: torch.Tensor, start: int) -> Pending:
+        assert self._staging is not None
+        written = self.store(staged, start)
+        self._staging.give_back(staged, written)
+        return written
+
+    def _forget(self) -> None:
+        """What was read ahead is no longer what is on disk."""
+        if self._ahead is not None:
+            (staged, loaded), self._ahead = self._ahead, None
+            loaded.wait()
+            assert self._staging is not None
+            self._staging.give_back(staged)

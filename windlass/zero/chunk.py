@@ -13,6 +13,9 @@ from windlass.zero.gradient_slot import GradientSlot
 from windlass.zero.layout import ALIGN, Piece
 from windlass.zero.unit import Unit
 
+_BATCHES = 8  # of an update on disk, if they are not too small for the disk
+_LEAST_ON_DISK = 1 << 20  # elements
+
 
 @dataclass(eq=False)
 class Chunk:
@@ -78,6 +81,13 @@ def chunks_of(slots: list[GradientSlot], limit: int) -> list[Chunk]:
             home = slot.unit.state_home if span else Home.DEVICE  # nothing takes no room anywhere
             found.append(Chunk(slot, start, min(start + limit, span), home))
     return found
+
+
+def pipelined(slots: list[GradientSlot]) -> int:
+    """Elements of a batch such that there are several to read, update and write at a time; the same on all ranks. No
+    bound where nothing rests on disk."""
+    on_disk = sum(s.unit.state_stop - s.unit.state_start for s in slots if s.unit.state_home is Home.NVME)
+    return max(_LEAST_ON_DISK, -(-on_disk // _BATCHES)) if on_disk else 1 << 62
 
 
 def batches(chunks: list[Chunk], limit: int) -> list[list[Chunk]]:

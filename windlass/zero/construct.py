@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -30,7 +31,7 @@ def effective(homes: Homes, device: torch.device) -> Homes:
         return Home.DEVICE if home is Home.HOST else home
 
     gradient = Home.DEVICE if homes.gradient is Home.HOST else homes.gradient
-    return Homes(of(homes.param), of(homes.state), gradient, homes.ratio, False, homes.disk, homes.in_flight)
+    return replace(homes, param=of(homes.param), state=of(homes.state), gradient=gradient, pin=False)
 
 
 def make_units(
@@ -90,7 +91,8 @@ class Builder:
         """A slot of this model."""
         if home is Home.DEVICE:
             self._ledger.hold(name, numel * dtype.itemsize)
-        return Slot(name, numel, dtype, home, self._device, tier=self._homes.disk, pin=self._homes.pin)
+        homes = self._homes
+        return Slot(name, numel, dtype, home, self._device, tier=homes.disk, staging=homes.staging, pin=homes.pin)
 
     def fill(self, units: list[Unit], plans: list[Plan], gradients: Gradients) -> Iterator[tuple[Unit, torch.Tensor]]:
         """Give every unit its buffer and its values.

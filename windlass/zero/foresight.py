@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from windlass.storage.slot import Home
 from windlass.zero.unit import Presence, Unit
 
 
@@ -14,12 +15,14 @@ class Foresight:
         ahead: elements to gather ahead of need (`stage3_prefetch_bucket_size`).
         live: elements that may be present at once (`stage3_max_live_parameters`).
         reuse: a unit wanted again within so many elements is not released (`stage3_max_reuse_distance`).
+        read: elements of this rank's cuts to read from disk ahead of their gathers (`offload_param.buffer_count` times
+            `buffer_size`).
     """
 
     IN_FLIGHT = 2  # gathers: one that is waited for and one behind it; more only take memory
 
-    def __init__(self, ahead: int, live: int, reuse: int) -> None:
-        self._ahead, self._live, self._reuse = ahead, live, reuse
+    def __init__(self, ahead: int, live: int, reuse: int, read: int) -> None:
+        self._ahead, self._live, self._reuse, self._read = ahead, live, reuse, read
         self._trace: list[Unit] = []
         self._last: list[Unit] = []
         self._at = 0
@@ -59,6 +62,16 @@ class Foresight:
             if budget < 0 or present > self._live or flying > self.IN_FLIGHT:
                 return
             yield unit
+
+    def to_read(self) -> Iterator[Unit]:
+        """The units whose cuts to read from disk now, beyond those that are gathered."""
+        budget = self._read
+        for unit in self._last[self._at :] if self._follows else ():
+            if unit.presence is Presence.RELEASED and unit.home is Home.NVME:
+                budget -= unit.layout.padded // unit.transport.group.size
+                if budget < 0:
+                    return
+                yield unit
 
     def wanted_soon(self, unit: Unit, present: int) -> bool:
         """Whether `unit` is used again so soon that it should stay."""

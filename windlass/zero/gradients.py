@@ -53,6 +53,7 @@ class Gradients:
         weight: factor of the gradients of the backward that runs (1 / accumulation steps, as a rule).
         syncing: whether the backward that runs ends in reductions.
         watch: called with unit, index and gradient as each arrives.
+        landed: called with each slot whose reduction ended, its sum on the way to where it rests.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Gradients:
         self.weight: Callable[[], float] = lambda: 1.0
         self.syncing: Callable[[], bool] = lambda: True
         self.watch: Callable[[Unit, int, torch.Tensor], None] | None = None
+        self.landed: Callable[[GradientSlot], None] = lambda slot: None
         self.order = list(reversed(range(len(units))))  # until the first step has shown a better one
         self.deferred: set[int] = set()
         self.arrival_order: list[int] = []
@@ -380,6 +382,7 @@ class Gradients:
         self._landing.land(flight.slot, flight.out)
         if flight.place is not None:
             self._ring.give_back(flight.place)
+        self.landed(flight.slot)
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from windlass.base.memory import Ledger, copy_to_device, host_empty, separate
+from windlass.base.memory import Ledger, copy_to_device, copy_to_host, host_empty, separate
 from windlass.base.pending import DONE, Pending
 from windlass.storage.slot import Home
 from windlass.zero.chunk import Chunk, chunks_of
@@ -32,9 +32,9 @@ class Masters:
         self, slots: list[GradientSlot], limit: int, homes: Homes, device: torch.device, ledger: Ledger
     ) -> None:
         self.chunks = chunks_of(slots, limit)
-        self.residence = Residence(device, ledger, homes.disk, pin=homes.pin)
+        self.residence = Residence(device, ledger, homes.disk, homes.staging, pin=homes.pin)
         self.residence.arrived = self.take_edits
-        self._device, self._ledger, self._pin = device, ledger, homes.pin
+        self._device, self._ledger, self._pin, self._staging = device, ledger, homes.pin, homes.staging
         self._of_unit: dict[int, list[Chunk]] = {}
         for chunk in self.chunks:
             self._of_unit.setdefault(chunk.unit.index, []).append(chunk)
@@ -75,6 +75,10 @@ class Masters:
         with self.residence.at_hand([chunk for unit in units for chunk in self.of(unit)]):
             yield
 
+    def read_ahead(self, unit: Unit) -> None:
+        """Start to read what the next step will want of a unit, last chunk first as there."""
+        self.residence.read_ahead(self.of(unit)[::-1])
+
     def pieces(self, unit: Unit) -> Iterator[tuple[int, int, int, torch.Tensor]]:
         """This rank's pieces of a unit's masters, which must be at hand: `(parameter, start, stop, flat tensor)`."""
         for chunk in self.of(unit):
@@ -103,12 +107,13 @@ class Masters:
         if unit.rests is not None and unit.rests.home is not Home.DEVICE:
             if unit.rests.tensor is not None and _same(unit.rests.tensor[chunk.start : chunk.stop], values):
                 return DONE
-            if lowered is None:
-                lowered = values.to(unit.dtype, copy=True)  # the masters may leave before these have arrived
-            elif unit.rests.tensor is not None:
+            if unit.rests.tensor is None:
+                return self._store(chunk, values, lowered)
+            if lowered is not None:
                 return DONE  # written there
-            crosses = chunk.home is Home.DEVICE and separate(self._device)
-            return unit.rests.put(lowered, chunk.start) if crosses else unit.rests.store(lowered, chunk.start)
+            if chunk.home is Home.DEVICE and separate(self._device):
+                return unit.rests.put(values.to(unit.dtype, copy=True), chunk.start)  # masters may leave before it ends
+            return unit.rests.store(values.to(unit.dtype), chunk.start)
         target = self._resting(unit)[chunk.start : chunk.stop]
         if _same(target, values):
             return DONE
@@ -117,12 +122,29 @@ class Masters:
             return DONE
         return copy_to_device(target, lowered if lowered is not None else values.to(unit.dtype, copy=True))
 
+    def _store(self, chunk: Chunk, values: torch.Tensor, lowered: torch.Tensor | None) -> Pending:
+        """Start new parameters on their way to disk; whoever reads them there comes after them."""
+        rests = chunk.unit.rests
+        assert rests is not None and self._staging is not None
+        if lowered is None:
+            lowered = self._staging.take(chunk.numel, chunk.unit.dtype)
+            if chunk.home is Home.DEVICE and separate(self._device):
+                copy_to_host(lowered, values.to(chunk.unit.dtype)).wait()
+            else:
+                lowered.copy_(values)
+        self._staging.give_back(lowered, rests.store(lowered, chunk.start))
+        return DONE
+
     def lowering(self, chunk: Chunk) -> torch.Tensor:
         """Where an update in host memory shall write a chunk's parameters in the compute dtype `[stop - start]`: to
         where they rest, if that is host memory too."""
         rests = chunk.unit.rests
         if rests is not None and rests.home is Home.HOST and rests.tensor is not None:
             return rests.tensor[chunk.start : chunk.stop]
+        if rests is not None and rests.home is Home.NVME and self._staging is not None:
+            if chunk.lowered is not None:  # of a step that failed
+                self._staging.give_back(chunk.lowered)
+            return self._staging.take(chunk.numel, chunk.unit.dtype)
         return host_empty(chunk.numel, chunk.unit.dtype, pin=self._pin)
 
     def take_edits(self, chunk: Chunk) -> None:

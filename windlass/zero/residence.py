@@ -1,9 +1,14 @@
 """Where master weights and optimizer states rest between steps, and how they come to hand for one.
 
 [Note: homes] Elementwise or not, an optimizer sees tensors in memory. Those that rest on the device or in host memory
-are always there. Those on disk come in batch by batch: while one is updated, the next is read and the one before is
+are always there. Those on disk come in batch by batch: while one is updated, the next are read and those before are
 written. What a rule keeps for a parameter is whatever tensors it put into its `state`; they travel with the master
 weights of their chunk as one contiguous record, so any rule can be kept on disk.
+
+[Note: reading ahead] What is on disk changes only here, so a record may be read at any time before its step: as soon
+as the gradient of its unit has landed, while the backward goes on. The last writes of a step go on in the next
+forward; the tier keeps a later reading of the same bytes behind them. How much is on its way at once is what
+`Staging` has room for.
 """
 
 from __future__ import annotations
@@ -19,11 +24,13 @@ from torch import nn
 from windlass.base.memory import Ledger, arena, copy_to_host, host_empty, separate
 from windlass.base.pending import DONE, Pending
 from windlass.storage.slot import Home
+from windlass.storage.staging import Staging
 from windlass.storage.tier import DiskTier
 from windlass.storage.transfer import Extent
 from windlass.zero.chunk import Chunk
 
 _ALIGN = 64  # bytes
+_SPARE = 0.25  # of the staging memory is left to parameters while a backward runs
 
 
 @dataclass(frozen=True)
@@ -37,6 +44,10 @@ class _Entry:
     offset: int
     nbytes: int
 
+    def place(self, record: torch.Tensor) -> torch.Tensor:
+        """The tensor within its record `[bytes]`."""
+        return record[self.offset : self.offset + self.nbytes].view(self.dtype).view(self.shape)
+
 
 @dataclass
 class _Record:
@@ -49,12 +60,20 @@ class _Record:
 
 @dataclass
 class _Visit:
-    """A chunk on its way in, at hand, or on its way out."""
+    """A chunk on its way in, at hand, or on its way out.
+
+    Attributes:
+        record: buffer with its record; None where it does not rest on disk.
+        own: buffer with its gradient, where that was read from disk.
+        gradient: its part of the reduced gradient, where that was asked for.
+    """
 
     chunk: Chunk
-    buffer: torch.Tensor
-    gradient: torch.Tensor | None
+    record: torch.Tensor | None
     pending: Pending
+    own: torch.Tensor | None = None
+    gradient: torch.Tensor | None = None
+    gradient_pending: Pending = DONE
 
 
 class Residence:
@@ -63,6 +82,7 @@ class Residence:
     Args:
         device: where the model computes.
         tier: the disk, where any chunk rests on it.
+        staging: lends the memory through which they come from there.
         pin: page-lock host memory.
 
     Attributes:
@@ -70,31 +90,38 @@ class Residence:
         states: of the optimizer, by tenant.
     """
 
-    def __init__(self, device: torch.device, ledger: Ledger, tier: DiskTier | None, *, pin: bool) -> None:
-        self._device, self._ledger, self._tier, self._pin = device, ledger, tier, pin
+    def __init__(
+        self, device: torch.device, ledger: Ledger, tier: DiskTier | None, staging: Staging | None, *, pin: bool
+    ) -> None:
+        self._device, self._ledger, self._tier, self._staging, self._pin = device, ledger, tier, staging, pin
         self.arrived: Callable[[Chunk], None] = lambda chunk: None
         self.states: MutableMapping[Any, Any] = {}
         self._records: dict[int, _Record] = {}
         self._visits: dict[int, _Visit] = {}
-        self._leaving: list[tuple[Pending, torch.Tensor]] = []
-        self._free: list[torch.Tensor] = []
+
+    def read_ahead(self, chunks: list[Chunk]) -> None:
+        """Start to read records that the next step will want, as far as there is room for them."""
+        for chunk in chunks:
+            if chunk.home is Home.NVME and chunk.master is None and id(chunk) not in self._visits:
+                if not self._room([chunk], spare=_SPARE):
+                    return
+                self._set_out(chunk)
 
     def travel(self, batches: list[list[Chunk]]) -> Iterator[list[Chunk]]:
         """Each batch in turn, with masters, states and gradients at hand; it goes home when the next is asked for."""
         self._abandon()
+        ahead = 0  # batches that have set out
         for number, batch in enumerate(batches):
-            for chunk in batch:
-                self._set_out(chunk)
-            self._finish_leaving(len(batches[number - 1]) if number else 0)
-            if number + 1 < len(batches):
-                for chunk in batches[number + 1]:
+            while ahead < len(batches) and (ahead < number + 2 or self._room(batches[ahead])):
+                for chunk in batches[ahead]:
                     self._set_out(chunk)
+                    self._bring_gradient(chunk)
+                ahead += 1
             for chunk in batch:
                 self._arrive(chunk)
             yield batch
             for chunk in batch:
                 self._leave(chunk)
-        self._finish_leaving(0)
         self._account([chunk for batch in batches for chunk in batch])
 
     @contextmanager
@@ -102,7 +129,7 @@ class Residence:
         """Masters and states of `chunks` in memory, all at once; what was changed is kept."""
         away = [chunk for chunk in chunks if chunk.master is None]
         for chunk in away:
-            self._set_out(chunk, gradient=False)
+            self._set_out(chunk)
         for chunk in chunks:
             self._arrive(chunk)
         try:
@@ -110,7 +137,8 @@ class Residence:
         finally:
             for chunk in away:
                 self._leave(chunk)
-            self._finish_leaving(0)
+            if self._staging is not None:
+                self._staging.settle()
 
     def tensors(self, chunk: Chunk) -> list[torch.Tensor]:
         """The elementwise optimizer states of a chunk in memory."""
@@ -128,74 +156,86 @@ class Residence:
         """A new chunk, its master weights at hand: to its home."""
         if chunk.home is Home.NVME:
             self._leave(chunk)
-            self._finish_leaving(1)
 
     def _abandon(self) -> None:
-        """Take home what a step that failed left on its way: its gradients are not those of the next."""
+        """Take home what a step that failed left on its way: its gradients are not those of the next. What was only
+        read is as it is on disk."""
         for visit in list(self._visits.values()):
-            visit.pending.wait()
             if visit.chunk.home is Home.NVME and visit.chunk.master is None:  # it never arrived
-                del self._visits[id(visit.chunk)]
-                self._free.append(visit.buffer)
+                self._drop_gradient(visit)
             else:
                 self._leave(visit.chunk)
 
+    def _room(self, batch: list[Chunk], *, spare: float = 0.0) -> bool:
+        """Whether a batch may set out before its turn: it rests on disk, and there is memory for it, leaving a share of
+        all to others."""
+        if self._staging is None or any(chunk.home is not Home.NVME for chunk in batch):
+            return False
+        waiting = [chunk for chunk in batch if id(chunk) not in self._visits]
+        wanted = sum(self._records[id(chunk)].nbytes for chunk in waiting)
+        return self._staging.room(wanted + int(spare * self._staging.limit))
+
     # in
 
-    def _set_out(self, chunk: Chunk, *, gradient: bool = True) -> None:
-        if id(chunk) in self._visits:
-            return
-        if chunk.home is not Home.NVME:
-            if gradient and chunk.slot.holds:
-                self._visits[id(chunk)] = _Visit(chunk, torch.empty(0), *self._gradient(chunk))
+    def _set_out(self, chunk: Chunk) -> None:
+        """Start to bring masters and states to hand, where they are not there and not on their way."""
+        if chunk.home is not Home.NVME or id(chunk) in self._visits:
             return
         record = self._records[id(chunk)]
-        assert record.extent is not None and self._tier is not None
-        buffer = self._staging(record.nbytes)
-        pending = self._tier.read(record.extent, 0, buffer[: record.nbytes])
-        own, grad_pending = self._gradient(chunk) if gradient and chunk.slot.holds else (None, DONE)
-        self._visits[id(chunk)] = _Visit(chunk, buffer, own, _Both(pending, grad_pending))
+        assert record.extent is not None and self._tier is not None and self._staging is not None
+        buffer = self._staging.take(record.nbytes, torch.uint8)
+        try:
+            pending = self._tier.read(record.extent, 0, buffer)
+        except BaseException:
+            self._staging.give_back(buffer)
+            raise
+        self._visits[id(chunk)] = _Visit(chunk, buffer, pending)
 
-    def _gradient(self, chunk: Chunk) -> tuple[torch.Tensor, Pending]:
-        """The chunk's part of the reduced gradient where its master weights are stepped, and when it is there."""
+    def _bring_gradient(self, chunk: Chunk) -> None:
+        """Start to bring the chunk's part of the reduced gradient to where its master weights are stepped."""
         slot = chunk.slot
-        if slot.rests is not None:
-            if slot.rests.tensor is not None:
-                return slot.rests.tensor[chunk.start : chunk.stop], DONE
-            into = host_empty(chunk.numel, slot.rests.dtype, pin=False)
-            return into, slot.rests.load(into, chunk.start)
-        assert slot.shard is not None
-        part = slot.shard[chunk.start : chunk.stop]
-        if chunk.home is Home.DEVICE or not separate(self._device):
-            return part, DONE
-        into = host_empty(chunk.numel, part.dtype, pin=self._pin)
-        return into, copy_to_host(into, part)
+        if not slot.holds:
+            return
+        visit = self._visits.setdefault(id(chunk), _Visit(chunk, None, DONE))
+        if slot.rests is not None and slot.rests.tensor is None:
+            assert self._staging is not None
+            visit.gradient = visit.own = self._staging.take(chunk.numel, slot.rests.dtype)
+            visit.gradient_pending = slot.rests.load(visit.gradient, chunk.start)
+            return
+        source = slot.rests.tensor if slot.rests is not None else slot.shard
+        assert source is not None
+        visit.gradient = source[chunk.start : chunk.stop]
+        if slot.rests is None and chunk.home is not Home.DEVICE and separate(self._device):
+            on_device, visit.gradient = visit.gradient, host_empty(chunk.numel, source.dtype, pin=self._pin)
+            visit.gradient_pending = copy_to_host(visit.gradient, on_device)
 
     def _arrive(self, chunk: Chunk) -> None:
         visit = self._visits.get(id(chunk))
         if visit is not None:
             visit.pending.wait()
+            visit.gradient_pending.wait()
             chunk.gradient = visit.gradient
-            if chunk.home is Home.NVME:
-                self._unpack(chunk, visit)
+            if visit.record is not None:
+                self._unpack(chunk, visit.record)
         self.arrived(chunk)
 
-    def _unpack(self, chunk: Chunk, visit: _Visit) -> None:
+    def _unpack(self, chunk: Chunk, buffer: torch.Tensor) -> None:
         for entry in self._records[id(chunk)].entries:
-            place = visit.buffer[entry.offset : entry.offset + entry.nbytes].view(entry.dtype).view(entry.shape)
             if entry.tenant is None:
-                chunk.master = place
+                chunk.master = entry.place(buffer)
             else:
-                self.states[entry.tenant][entry.key] = place
+                self.states[entry.tenant][entry.key] = entry.place(buffer)
 
     # out
 
     def _leave(self, chunk: Chunk) -> None:
         visit = self._visits.pop(id(chunk), None)
         chunk.gradient = None
+        if visit is not None:
+            self._drop_gradient(visit)
         if chunk.home is not Home.NVME:
             return
-        assert self._tier is not None
+        assert self._tier is not None and self._staging is not None
         found = self._found(chunk)
         record = self._records.setdefault(id(chunk), _Record())
         laid = _lay_out(found)
@@ -205,18 +245,29 @@ class Residence:
                 self._tier.free(record.extent)
             record.extent = self._tier.allocate(nbytes, f"master weights and optimizer states of {chunk.name}")
         record.entries, record.nbytes = laid, nbytes
-        buffer = visit.buffer if visit is not None else torch.empty(0, dtype=torch.uint8)
-        target = buffer if buffer.numel() >= nbytes else self._staging(nbytes)
+        buffer = visit.record if visit is not None else None
+        target = buffer
+        if target is None or target.numel() != nbytes or not _stay(laid, found, target):
+            target = self._staging.take(nbytes, torch.uint8)
         for entry, (_, _, tensor) in zip(laid, found, strict=True):
-            place = target[entry.offset : entry.offset + entry.nbytes].view(entry.dtype).view(entry.shape)
+            place = entry.place(target)
             if place.data_ptr() != tensor.data_ptr():
                 place.copy_(tensor)
             if entry.tenant is not None:
                 del self.states[entry.tenant][entry.key]
-        if target is not buffer and buffer.numel():
-            self._free.append(buffer)
+        if buffer is not None and target is not buffer:
+            self._staging.give_back(buffer)
         chunk.master = None
-        self._leaving.append((self._tier.write(record.extent, 0, target[:nbytes]), target))
+        for tenant in chunk.tenants:
+            tenant.data = tenant.data.new_empty(0)  # or the buffer could not go
+        self._staging.give_back(target, self._tier.write(record.extent, 0, target))
+
+    def _drop_gradient(self, visit: _Visit) -> None:
+        visit.gradient_pending.wait()
+        if visit.own is not None and self._staging is not None:
+            self._staging.give_back(visit.own)
+        visit.own = visit.gradient = None
+        visit.gradient_pending = DONE
 
     def _found(self, chunk: Chunk) -> list[tuple[nn.Parameter | None, str, torch.Tensor]]:
         """What a chunk has to take home: its master weights, and every tensor of its tenants' state but scalars."""
@@ -226,31 +277,6 @@ class Residence:
                 if isinstance(value, torch.Tensor) and value.dim() > 0 and value.numel() > 0:
                     found.append((tenant, key, value.contiguous()))
         return found
-
-    def _finish_leaving(self, most: int) -> None:
-        """Wait until at most `most` chunks are on their way out."""
-        while len(self._leaving) > most:
-            pending, buffer = self._leaving.pop(0)
-            pending.wait()
-            self._free.append(buffer)
-
-    def _staging(self, nbytes: int) -> torch.Tensor:
-        """A buffer of at least `nbytes`; those of finished visits are used again."""
-        assert self._tier is not None
-        still = []
-        for pending, buffer in self._leaving:
-            if pending.poll():
-                self._free.append(buffer)
-            else:
-                still.append((pending, buffer))
-        self._leaving = still
-        fits = [buffer for buffer in self._free if buffer.numel() >= nbytes]
-        if fits:
-            best = min(fits, key=torch.Tensor.numel)
-            self._free = [buffer for buffer in self._free if buffer is not best]
-            return best
-        self._free = self._free[-1:]  # too small, hence of the time before the states were made
-        return self._tier.buffer(nbytes)
 
     def _account(self, chunks: list[Chunk]) -> None:
         if arena() is None:
@@ -262,20 +288,6 @@ class Residence:
                 self._ledger.hold(f"optimizer states of {chunk.name}", held)
 
 
-class _Both:
-    """Finished once both parts are."""
-
-    def __init__(self, first: Pending, second: Pending) -> None:
-        self._first, self._second = first, second
-
-    def poll(self) -> bool:
-        return self._first.poll() and self._second.poll()
-
-    def wait(self) -> None:
-        self._first.wait()
-        self._second.wait()
-
-
 def _lay_out(found: list[tuple[nn.Parameter | None, str, torch.Tensor]]) -> list[_Entry]:
     entries, end = [], 0
     for tenant, key, tensor in found:
@@ -283,3 +295,13 @@ def _lay_out(found: list[tuple[nn.Parameter | None, str, torch.Tensor]]) -> list
         entries.append(_Entry(tenant, key, tensor.dtype, tensor.shape, end, nbytes))
         end += -(-nbytes // _ALIGN) * _ALIGN
     return entries
+
+
+def _stay(laid: list[_Entry], found: list[tuple[nn.Parameter | None, str, torch.Tensor]], record: torch.Tensor) -> bool:
+    """Whether every tensor that lies in the record already lies where it belongs: moving them there could overwrite
+    others."""
+    storage = record.untyped_storage().data_ptr()
+    return all(
+        tensor.untyped_storage().data_ptr() != storage or tensor.data_ptr() == entry.place(record).data_ptr()
+        for entry, (_, _, tensor) in zip(laid, found, strict=True)
+    )

@@ -178,6 +178,9 @@ class Runtime:
         if unit.frees:
             for other in self.foresight.next(self.present_elements()):
                 other.gather(backward=backward)
+            for other in self.foresight.to_read():
+                if not other.read_ahead():
+                    break
 
     def _release(self, unit: Unit, *, soon: bool = True) -> None:
         if not unit.released or unit.users or unit.pinned or self._active[unit.index]:

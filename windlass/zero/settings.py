@@ -9,6 +9,7 @@ import torch
 
 from windlass.comm.transport import Ways
 from windlass.storage.slot import Home
+from windlass.storage.staging import Staging
 from windlass.storage.tier import DiskTier
 from windlass.zero.partition import Rules
 from windlass.zero.policy import Policy
@@ -25,7 +26,9 @@ class Homes:
         ratio: the share of elements whose states rest at `state`; the rest stays on the device.
         pin: page-lock host memory.
         disk: for NVMe homes.
-        in_flight: elements that one batch of an update on disk may have.
+        staging: lends the host memory through which what is on disk comes and goes.
+        read_ahead: elements of parameters to read from disk ahead of their gathers.
+        at_once: elements that one batch of an update on disk may have.
     """
 
     param: Home = Home.DEVICE
@@ -34,7 +37,9 @@ class Homes:
     ratio: float = 1.0
     pin: bool = True
     disk: DiskTier | None = None
-    in_flight: int = 1 << 62
+    staging: Staging | None = None
+    at_once: int = 1 << 62
+    read_ahead: int = 0
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from windlass.storage.slot import Home
 from windlass.storage.tier import DiskTier
 from windlass.zero import registry
 from windlass.zero.access import Released, mark_present
+from windlass.zero.chunk import pipelined
 from windlass.zero.construct import Builder, check_devices, effective, make_units
 from windlass.zero.foresight import Foresight
 from windlass.zero.gradient_slot import GradientSlot
@@ -104,14 +105,17 @@ class ShardedModel:
             ),
         )
         whole = optimizer is not None and not is_elementwise(optimizer)
-        at_once = settings.sub_group if homes.state is not Home.NVME else min(settings.sub_group, homes.in_flight)
+        at_once = min(settings.sub_group, pipelined(self.slots))
+        if not whole:  # else ranks take part in each other's batches, which must be the same on all
+            at_once = min(at_once, homes.at_once)
         self.masters = Masters(self.slots, 1 << 62 if whole else at_once, homes, device, self.ledger)
         for unit, span in self._builder.fill(self.units, plans, self.gradients):
             self.masters.make(unit, span)
             del span  # or it would live while the next unit is filled
         self.parking = Parking(self.units, self.slots, self.masters, device, self.ledger)
-        foresight = Foresight(settings.ahead, self._live(), settings.reuse)
+        foresight = Foresight(settings.ahead, self._live(), settings.reuse, homes.read_ahead)
         self.runtime = Runtime(self.units, blocks, foresight)
+        self.gradients.landed = self._landed
         self.runtime.on_backward_end.append(self.gradients.end_backward)
         self.update: ElementwiseUpdate | WholeUpdate | None = None
         if optimizer is not None:
@@ -119,6 +123,7 @@ class ShardedModel:
         self._handles: list[RemovableHandle] = []
         self._closer = finalize(self, _close, mesh, self.ledger, homes.disk)
         self._attach(blocks)
+        self.steps_next: Callable[[], bool] = lambda: False  # whether a step follows the backward that runs
         self.loss_scale: Callable[[], float] = lambda: 1.0  # what is in the gradients now
         self.masters.remember_versions(self.units)
         self._learned = False
@@ -301,6 +306,11 @@ class ShardedModel:
             for block in blocks:
                 self._handles += attach_block(block, self.runtime)
         self._handles += attach_model(self.model, self.runtime)
+
+    def _landed(self, slot: GradientSlot) -> None:
+        """A reduced gradient is on its way home: what its step needs from disk sets out too."""
+        if self.steps_next():
+            self.masters.read_ahead(slot.unit)
 
     def _live(self) -> int:
         """Elements that may be present at once: what the settings say, or half of what is left of a budget."""

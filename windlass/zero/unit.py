@@ -146,6 +146,10 @@ class Unit:
                 self.transport.publish(self.buffer)
             self.let_go()
 
+    def read_ahead(self) -> bool:
+        """Start to read this rank's cut from disk, for the next gather; False if there is no room for it."""
+        return self.rests is None or self.rests.read_ahead()
+
     def gather(self, *, backward: bool = False) -> None:
         """Start to make the parameters present; `await_present` finishes that."""
         if self.presence is not Presence.RELEASED:
