@@ -347,7 +347,7 @@ def edits_between() -> dict[str, torch.Tensor]:
 
 
 class LateState(torch.optim.Optimizer):
-    """Momentum that appears in the third step, before a state that was there: its record is laid out anew."""
+    """Momentum that appears in the third step; from then on the order of the two states changes from step to step."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr})
@@ -359,21 +359,24 @@ class LateState(torch.optim.Optimizer):
                 if p.grad is None:
                     continue
                 state = self.state[p]
-                seen = state.pop("seen", torch.zeros_like(p))
+                seen = state.pop("seen", torch.zeros_like(p)).add_(p.grad.abs())
                 state["count"] = state.get("count", 0) + 1
-                if state["count"] >= 3:
-                    state.setdefault("momentum", torch.zeros_like(p)).mul_(0.9).add_(p.grad)
-                state["seen"] = seen.add_(p.grad.abs())
-                p.sub_(group["lr"] * (state.get("momentum", p.grad) / (1 + state["seen"])))
+                if state["count"] < 3:
+                    state["seen"], change = seen, p.grad
+                else:
+                    change = state.pop("momentum", torch.zeros_like(p)).mul_(0.9).add_(p.grad)
+                    kept = [("momentum", change), ("seen", seen)]
+                    state.update(kept if state["count"] % 2 else reversed(kept))
+                p.sub_(group["lr"] * (change / (1 + seen)))
 
 
 def late_states(state: str, folder: str) -> dict[str, torch.Tensor]:
-    """Parameters after five steps of a rule whose state grows."""
+    """Parameters after six steps of a rule whose states change their places."""
     subject = specimen("four_blocks")
     config = ds_config(Recipe(), Setting(stage=2, zero=homes(state, "none", folder)))
     config.pop("optimizer", None)
     engine = start(subject, config, optimizer=LateState)
-    for micro in range(5):
+    for micro in range(6):
         subject.train(engine, subject.batch(Place(micro, 0, torch.distributed.get_rank())), engine.backward)
         engine.step()
     found = whole_params(engine.module)
