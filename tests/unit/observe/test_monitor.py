@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import csv
 import logging
-import signal
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -159,37 +157,6 @@ def test_a_writer_that_fails_is_dropped_loudly_and_the_others_go_on(
         logger.removeHandler(handler)
     assert len(lines) == 1 and "csv_monitor" in lines[0] and "No space left" in lines[0]
     assert [entry[0] for entry in wandb.said if isinstance(entry, tuple)] == [1, 2]
-
-
-INTERRUPTED = """
-import sys, time
-from types import SimpleNamespace as N
-from windlass.observe.monitor import Monitor
-off = N(enabled=False)
-on = N(enabled=True, output_path=sys.argv[1], job_name="j")
-monitor = Monitor(N(tensorboard=off, wandb=off, csv_monitor=on), rank=0)
-for step in range(10**9):
-    monitor.write_events([("loss", 1.0, step)])
-    if step == 20:
-        print("going", flush=True)
-"""
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="sends SIGINT")
-def test_an_interrupted_run_leaves_whole_rows(tmp_path: Path) -> None:
-    root = Path(__file__).parents[3]
-    process = subprocess.Popen(
-        [sys.executable, "-c", INTERRUPTED, str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=root
-    )
-    assert process.stdout is not None
-    with process:
-        process.stdout.readline()
-        process.send_signal(signal.SIGINT)
-    content = (tmp_path / "j" / "loss.csv").read_text()
-    assert content.endswith("\n")
-    table = rows(tmp_path / "j" / "loss.csv")
-    assert table[0] == ["step", "loss"] and len(table) > 20
-    assert table[1:] == [[str(step), "1.0"] for step in range(len(table) - 1)]
 
 
 def test_a_wandb_that_cannot_start_is_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,26 +1,27 @@
-"""One of three gloo ranks of the checkpoint tests: `python -m tests.unit.checkpoint.rank_worker RANK ROOT`."""
+"""Checkpoints of several ranks: saved on 2 and loaded on 3 and 1, and one rank's fault told alike by all."""
 
 from __future__ import annotations
 
 import errno
 import json
 import os
-import sys
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 
+from tests.dist.harness import run_ranks
 from tests.unit.checkpoint import states
 from windlass.base.errors import CheckpointError
-from windlass.checkpoint import FlatShard, SavedState, load, save
+from windlass.checkpoint import FlatShard, SavedState, load, read_full, save, tags
 from windlass.checkpoint.agree import Ranks
 
 WORLD = 3
+Run = tuple[Path, list[dict[str, Any]]]
 
 
 def failure(call: Callable[[], object]) -> str:
@@ -90,19 +91,68 @@ def failures(rank: int, root: Path) -> dict[str, str]:
     return found
 
 
-def main() -> None:
-    rank, root = int(sys.argv[1]), Path(sys.argv[2])
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{root}.store", rank=rank, world_size=WORLD, timeout=timedelta(seconds=60)
-    )
+def saved_and_loaded(root: Path) -> dict[str, Any]:
+    """What one rank found."""
+    rank = dist.get_rank()
     result = {"resharded": resharded(rank, root), "failures": failures(rank, root)}
     into = states.empty(rank, WORLD)
     load(root, None, into)
     states.assert_loaded(into, offset=1)
-    Path(f"{root}.{rank}.json").write_text(json.dumps(result))
-    dist.destroy_process_group()
+    return result
 
 
-if __name__ == "__main__":
-    main()
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """The directory that three ranks saved into, and what each of them found."""
+    root = tmp_path_factory.mktemp("ranks") / "run"
+    return root, run_ranks(saved_and_loaded, WORLD, root)
+
+
+def test_two_ranks_save_and_three_load(run: Run) -> None:
+    _, results = run
+    assert [result["resharded"]["saved_world_size"] for result in results] == [2, 2, 2]
+    assert [result["resharded"]["rank_plain"] for result in results] == [0, 1, None]
+
+
+@pytest.mark.parametrize(("tag", "offset", "world"), [("two", 0, 2), ("three", 1, 3)])
+def test_one_process_loads_what_several_saved(
+    run: Run, tag: str, offset: int, world: int
+) -> None:
+    root, _ = run
+    into = states.empty()
+    loaded = load(root, tag, into)
+    states.assert_loaded(into, offset=offset)
+    assert loaded.saved_world_size == world
+    assert dict(read_full(root, tag))["param/conv"].equal(states.whole("param/conv", offset))
+
+
+def test_replicas_are_written_once_and_by_all(run: Run) -> None:
+    root, _ = run
+    files = json.loads((root / "replicas" / "checkpoint.json").read_text())["tensors"]
+    writers = [chunk["file"] for record in files.values() for chunk in record["chunks"]]
+    assert len(writers) == len(states.SHAPES)
+    assert set(writers) == {f"rank_{rank:05d}.safetensors" for rank in range(WORLD)}
+
+
+def test_a_fault_on_one_rank_is_told_alike_on_all(run: Run) -> None:
+    root, results = run
+    told = results[0]["failures"]
+    assert [result["failures"] for result in results] == [told] * WORLD
+    expected = {
+        "plain": "preparing to save failed on rank 1: odd is a builtins.object",
+        "tags": "ranks save to different places (rank 0: ",
+        "overlap": "rank 0: element 2 of 'x' lies in two different cuts",
+        "recut": "ranks 0 and 2 hold ranges of 'x' that overlap but differ",
+        "shapes": "ranks disagree on 'x': rank 0 has shape (9,), torch.float32, rank 2 has shape (10,)",
+        "disk": "saving failed on rank 2: disk full while writing",
+        "rename": "finishing the save failed on rank 0:",
+        "misfit": "preparing to load failed on rank 1: ",
+        "missing": "1 missing (buffer/lonely)",
+        "absent": "looking for the checkpoint failed on rank 0: there is no checkpoint 'nowhere'",
+        "damage": "rank_00002.safetensors is damaged: entry",
+    }
+    assert told.keys() == expected.keys()
+    for fault, text in expected.items():
+        assert text in told[fault], fault
+    assert tags(root) == ["two", "three", "replicas", "damaged"]
+    assert {path.name for path in root.iterdir()} == {*tags(root), "latest"}
