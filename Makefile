@@ -24,7 +24,7 @@ test: $(VENV)/.test
 	$(BIN)/python -m pytest
 
 check: lint
-	$(BIN)/python -m pytest tests/unit -q
+	$(BIN)/python -m pytest tests/unit -q -n 2 --dist worksteal
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

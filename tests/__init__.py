@@ -1,1 +1,1 @@
-"""The tests: unit (one process), dist (ranks over gloo and shared memory), parity (full products), gpu."""
+"""The tests: unit (one process), process (programs), dist (ranks on gloo and shared memory), parity (products), gpu."""

@@ -1,10 +1,11 @@
-"""What holds for every test: no network, no chatter of libraries, and no debugging asked for by who runs the tests."""
+"""What holds for every test: no network, one thread, no chatter of libraries, and no debugging that was asked for."""
 
 from __future__ import annotations
 
 import os
 import signal
 
+import pytest
 from hypothesis import settings
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -22,3 +23,11 @@ if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is signal.SIG_I
 # Machines that run tests are often busy: a slow example is no failure. On CI the examples are the same every time.
 settings.register_profile("windlass", deadline=None, derandomize=bool(os.environ.get("CI")), print_blob=True)
 settings.load_profile("windlass")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> None:
+    """What tests compute is small: threads would wait for each other, and for those of tests that run beside them."""
+    import torch  # not above: who only hands out tests to other processes (`make check`) need not pay for it
+
+    torch.set_num_threads(1)

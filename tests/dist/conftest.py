@@ -5,18 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-import torch
 
 from tests.dist import harness
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _pool() -> Iterator[None]:
-    """End the workers when the session ends; the parent, which trains the oracles, computes with one thread too."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+    """End the workers when the session ends."""
     yield
-    torch.set_num_threads(threads)
     if harness._pool is not None:
         harness._pool.close()
 

@@ -1,1 +1,1 @@
-"""Tests in one process (or a few short ones), laid out as the package is."""
+"""Tests in one process, laid out as the package is; what has to start another with torch in it is in `process`."""

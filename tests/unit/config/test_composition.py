@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import combinations, product
+from itertools import combinations
 from typing import Any
 
 import pytest
@@ -76,7 +76,8 @@ def test_exceptions_name_choices_that_exist() -> None:
 
 def test_nothing_is_left_uncovered_by_everything_that_is_offered() -> None:
     offered = {axis: [name for name, value in values.items() if not value.unbuilt] for axis, values in AXES.items()}
-    cases = [dict(zip(offered, choice, strict=True)) for choice in product(*offered.values())]
+    first = {axis: names[0] for axis, names in offered.items()}
+    cases = [{**first, x: a, y: b} for x, y in combinations(offered, 2) for a in offered[x] for b in offered[y]]
     assert uncovered(cases, available={"gpu"}) == []
     assert all(pair.needs == set() for pair in working_pairs())
     assert {pair.needs for pair in working_pairs({"gpu"})} == {frozenset(), frozenset({"gpu"})}
