@@ -1,0 +1,61 @@
+"""Parameters that do not train, alone and beside adapters that do."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from tests.models.plain import Regressor
+from tests.models.specimen import WIDTH
+
+
+def frozen() -> nn.Module:
+    """The first block and one matrix of the second are frozen; gradients must pass through both."""
+    model = Regressor(blocks=3)
+    model.blocks[1].requires_grad_(False)
+    model.blocks[2].up.weight.requires_grad_(False)
+    return model
+
+
+def frozen_first() -> nn.Module:
+    """Frozen up to the last block, so the first blocks have no backward at all."""
+    model = Regressor(blocks=3)
+    model.blocks[:2].requires_grad_(False)
+    return model
+
+
+class LoraLinear(nn.Module):
+    """A frozen matrix and a trainable low-rank one. `base_dtype` may differ from the adapters' fp32."""
+
+    def __init__(self, base_dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.base = nn.Linear(WIDTH, WIDTH).to(base_dtype).requires_grad_(False)
+        self.down = nn.Linear(WIDTH, 4, bias=False)
+        self.up = nn.Linear(4, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        base = self.base(x.to(self.base.weight.dtype))
+        return base.to(x.dtype) + self.up(self.down(x))
+
+
+class LoraBlock(nn.Module):
+    """A block of two adapted matrices: two units, frozen and trainable."""
+
+    def __init__(self, base_dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.first = LoraLinear(base_dtype)
+        self.second = LoraLinear(base_dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.second(torch.tanh(self.first(self.norm(x))))
+
+
+def lora() -> nn.Module:
+    """Two adapted blocks and a trainable head."""
+    return Regressor(block=LoraBlock)
+
+
+def mixed() -> nn.Module:
+    """bf16 frozen base, fp32 norms, fp32 adapters: three kinds of unit in one block."""
+    return Regressor(block=lambda: LoraBlock(torch.bfloat16))

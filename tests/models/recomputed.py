@@ -1,0 +1,42 @@
+"""Activation checkpointing by torch, of both kinds."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.models.plain import Block
+from tests.models.specimen import WIDTH, mse
+
+
+class Checkpointed(nn.Module):
+    """Every block under activation checkpointing of one kind."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+        self.inward = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = self.inward(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return mse(x, y)
+
+
+class CheckpointedPairs(nn.Module):
+    """A checkpoint around two blocks, and a frozen block inside it."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+        self.inward = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.blocks[2].requires_grad_(False)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = self.inward(x)
+        for index in (0, 2):
+            x = checkpoint(nn.Sequential(*self.blocks[index : index + 2]), x, use_reentrant=self.reentrant)
+        return mse(x, y)

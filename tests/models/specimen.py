@@ -1,0 +1,85 @@
+"""What a specimen is: a model, its micro-batches at every place, and how one of them is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+WIDTH = 16
+VOCABULARY = 29
+ROWS = 3  # samples in a micro-batch
+
+Batch = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which micro-batch: the optimizer step, the micro-batch within it, the rank."""
+
+    step: int
+    micro: int
+    rank: int
+
+    def generator(self) -> torch.Generator:
+        """A generator of its own for every place."""
+        seed = 1 + self.step * 10_007 + self.micro * 101 + self.rank * 1_000_003
+        return torch.Generator().manual_seed(seed)
+
+
+def one_loss(call: Callable[..., Any], batch: Batch, backward: Callable[..., None]) -> Tensor:
+    """The usual micro-batch: the model returns its loss."""
+    loss = call(**batch)
+    backward(loss)
+    return loss.detach()
+
+
+@dataclass(frozen=True)
+class Specimen:
+    """A model and how it is trained. `train(call, batch, backward)` returns the detached loss of one micro-batch."""
+
+    name: str
+    build: Callable[[], nn.Module]
+    batch: Callable[[Place], Batch]
+    train: Callable[[Callable[..., Any], Batch, Callable[..., None]], Tensor] = one_loss
+    traits: frozenset[str] = field(default_factory=frozenset)
+
+
+def rows(place: Place, count: int = ROWS) -> Batch:
+    """A regression micro-batch: x and y [count, WIDTH]."""
+    generator = place.generator()
+    x = torch.randn(count, WIDTH, generator=generator)
+    return {"x": x, "y": torch.tanh(x.roll(1, -1)) + 0.1 * torch.randn(count, WIDTH, generator=generator)}
+
+
+def many_rows(place: Place) -> Batch:
+    """Enough rows for their variance to be well away from zero."""
+    return rows(place, 8 * ROWS)
+
+
+def tokens(place: Place) -> Batch:
+    """A language micro-batch: ids [ROWS, 6]."""
+    return {"ids": torch.randint(0, VOCABULARY, (ROWS, 6), generator=place.generator())}
+
+
+def mse(out: Tensor, y: Tensor) -> Tensor:
+    """Mean squared error in fp32, whatever the model computes in."""
+    return F.mse_loss(out.float(), y.float())
+
+
+def cross_entropy(logits: Tensor, ids: Tensor) -> Tensor:
+    """Next-token loss in fp32."""
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
+
+
+def cast(batch: Any, dtype: torch.dtype) -> Any:
+    """The batch with its floating-point tensors in `dtype`."""
+    if isinstance(batch, Tensor):
+        return batch.to(dtype) if batch.is_floating_point() else batch
+    if isinstance(batch, dict):
+        return {key: cast(value, dtype) for key, value in batch.items()}
+    return batch

@@ -1,0 +1,126 @@
+"""Ways to train a micro-batch: several forwards, several backwards, and what goes wrong between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.models.plain import Block
+from tests.models.specimen import WIDTH, Batch, mse, one_loss
+
+
+class TwoHeads(nn.Module):
+    """Returns two losses of one trunk, which may be recomputed in each backward."""
+
+    def __init__(self, recompute: bool = False) -> None:
+        super().__init__()
+        self.recompute = recompute
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.heads = nn.ModuleDict({"a": nn.Linear(WIDTH, WIDTH), "b": nn.Linear(WIDTH, WIDTH)})
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
+        return mse(self.heads["a"](x), y), mse(self.heads["b"](x), y.flip(-1))
+
+
+def two_losses(call: Callable[..., Any], batch: Batch, backward: Callable[..., None]) -> Tensor:
+    """One forward, two backwards through a shared trunk."""
+    first, second = call(**batch)
+    backward(first, retain_graph=True)
+    backward(second)
+    return (first + second).detach()
+
+
+def two_forwards(call: Callable[..., Any], batch: Batch, backward: Callable[..., None]) -> Tensor:
+    """Forward, forward, backward, backward: both graphs alive at once."""
+    first = call(**batch)
+    second = call(x=batch["y"], y=batch["x"])
+    backward(first)
+    backward(second)
+    return (first + second).detach()
+
+
+def alternating(call: Callable[..., Any], batch: Batch, backward: Callable[..., None]) -> Tensor:
+    """Forward, backward, forward, backward within one micro-batch."""
+    first = call(**batch)
+    backward(first)
+    second = call(x=batch["y"], y=batch["x"])
+    backward(second)
+    return (first + second).detach()
+
+
+def summed_forwards(call: Callable[..., Any], batch: Batch, backward: Callable[..., None]) -> Tensor:
+    """Two forwards of the whole model joined in one loss: every module is used twice in one backward."""
+    loss = call(**batch) + call(x=batch["y"], y=batch["x"])
+    backward(loss)
+    return loss.detach()
+
+
+def retained(call: Callable[..., Any], batch: Batch, backward: Callable[..., None]) -> Tensor:
+    """Two backwards through the very same graph: the gradient counts twice."""
+    loss = call(**batch)
+    backward(loss, retain_graph=True)
+    backward(loss)
+    return loss.detach()
+
+
+def discarded(call: Callable[..., Any], batch: Batch, backward: Callable[..., None]) -> Tensor:
+    """A forward whose graph is dropped, before and after the one that counts."""
+    call(x=batch["y"], y=batch["x"])
+    loss = call(**batch)
+    call(x=batch["y"], y=batch["x"])
+    backward(loss)
+    return loss.detach()
+
+
+class Fragile(nn.Module):
+    """Raises in the middle of its forward when told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(FragileBlock() for _ in range(3))
+
+    def forward(self, x: Tensor, y: Tensor, fail: bool = False) -> Tensor:
+        for index, block in enumerate(self.blocks):
+            x = block(x, fail and index == 1)
+        return mse(x, y)
+
+
+class FragileBlock(nn.Module):
+    """A block of `Fragile`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Block()
+
+    def forward(self, x: Tensor, fail: bool) -> Tensor:
+        x = self.inner(x)
+        if fail:
+            raise ArithmeticError("told to fail")
+        return x
+
+
+def interrupted(call: Callable[..., Any], batch: Batch, backward: Callable[..., None]) -> Tensor:
+    """A forward that raises, which the caller survives (out of memory, a bad sample), then one that counts."""
+    try:
+        call(**batch, fail=True)
+    except ArithmeticError:
+        pass
+    else:
+        raise AssertionError("the forward was told to fail")
+    return one_loss(call, batch, backward)
+
+
+def gradient_penalty(call: Callable[..., Any], batch: Batch, backward: Callable[..., None]) -> Tensor:
+    """A penalty on the gradient with respect to the inputs: a backward with a graph inside, then through it."""
+    x = batch["x"].clone().requires_grad_()
+    loss = call(x=x, y=batch["y"])
+    (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+    total = loss + 0.5 * slope.float().square().sum()
+    backward(total)
+    return total.detach()
