@@ -149,9 +149,14 @@ def train_rank(name: str, recipe: Recipe, setting: Setting) -> RankTrace:
             engine.step()
         trace.losses.append(losses)
         trace.norms.append(float(engine.grad_norm()))
+    return finished(engine, trace)
+
+
+def finished(engine: Any, trace: RankTrace) -> RankTrace:
+    """The trace with what training came to; the engine is destroyed."""
     trace.params = whole_params(engine.module)
     state = engine.full_state_dict()
-    if rank == 0:
+    if torch.distributed.get_rank() == 0:
         trace.model = {key: value.detach().clone() for key, value in state.items()}
         trace.buffers = {key: b.detach().clone() for key, b in engine.module.named_buffers()}
     engine.destroy()

@@ -16,6 +16,7 @@ from tests.dist.laws import (
     complaints,
     ds_config,
     expected,
+    finished,
     reads_gradients,
     specimen,
     start,
@@ -59,12 +60,7 @@ def by_hand(name: str, setting: Setting, way: str) -> RankTrace:
         engine.step()
         trace.losses.append(losses)
         trace.norms.append(float(engine.grad_norm()))
-    trace.params = whole_params(engine.module)
-    state = engine.full_state_dict()
-    if rank == 0:
-        trace.model = {key: value.clone() for key, value in state.items()}
-    engine.destroy()
-    return trace
+    return finished(engine, trace)
 
 
 HANDS = pairwise(

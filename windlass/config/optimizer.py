@@ -11,7 +11,7 @@ from pydantic import ValidationInfo, field_validator
 
 from windlass.config import parameters
 from windlass.config.parameters import Parameter, Table, ignored, unbuilt
-from windlass.config.problems import Kind, Problem, Refusal, nearest
+from windlass.config.problems import Problem, Refusal
 from windlass.config.section import Section
 from windlass.config.verdict import accepted, honoured
 
@@ -159,10 +159,7 @@ def parameter_problems(optimizer: OptimizerConfig) -> Iterator[Problem]:
     """An unknown type, unknown parameter names and values of the wrong shape."""
     table = _table(optimizer)
     if table is None:
-        known = (*PARAMETERS, *_torch_classes())
-        near = nearest(optimizer.type, known)
-        hint = f"nearest is {near}" if near else f"known are {', '.join(sorted(set(known)))}"
-        yield Problem(Kind.TYPE, "optimizer.type", f'there is no optimizer "{optimizer.type}"; {hint}')
+        yield parameters.unknown_type("optimizer.type", "optimizer", optimizer.type, (*PARAMETERS, *_torch_classes()))
         return
     yield from parameters.problems("optimizer.params", optimizer.params, table, optimizer.type)
 

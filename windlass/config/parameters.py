@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -43,6 +43,13 @@ def integral(params: Mapping[str, Any], table: Table) -> dict[str, Any]:
         return int(value) if wants_int and isinstance(value, float) and value.is_integer() else value
 
     return {name: whole(name, value) for name, value in params.items()}
+
+
+def unknown_type(path: str, kind: str, given: str, known: Collection[str]) -> Problem:
+    """There is no `kind` of that name: the nearest that there is, or all."""
+    near = nearest(given, known)
+    hint = f"nearest is {near}" if near else f"known are {', '.join(sorted(set(known)))}"
+    return Problem(Kind.TYPE, path, f'there is no {kind} "{given}"; {hint}')
 
 
 def problems(path: str, params: Mapping[str, Any], table: Table, owner: str) -> Iterator[Problem]:

@@ -11,7 +11,7 @@ from pydantic import ValidationInfo, field_validator
 from windlass.config import parameters
 from windlass.config.optimizer import signature_table
 from windlass.config.parameters import Parameter, Table
-from windlass.config.problems import Kind, Problem, Refusal, nearest
+from windlass.config.problems import Kind, Problem, Refusal
 from windlass.config.section import Section
 from windlass.config.verdict import honoured
 
@@ -89,10 +89,7 @@ def parameter_problems(scheduler: SchedulerConfig) -> Iterator[Problem]:
     """An unknown type, unknown or missing parameters, and values of the wrong shape."""
     table = _table(scheduler)
     if table is None:
-        known = (*PARAMETERS, *_torch_classes())
-        near = nearest(scheduler.type, known)
-        hint = f"nearest is {near}" if near else f"known are {', '.join(sorted(set(known)))}"
-        yield Problem(Kind.TYPE, "scheduler.type", f'there is no schedule "{scheduler.type}"; {hint}')
+        yield parameters.unknown_type("scheduler.type", "schedule", scheduler.type, (*PARAMETERS, *_torch_classes()))
         return
     if scheduler.type in UNBUILT_TYPES:
         return

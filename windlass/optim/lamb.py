@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.optim.optimizer import ParamsT
 
-from windlass.base.errors import ConfigError, ModelError
+from windlass.base.errors import ConfigError
+from windlass.optim.one_by_one import OneByOne
 
 
-class Lamb(torch.optim.Optimizer):
+class Lamb(OneByOne):
     """LAMB with the parameter names, and the order of operations, of DeepSpeed's FusedLamb.
 
     With Adam's moments m and v: u = m / (sqrt(v) + eps) + wd w; ratio = |w| / |u| clamped to [min_coeff, max_coeff],
     and 1 where either norm is 0; w <- w - lr c ratio u. The bias correction c = sqrt(1 - b2^t) / (1 - b1^t) scales
-    the step
-    and not the moments, which is where this differs from the paper: there c cancels, here it is a warm-up of 1/(1 -
-        b2) steps. Norms are over one whole parameter and taken in fp32.
+    the step and not the moments, which is where this differs from the paper: there c cancels, here it is a warm-up of
+    1/(1 - b2) steps. Norms are over one whole parameter and taken in fp32.
 
     Source: You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes", arXiv:1904.00962,
     algorithm 2. State: `step` (0-d fp32), `exp_avg`, `exp_avg_sq`.
@@ -72,26 +71,7 @@ class Lamb(torch.optim.Optimizer):
             },
         )
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step every parameter that has a gradient; returns what `closure` returns.
-
-        Raises:
-            ModelError: a gradient is sparse.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, parameter.grad, group)
-        return loss
-
     def _update(self, parameter: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> None:
-        if grad.is_sparse:
-            raise ModelError(f"Lamb: the gradient of a parameter of shape {tuple(grad.shape)} is sparse; make it dense")
         state = self.state[parameter]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32)

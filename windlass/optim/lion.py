@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.optim.optimizer import ParamsT
 
-from windlass.base.errors import ConfigError, ModelError
+from windlass.base.errors import ConfigError
+from windlass.optim.one_by_one import OneByOne
 
 
-class Lion(torch.optim.Optimizer):
+class Lion(OneByOne):
     """Lion: c = b1 m + (1 - b1) g; w <- (1 - lr wd) w - lr sign(c); m <- b2 m + (1 - b2) g.
 
     Source: Chen et al., "Symbolic Discovery of Optimization Algorithms", arXiv:2302.06675, algorithm 2. State:
@@ -35,26 +35,7 @@ class Lion(torch.optim.Optimizer):
             )
         super().__init__(params, {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay})
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step every parameter that has a gradient; returns what `closure` returns.
-
-        Raises:
-            ModelError: a gradient is sparse.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, parameter.grad, group)
-        return loss
-
     def _update(self, parameter: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> None:
-        if grad.is_sparse:
-            raise ModelError(f"Lion: the gradient of a parameter of shape {tuple(grad.shape)} is sparse; make it dense")
         state = self.state[parameter]
         if not state:
             state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
