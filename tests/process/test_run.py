@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from windlass.cli.main import main
 from windlass.launch.outcome import Outcome
 from windlass.launch.run import LaunchError, launch, start, threads_per_rank
 
@@ -162,3 +163,11 @@ def test_threads_that_the_caller_gives_are_not_announced_over(
     monkeypatch.setattr("windlass.launch.run.logger.info", lambda text, *values: said.append(text))
     assert launch([script(REPORT)], 1, env={"OMP_NUM_THREADS": "5"}) == 0
     assert not said and reports(tmp_path)[0]["OMP_NUM_THREADS"] == "5"
+
+
+def test_run_leaves_the_scripts_options_alone(script: Callable[[str], str]) -> None:
+    source = "import sys; sys.exit(0 if sys.argv[1:] == ['--debug', '--nproc', 'x', '-h'] else 9)"
+    for ours, theirs, code in (("--nproc", ["--debug", "--nproc", "x", "-h"], 0), ("-n", [], 9)):
+        with pytest.raises(SystemExit) as ended:
+            main(["run", ours, "1", script(source), *theirs])
+        assert ended.value.code == code

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import importlib
 import sys
-from pathlib import Path
 from types import ModuleType
 from typing import Annotated
 
@@ -113,13 +112,6 @@ def test_ctrl_c_is_130(failing: ModuleType) -> None:
 
 def test_a_commands_own_exit_code_comes_back(failing: ModuleType) -> None:
     assert call("fail", "--code", "7") == 7
-
-
-def test_run_leaves_the_scripts_options_alone(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text("import sys; sys.exit(0 if sys.argv[1:] == ['--debug', '--nproc', 'x', '-h'] else 9)")
-    assert call("run", "--nproc", "1", str(script), "--debug", "--nproc", "x", "-h") == 0
-    assert call("run", "-n", "1", str(script)) == 9
 
 
 def test_env_says_what_it_can_and_never_fails(
