@@ -8,7 +8,7 @@ INSTALL := $(BIN)/python -m pip install -qq --no-compile --disable-pip-version-c
 INPUTS := pyproject.toml constraints.txt CMakeLists.txt $(wildcard windlass/kernels/native/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check lint parity bench clean
+.PHONY: help demo test check lint parity bench bench-infinity clean
 
 help:
 	@echo "make demo    train a small Llama on real text over two ranks; about five minutes with the installation"
@@ -16,6 +16,7 @@ help:
 	@echo "make check   style, types, import contract, unit tests: what a commit has to pass"
 	@echo "make parity  the full products of the laws (long)"
 	@echo "make bench   speed and memory beside plain PyTorch (long)"
+	@echo "make bench-infinity  half a billion parameters under a quarter of the memory that they take (some minutes)"
 
 demo: $(VENV)/.demo
 	$(BIN)/windlass train --config examples/demo.json --model tiny --data stdlib --nproc 2 --steps 900 --prompt "def " --out runs/demo --overwrite
@@ -37,6 +38,9 @@ parity: $(VENV)/.test
 
 bench: $(VENV)/.test
 	$(BIN)/python bench/train.py
+
+bench-infinity: $(VENV)/.test
+	$(BIN)/python bench/infinity.py
 
 clean:
 	rm -rf $(VENV)

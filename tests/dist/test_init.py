@@ -58,7 +58,7 @@ def differences(build: Callable[[], nn.Module], **options: Any) -> list[str]:
     said = [] if rank or torch.equal(after, torch.rand(4)) else ["the random stream moved"]
     from windlass.zero.access import Released
 
-    if torch.distributed.get_world_size() > 1:
+    if torch.distributed.get_world_size() > 1 or options.get("remote_device") == "nvme":
         said += [f"{n} is whole" for n, p in model.named_parameters() if not isinstance(p, Released)]
     found, wanted = whole(model), dict(plain.named_parameters(remove_duplicate=False))
     if list(found) != list(wanted):

@@ -39,6 +39,9 @@ def aligned_buffer(nbytes: int) -> tuple[torch.Tensor, object]:
 def buffer_bytes(wanted: int, count: int, *, told: int | None = None, ranks: int = 1, share: float = 0.25) -> int:
     """How large each of `count` staging buffers should be, in whole pages.
 
+    What the host and its control groups have left is shared by all ranks; what this process may still take under its own
+    limits (`ulimit -d`, `ulimit -v`) is not.
+
     Args:
         wanted: bytes beyond which a buffer is of no use: the largest thing that passes through one.
         count: buffers that are in use at once.
@@ -51,11 +54,12 @@ def buffer_bytes(wanted: int, count: int, *, told: int | None = None, ranks: int
     """
     if told is not None:
         return page_up(max(told, 1))
-    free = free_memory()
-    allowed = int((_UNKNOWN if free is None else free) * share) // max(1, count * ranks)
+    free, own = free_memory(), _own_limits()
+    allowed = int(min((_UNKNOWN if free is None else free) // max(1, ranks), own) * share) // max(1, count)
     if allowed < min(_LEAST, wanted):
         raise StorageError(
-            f"{count} staging buffers on each of {ranks} ranks do not fit into {in_words(free or 0)} of free memory; "
+            f"{count} staging buffers on each of {ranks} ranks do not fit into {in_words(min(free or 0, own))} of free "
+            "memory; "
             "free some, or say a smaller buffer_count"
         )
     return page_up(min(wanted, allowed))
@@ -69,6 +73,20 @@ def free_memory() -> int | None:
     found = [_host(), *_groups()]
     known = [nbytes for nbytes in found if nbytes is not None]
     return max(0, min(known)) if known else None
+
+
+def _own_limits() -> int:
+    """Bytes that this process may still map under its limits of data (`ulimit -d`) and address space (`ulimit -v`)."""
+    left = _UNLIMITED
+    with contextlib.suppress(OSError, ImportError, ValueError):
+        import resource
+
+        used = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+        for limit, name in ((resource.RLIMIT_DATA, "VmData"), (resource.RLIMIT_AS, "VmSize")):
+            most = resource.getrlimit(limit)[0]
+            if most != resource.RLIM_INFINITY and name in used:
+                left = min(left, most - int(used[name].split()[0]) * 1024)
+    return max(0, left)
 
 
 def _host() -> int | None:

@@ -12,13 +12,14 @@ import torch
 
 from windlass.base.device import local_device
 from windlass.base.errors import CheckpointError, ConfigError
+from windlass.base.memory import separate
 from windlass.zero.born import Home, InMemory, Keeping
 
 _DEVICES = (None, "none", "cpu", "nvme")
 
 
-def home_of(remote_device: str | None, pin_memory: bool, config: Any) -> Home:
-    """What puts a piece where it shall be kept.
+def home_of(remote_device: str | None, pin_memory: bool, config: Any) -> tuple[Home, bool]:
+    """What puts a piece where it shall be kept, and whether that is other memory than the device's.
 
     Args:
         remote_device: None, none, cpu or nvme; None: as the configuration's `offload_param` says.
@@ -36,12 +37,12 @@ def home_of(remote_device: str | None, pin_memory: bool, config: Any) -> Home:
         path = section.nvme_path if section is not None else None
         if not path:
             raise ConfigError("remote_device='nvme' needs zero_optimization.offload_param.nvme_path; name a directory")
-        return PieceFile(Path(path[0])).put
+        return PieceFile(Path(path[0])).put, True
+    device = local_device()
     if where == "none":
-        device = local_device()
-        return lambda cut: InMemory(cut, device)
+        return (lambda cut: InMemory(cut, device)), False
     pins = pin_memory and torch.cuda.is_available()
-    return lambda cut: InMemory(cut.cpu().pin_memory() if pins else cut.cpu())
+    return (lambda cut: InMemory(cut.cpu().pin_memory() if pins else cut.cpu())), separate(device)
 
 
 class PieceFile:

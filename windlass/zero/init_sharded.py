@@ -100,7 +100,7 @@ class Init:
         init_distributed()
         self.group = _group(data_parallel_group)
         self._dtype = parse_dtype(dtype) if isinstance(dtype, str) else dtype
-        self._home = home_of(remote_device, pin_memory, known)
+        self._home, self._leaves = home_of(remote_device, pin_memory, known)
         self._site: Site | None = None
         self._thread = 0
         self._modules: dict[int, ReferenceType[nn.Module]] = {}
@@ -141,7 +141,7 @@ class Init:
 
     def _begin(self) -> None:
         return_freed_memory()
-        if self.group.size > 1:
+        if self.group.size > 1 or self._leaves:
             self._site = Site(self.group, self._home, local_device())
             born.set_builder(self._bring)
         self._replacement.install()

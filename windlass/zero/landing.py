@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from windlass.base.memory import Ledger, Then, copy_to_host, host_empty, separate
+from windlass.base.memory import Ledger, copy_to_host, host_empty, separate
 from windlass.base.pending import DONE, Pending, Step
 from windlass.comm.groups import Group
 from windlass.comm.transport import cut
@@ -78,17 +78,16 @@ class Landing:
             return
         adds = slot.landed
         slot.landed = True
-        if rests.tensor is not None and not adds:
-            self._under_way.append((copy_to_host(rests.tensor, out), out))
+        if not adds:
+            landing = rests.put(out)
+            landing.poll()  # on its way to disk, if it is there already
+            self._under_way.append((landing, out))
             return
         staged = out
         arrival: Pending = DONE
         if separate(self._device):
             staged = host_empty(out.numel(), out.dtype, pin=True)
             arrival = copy_to_host(staged, out)
-        if not adds:
-            self._under_way.append((Then(arrival, lambda: rests.store(staged)), out))
-            return
         slot.squares = None  # of the sum, which is known only where it rests
         self._under_way.append((Step(None, arrival.wait, lambda: _add(rests, staged)), out))
 

@@ -1,0 +1,147 @@
+"""A rank that trains a model larger than the memory it may take, and notes how much it takes."""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import sysconfig
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from windlass.observe.memory import pss
+
+_EVERY_SECONDS = 0.1
+_VOCABULARY = 256  # bytes
+
+
+class Watch:
+    """Proportional bytes of this process over time.
+
+    Attributes:
+        samples: seconds since the start, bytes.
+        marks: seconds since the start, what began then.
+    """
+
+    def __init__(self) -> None:
+        self._start = time.monotonic()
+        self.samples: list[tuple[float, int]] = []
+        self.marks: list[tuple[float, str]] = []
+        threading.Thread(target=self._sample, daemon=True).start()
+
+    def mark(self, what: str) -> None:
+        """`what` begins now."""
+        self.marks.append((time.monotonic() - self._start, what))
+
+    def _sample(self) -> None:
+        while True:
+            self.samples.append((time.monotonic() - self._start, pss() or 0))
+            time.sleep(_EVERY_SECONDS)
+
+
+def main(folder: str) -> None:
+    """Do the work in `folder`/work.json; the answer lies beside it."""
+    work = json.loads(Path(folder, "work.json").read_text())
+    # The kernel refuses more private memory than this; what ranks share is in the samples.
+    resource.setrlimit(resource.RLIMIT_DATA, (work["cap"], work["cap"]))
+    watch = Watch()
+    watch.mark("import")
+    import torch
+    import torch.distributed as dist
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    import windlass
+
+    config = _config(work)
+    watch.mark("build")
+    torch.manual_seed(0)
+    llama = LlamaConfig(
+        vocab_size=_VOCABULARY,
+        hidden_size=work["hidden"],
+        intermediate_size=work["hidden"] * 11 // 4,
+        num_hidden_layers=work["layers"],
+        num_attention_heads=work["hidden"] // 64,
+        max_position_embeddings=work["length"],
+        use_cache=False,
+    )
+    with windlass.zero.Init(config_dict_or_path=config, remote_device="nvme"):
+        model = AutoModelForCausalLM.from_config(llama)
+    model.gradient_checkpointing_enable()
+    watch.mark("initialize")
+    engine, *_ = windlass.initialize(model=model, config=config)
+    rank = dist.get_rank()
+    batches = _batches(work, rank)
+    losses, seconds, moved = [], [], []
+    staging, disk = engine._sharded.homes.staging, engine._sharded.homes.disk
+    for step in range(work["steps"]):
+        watch.mark(f"step {step + 1}")
+        disk.achieved(reset=True)
+        begun = time.monotonic()
+        tokens = batches[step]
+        loss = engine(input_ids=tokens, labels=tokens).loss
+        engine.backward(loss)
+        engine.step()
+        seconds.append(time.monotonic() - begun)
+        mean = loss.detach().float().clone()
+        dist.all_reduce(mean)
+        losses.append(float(mean) / dist.get_world_size())
+        rates = disk.achieved()
+        moved.append([rates.disk_read_bytes, rates.disk_write_bytes])
+        if rank == 0:
+            print(f"step {step + 1}/{work['steps']}: loss {losses[-1]:.4f}, {seconds[-1]:.1f} s, "
+                  f"{(pss() or 0) / 1e9:.2f} GB of {work['cap'] / 1e9:.2f} GB", flush=True)
+    staging.settle()
+    watch.mark("end")
+    answer: dict[str, Any] = {
+        "parameters": sum(unit["elements"] for unit in engine.report()["units"]),
+        "samples": watch.samples,
+        "marks": watch.marks,
+        "losses": losses,
+        "seconds": seconds,
+        "disk": moved,
+        "staging": [staging.limit, staging.peak],
+        "path": disk.path_in_use(),
+    }
+    Path(folder, f"rank{rank}.json").write_text(json.dumps(answer))
+    engine.destroy()
+
+
+def _config(work: dict[str, Any]) -> dict[str, Any]:
+    block = 4 * work["hidden"] ** 2 + 3 * work["hidden"] * (work["hidden"] * 11 // 4)
+    away = {"device": "nvme", "nvme_path": work["path"]}
+    return {
+        "train_micro_batch_size_per_gpu": work["batch"],
+        "gradient_clipping": 1.0,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": work["lr"]}},
+        "zero_optimization": {
+            "stage": 3,
+            "offload_optimizer": {**away, "gradients": "nvme"},
+            "offload_param": away,
+            # By default a billion parameters may stay gathered, more than this model has.
+            "stage3_max_live_parameters": 4 * block,
+            "stage3_max_reuse_distance": block,
+            "stage3_prefetch_bucket_size": 2 * block,
+        },
+        "steps_per_print": 10**9,
+    }
+
+
+def _batches(work: dict[str, Any], rank: int) -> Any:
+    """`[steps, batch, length]` bytes of the standard library's sources, others on each rank."""
+    import torch
+
+    sources = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    text = b"".join(path.read_bytes() for path in sources)
+    wanted = work["steps"] * work["batch"] * work["length"]
+    generator = torch.Generator().manual_seed(rank)
+    found = []
+    for first in torch.randint(len(text) - work["length"], (wanted // work["length"],), generator=generator).tolist():
+        found.append(torch.frombuffer(bytearray(text[first : first + work["length"]]), dtype=torch.uint8).long())
+    return torch.stack(found).view(work["steps"], work["batch"], work["length"])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
