@@ -61,7 +61,15 @@ def main(
         f"{most / 1e9:.2f} GB each"
     )
     with tempfile.TemporaryDirectory(prefix="windlass-infinity-", dir=path) as folder:
-        work = {"hidden": hidden, "layers": layers, "cap": most, "steps": steps, "batch": batch, "length": length, "lr": lr}
+        work = {
+            "hidden": hidden,
+            "layers": layers,
+            "cap": most,
+            "steps": steps,
+            "batch": batch,
+            "length": length,
+            "lr": lr,
+        }
         Path(folder, "work.json").write_text(json.dumps({**work, "path": folder}))
         env = {"WINDLASS_LOG_LEVEL": "WARNING", "OMP_NUM_THREADS": str(threads_per_rank(ranks)), **_MALLOC}
         code = launch([str(_RANK), folder], ranks, env=env)
@@ -79,7 +87,8 @@ def main(
         "states_over_memory": states / sum(peaks),
         "kept_to_it": max(peaks) < most,
         "loss_fell": fell,
-        "bytes_a_parameter_and_step": statistics.median(sum(moved) for moved in _per_step(told)) / told[0]["parameters"],
+        "bytes_a_parameter_and_step": statistics.median(sum(moved) for moved in _per_step(told))
+        / told[0]["parameters"],
     }
     console.print(_table(told, peaks, verdict))
     written = write_result(results / f"{name}.json", {"bench": "infinity", **work, "verdict": verdict, "ranks": told})
@@ -91,7 +100,9 @@ def main(
 
 def _per_step(told: list[dict[str, Any]]) -> list[list[int]]:
     """Bytes that all ranks read and wrote in each step but the first, which makes the states."""
-    return [[sum(rank["disk"][step][way] for rank in told) for way in (0, 1)] for step in range(1, len(told[0]["disk"]))]
+    return [
+        [sum(rank["disk"][step][way] for rank in told) for way in (0, 1)] for step in range(1, len(told[0]["disk"]))
+    ]
 
 
 def _table(told: list[dict[str, Any]], peaks: list[int], verdict: dict[str, Any]) -> Table:

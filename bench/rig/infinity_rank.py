@@ -68,7 +68,7 @@ def main(folder: str) -> None:
     )
     with windlass.zero.Init(config_dict_or_path=config, remote_device="nvme"):
         model = AutoModelForCausalLM.from_config(llama)
-    model.gradient_checkpointing_enable()
+    (getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable)()
     watch.mark("initialize")
     engine, *_ = windlass.initialize(model=model, config=config)
     rank = dist.get_rank()
@@ -90,8 +90,11 @@ def main(folder: str) -> None:
         rates = disk.achieved()
         moved.append([rates.disk_read_bytes, rates.disk_write_bytes])
         if rank == 0:
-            print(f"step {step + 1}/{work['steps']}: loss {losses[-1]:.4f}, {seconds[-1]:.1f} s, "
-                  f"{(pss() or 0) / 1e9:.2f} GB of {work['cap'] / 1e9:.2f} GB", flush=True)
+            print(
+                f"step {step + 1}/{work['steps']}: loss {losses[-1]:.4f}, {seconds[-1]:.1f} s, "
+                f"{(pss() or 0) / 1e9:.2f} GB of {work['cap'] / 1e9:.2f} GB",
+                flush=True,
+            )
     staging.settle()
     watch.mark("end")
     answer: dict[str, Any] = {

@@ -39,8 +39,8 @@ def aligned_buffer(nbytes: int) -> tuple[torch.Tensor, object]:
 def buffer_bytes(wanted: int, count: int, *, told: int | None = None, ranks: int = 1, share: float = 0.25) -> int:
     """How large each of `count` staging buffers should be, in whole pages.
 
-    What the host and its control groups have left is shared by all ranks; what this process may still take under its own
-    limits (`ulimit -d`, `ulimit -v`) is not.
+    What the host and its control groups have left is shared by all ranks; what this process may still take under its
+    own limits (`ulimit -d`, `ulimit -v`) is not.
 
     Args:
         wanted: bytes beyond which a buffer is of no use: the largest thing that passes through one.
