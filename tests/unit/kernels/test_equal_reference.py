@@ -79,6 +79,27 @@ def test_odd_values(rule: str, dtype: torch.dtype, path: str) -> None:
 
 
 @pytest.mark.parametrize("path", NATIVE)
+@pytest.mark.parametrize("rule", RULES)
+def test_odd_values_in_coded_blocks(rule: str, path: str) -> None:
+    """One to a block of ordinary values, as gradient and as parameter: it must be lost alike, and alone."""
+    bits = [0x7FFFFFFF, -1, 0x7FF00001, -0x100000 + 1]  # NaNs to which noise cannot be added
+    odd = torch.cat([torch.tensor(ODD), torch.tensor(bits, dtype=torch.int32).view(torch.float32)])
+    count = 2 * odd.numel() * BLOCK
+    parameter, gradient = values(count, 1), values(count, 2)
+    parameter.view(-1, BLOCK)[: odd.numel(), 7] = odd
+    gradient.view(-1, BLOCK)[odd.numel() :, 200] = odd
+    gradient.view(-1, BLOCK)[::3, 9:100] = 0  # below the smallest code, once they were not
+    ours = piece(RULES[rule](1), parameter, gradient, torch.uint8)
+    theirs = copy_of(ours)
+    for step in (1, 2):
+        for path_of, own in ((path, ours), (REFERENCE, theirs)):
+            update(RULES[rule](step), [own], path=path_of)
+        assert_same_bits(ours, theirs)
+        gradient_of = ours.gradient.view(-1, BLOCK)
+        gradient_of[:, 50:60] = values(gradient_of.shape[0] * 10, 3).view(-1, 10) * 1e-12
+
+
+@pytest.mark.parametrize("path", NATIVE)
 def test_rounding_to_16_bits_is_torchs(path: str) -> None:
     """Every bf16 and fp16 number, the middle between it and the next, and what stands just beside the middle."""
     halves = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16)

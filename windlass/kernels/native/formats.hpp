@@ -1,8 +1,10 @@
-// Between memory and fp32 vectors: bf16, fp16, and states coded in 8 bits with one scale for each block.
+// Between memory and fp32 vectors, two vectors at a time: bf16, fp16, and states coded in 8 bits with one scale for each
+// block.
 //
-// 8-bit codes are small floats under a scale that puts the block's largest magnitude at 1.875, the largest code:
+// 8-bit codes are small floats under a scale, the power of two that puts the block's largest magnitude at 1 to 1.875:
 //   signed:   sign, 4 bits of exponent, 3 of mantissa; values 2^-15 to 1.875, and 0
-//   unsigned: 5 bits of exponent, 3 of mantissa; values 2^-31 to 1.875, and 0, which only 0 itself becomes
+//   unsigned: 5 bits of exponent, 3 of mantissa; values 2^-31 to 1.875, and 0
+// So a code is cut out of the rounded fp32 number, and coding what was decoded changes nothing, whatever the noise.
 // Rounding of narrow states is stochastic: a moving average whose beta is near 1 moves by less than half a code a step,
 // so that rounding to nearest would stop it. The noise is a hash of the element's own parameter, gradient and step:
 // it does not depend on the place of the element or on how work is split. windlass/kernels/reference says the same in
@@ -17,114 +19,194 @@ namespace {
 using windlass::Format;
 using windlass::kBlock;
 
+constexpr int kPair = 2 * kLanes;
 constexpr std::uint32_t kNoiseBits = 20;  // as many as a code drops of fp32's mantissa
 constexpr std::uint32_t kNoiseMask = (1u << kNoiseBits) - 1;
-constexpr std::int32_t kSignedBase = 112 << 3, kUnsignedBase = 96 << 3;
-constexpr float kLargestCode = 1.875f;
-constexpr float kSmallestSigned = 0x1.2p-15f;   // the value of code 1
-constexpr std::int32_t kLeastScaled = 0x01000000;  // bits of 2^-125: smaller magnitudes are scaled as if they were this
+constexpr std::uint32_t kSecondNoise = 0x9e3779b1u;
+constexpr float kSmallestSigned = 0x1.2p-15f;  // the value of code 1
 
-inline F widen_bf16(Half a) { return (F)(widen_bits(a) << 16); }
+// Exponents (of fp32, biased) that the codes span below that of the scale; and that of the least scale, under which
+// code 1 is a normal number and, where values are compared with it times a noise, so is that product.
+template <bool kSigned>
+constexpr int kSpan = kSigned ? 15 : 31;
+template <bool kSigned>
+constexpr int kLeastScale = kSigned ? 64 : 32;
 
-inline Half narrow_bf16(F a) {
-    const U bits = (U)a;
-    const U rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-    return low_half(select(a != a, all_bits(0x7fc0u), rounded));
+WINDLASS_INLINE Halves narrow_bf16(F a, F b) {
+    const auto rounded = [](F value) {
+        const U bits = (U)value;
+        return select(value != value, all_bits(0x7fc00000u), bits + 0x7fffu + ((bits >> 16) & 1u));
+    };
+    return upper_halves(rounded(a), rounded(b));
 }
 
-// A hash of 32 bits; state k takes 20 of them.
-inline U noise(F parameter, F gradient, std::uint32_t seed) {
-    // One NaN for all: which bits of a NaN survive is the processor's choice.
-    const U bits = select(parameter != parameter, all_bits(0x7fc00000u), (U)parameter);
-    U hash = (bits * 0x9e3779b1u) ^ ((U)gradient + seed);
-    hash = (hash ^ (hash >> 15)) * 0x85ebca77u;
-    hash = (hash ^ (hash >> 13)) * 0xc2b2ae3du;
-    return hash ^ (hash >> 16);
+inline std::uint32_t scrambled(std::uint32_t bits) {
+    bits = (bits ^ (bits >> 16)) * 0x85ebca6bu;
+    bits = (bits ^ (bits >> 13)) * 0xc2b2ae35u;
+    return bits ^ (bits >> 16);
 }
 
-inline U noise_of_state(U hash, int state) {
-    return (state == 0 ? hash : hash >> (state == 1 ? 12 : 6)) & kNoiseMask;
+// A hash of 32 bits, of which each state takes 20. What differs from step to step is made of the seed once; the old
+// parameter is taken, since the new one comes last.
+struct Noise {
+    std::uint32_t first, second, added;
+
+    explicit Noise(std::uint32_t seed)
+        : first(scrambled(3 * seed) | 1u), second(scrambled(3 * seed + 1) | 1u), added(scrambled(3 * seed + 2)) {}
+
+    WINDLASS_INLINE U operator()(F parameter, F gradient) const {
+        // A NaN counts as 0: which bits of it survive is the processor's choice.
+        const U spread = select(parameter == parameter, (U)parameter * first, U{});
+        const U hash = spread ^ ((U)gradient + added);
+        return (hash ^ (hash >> 15)) * second;
+    }
+};
+
+WINDLASS_INLINE U noise_of_state(U hash, int state) {
+    if (state == 1) return hash >> 12;
+    return (state == 0 ? hash ^ (hash >> 12) : hash >> 6) & kNoiseMask;
 }
 
-inline Half round_stochastically_bf16(F a, U noise) {
-    const U rounded = ((U)a + (noise >> 4)) >> 16;
-    return low_half(select(a != a, all_bits(0x7fc0u), rounded));
+WINDLASS_INLINE Halves round_stochastically_bf16(F a, F b, U noise_a, U noise_b) {
+    const auto rounded = [](F value, U noise) {
+        return select(value != value, all_bits(0x7fc00000u), (U)value + (noise >> 4));
+    };
+    return upper_halves(rounded(a, noise_a), rounded(b, noise_b));
 }
 
 template <bool kSigned>
-inline F decode(Byte code, F scale) {
-    const U bits = widen_bits(code);
-    const U magnitude = kSigned ? bits & 127u : bits;
-    U value = (magnitude + (kSigned ? kSignedBase : kUnsignedBase)) << kNoiseBits;
-    value = select(magnitude == 0u, U{}, value);
-    if constexpr (kSigned) value |= (bits >> 7) << 31;
-    return (F)value * scale;
-}
-
-// `inverse` scales the block's largest magnitude to kLargestCode.
-template <bool kSigned>
-inline Byte encode(F a, F inverse, U noise) {
-    const U sign = (U)a & 0x80000000u;
-    const F size = (F)((U)a ^ sign) * inverse;
-    const I code = (I)(((U)size + noise) >> kNoiseBits) - (kSigned ? kSignedBase : kUnsignedBase);
+WINDLASS_INLINE void decode(const std::uint8_t* codes, F scale, F& a, F& b) {
+    const Halves bits = load_bytes(codes);
+    Halves values;
     if constexpr (kSigned) {
-        const F threshold = __builtin_convertvector((I)noise, F) * (0x1p-20f * kSmallestSigned);
-        const I below = size > threshold ? I{} + 1 : I{};
-        const I inside = least(code, I{} + 127);
-        const U chosen = (U)select(size < kSmallestSigned, below, inside);
-        return low_byte(chosen | (sign >> 24));
+        const Halves high = bits << 8;  // the sign stands where it belongs; a zero is ready
+        const Halves spread = (Halves)((SignedHalves)high >> 4);
+        values = where_bits(bits, 0x7f, (spread & 0x87f0) | 0x3800, high);
     } else {
-        const I lowest = a != 0.0f ? I{} + 1 : I{};
-        return low_byte((U)most(least(code, I{} + 255), lowest));
+        values = where_bits(bits, 0xff, (bits << 4) | 0x3000, bits);
     }
+    U low, high;
+    widen_upper(values, low, high);
+    a = (F)low * scale;
+    b = (F)high * scale;
 }
 
-// The largest magnitude of a block; compared as integers, so that a NaN or an infinity wins. Four maxima at a time,
-// since each has to wait for the one before.
-inline float largest(const float* values) {
-    constexpr int ways = 4;
-    I tops[ways] = {I{} + kLeastScaled, I{} + kLeastScaled, I{} + kLeastScaled, I{} + kLeastScaled};
-    for (std::int64_t i = 0; i < kBlock; i += ways * kLanes) {
-        for (int way = 0; way < ways; ++way) {
-            tops[way] = most(tops[way], load<I>(values + i + way * kLanes) & 0x7fffffff);
+// What coding a block of one state needs of all its elements before it can code the first.
+template <bool kSigned>
+struct Extent {
+    Halves most_ = {}, least_ = all_halves(0xffff);
+    Numbers numbers;
+
+    // Takes a pair of values; returns both with noise added, in the upper halves: sign, exponent, mantissa of 3 bits
+    // as it is rounded, and 4 bits to be dropped. Codes are made of them.
+    WINDLASS_INLINE Halves take(F a, F b, U noise_a, U noise_b) {
+        numbers.take(a, b);
+        const Halves rounded = upper_halves((U)a + noise_a, (U)b + noise_b);
+        const Halves size = kSigned ? rounded & 0x7fff : rounded;
+        most_ = most(most_, size);
+        least_ = least(least_, size);
+        return rounded;
+    }
+
+    // Biased exponent of the largest magnitude; 255 or more where the block is lost.
+    WINDLASS_INLINE int exponent() const {
+        return numbers.all_are() ? static_cast<std::uint16_t>(~least_of(~most_)) >> 7 : 255;
+    }
+};
+
+// `floor` is the size of code 0; no size lies below code 1.
+template <bool kSigned>
+WINDLASS_INLINE Halves encode_inside(Halves rounded, std::uint16_t floor) {
+    const Halves above = rounded - floor;
+    if constexpr (kSigned) return ((above >> 4) & 0x7f) | ((rounded >> 8) & 0x80);
+    return above >> 4;
+}
+
+// Of any size. Signed ones below code 1 are rounded once more, to it or to 0; unsigned ones become code 1.
+template <bool kSigned>
+WINDLASS_INLINE Halves encode_any(Halves rounded, std::uint16_t floor, F smallest, U noise_a, U noise_b) {
+    const Halves size = rounded & 0x7ff0;
+    const Halves inside = (size - floor) >> 4;
+    Halves below = select(size == 0, Halves{}, all_halves(1));
+    if constexpr (kSigned) {
+        const auto part = [smallest](U noise) {
+            const U other = (noise * kSecondNoise) & kNoiseMask;
+            return (U)(__builtin_convertvector((I)other, F) * smallest);
+        };
+        below = select(size > upper_halves(part(noise_a), part(noise_b)), all_halves(1), Halves{});
+    }
+    const Halves code = select(size < static_cast<std::uint16_t>(floor + 16), below, inside);
+    return kSigned ? code | ((rounded >> 8) & 0x80) : code;
+}
+
+// Codes of a block and their scale. `hashes` are those whose noise `rounded` was made with.
+template <bool kSigned>
+WINDLASS_INLINE void encode(const Extent<kSigned>& extent, const std::uint16_t* rounded, const std::uint32_t* hashes, int state,
+                   std::uint8_t* codes, float* scale) {
+    int exponent = extent.exponent();
+    if (__builtin_expect(exponent >= 255, 0)) {
+        *scale = __builtin_inff();
+        __builtin_memset(codes, 0, kBlock);
+        return;
+    }
+    if (exponent < kLeastScale<kSigned>) exponent = kLeastScale<kSigned>;
+    *scale = __builtin_bit_cast(float, exponent << 23);
+    const auto floor = static_cast<std::uint16_t>((exponent - kSpan<kSigned>) << 7);
+    if (least_of(extent.least_) >= floor + 16) {
+        for (std::int64_t i = 0; i < kBlock; i += 2 * kPair) {
+            store(codes + i, low_bytes(encode_inside<kSigned>(load<Halves>(rounded + i), floor),
+                                       encode_inside<kSigned>(load<Halves>(rounded + i + kPair), floor)));
         }
+        return;
     }
-    const I together = most(most(tops[0], tops[1]), most(tops[2], tops[3]));
-    std::int32_t top = kLeastScaled;
-    for (int lane = 0; lane < kLanes; ++lane) top = together[lane] > top ? together[lane] : top;
-    return __builtin_bit_cast(float, top);
+    const F smallest = all(kSmallestSigned * 0x1p-20f * *scale);
+    const auto coded = [&](std::int64_t i) {
+        return encode_any<kSigned>(load<Halves>(rounded + i), floor, smallest,
+                                   noise_of_state(load<U>(hashes + i), state),
+                                   noise_of_state(load<U>(hashes + i + kLanes), state));
+    };
+    for (std::int64_t i = 0; i < kBlock; i += 2 * kPair) store(codes + i, low_bytes(coded(i), coded(i + kPair)));
 }
 
-inline void widen(Format format, const void* from, float* to) {
-    const auto* halves = static_cast<const std::uint16_t*>(from);
-    if (format == Format::bf16) {
-        for (std::int64_t i = 0; i < kBlock; i += kLanes) store(to + i, widen_bf16(load<Half>(halves + i)));
+inline std::int64_t width(Format format) { return format == Format::fp32 ? 4 : format == Format::coded ? 1 : 2; }
+
+// Elements `at` to `at + kPair` of an array of any float format.
+WINDLASS_INLINE void load_pair(Format format, const char* from, std::int64_t at, F& a, F& b) {
+    from += at * width(format);
+    if (format == Format::fp32) {
+        a = load<F>(from);
+        b = load<F>(from + sizeof(F));
+    } else if (format == Format::bf16) {
+        U low, high;
+        widen_upper(load<Halves>(from), low, high);
+        a = (F)low;
+        b = (F)high;
     } else {
-        for (std::int64_t i = 0; i < kBlock; i += kLanes) store(to + i, widen_fp16(load<Half>(halves + i)));
+        a = widen_fp16(load<Half>(from));
+        b = widen_fp16(load<Half>(from + sizeof(Half)));
     }
 }
 
-template <Format kFormat, bool kPastCache>
-inline void narrow_to(const float* from, std::uint16_t* to) {
-    for (std::int64_t i = 0; i < kBlock; i += kLanes) {
-        const F value = load<F>(from + i);
-        const Half half = kFormat == Format::bf16 ? narrow_bf16(value) : narrow_fp16(value);
-        if constexpr (kPastCache) {
-            stream(to + i, half);
-        } else {
-            store(to + i, half);
-        }
+// With `past_cache` (`to` must be aligned) the result is not read again soon: it is written without being fetched first.
+WINDLASS_INLINE void store_pair(Format format, char* to, std::int64_t at, F a, F b, bool past_cache) {
+    to += at * width(format);
+    if (format == Format::fp32) {
+        store(to, a);
+        store(to + sizeof(F), b);
+        return;
     }
-}
-
-// With `past_cache` the result is not read again soon: it is written without being fetched first.
-inline void narrow(Format format, const float* from, void* to, bool past_cache) {
-    auto* halves = static_cast<std::uint16_t*>(to);
-    past_cache = past_cache && reinterpret_cast<std::uintptr_t>(to) % sizeof(Half) == 0;
+    Halves halves;
     if (format == Format::bf16) {
-        return past_cache ? narrow_to<Format::bf16, true>(from, halves) : narrow_to<Format::bf16, false>(from, halves);
+        halves = narrow_bf16(a, b);
+    } else {
+        const Half parts[2] = {narrow_fp16(a), narrow_fp16(b)};
+        halves = load<Halves>(parts);
     }
-    return past_cache ? narrow_to<Format::fp16, true>(from, halves) : narrow_to<Format::fp16, false>(from, halves);
+    if (past_cache) {
+        stream(to, halves);
+    } else {
+        store(to, halves);
+    }
 }
 
 }  // namespace

@@ -33,10 +33,13 @@ void update(const Job& job, const Piece& piece, std::int64_t begin, std::int64_t
 }
 
 void norms(const Job& job, const Piece& piece, std::int64_t begin, std::int64_t end, double* sums) {
-    const Lamb rule(job, 1.0f);
-    for (std::int64_t at = begin; at < end; at += kBlock) {
-        const std::int64_t count = end - at < kBlock ? end - at : kBlock;
-        norms_of_block(rule, job, piece, at, count, sums + 2 * (at / kBlock));
+    switch (job.state) {
+        case Format::coded:
+            return norms_of_blocks<Format::coded>(job, piece, begin, end, sums);
+        case Format::bf16:
+            return norms_of_blocks<Format::bf16>(job, piece, begin, end, sums);
+        default:
+            return norms_of_blocks<Format::fp32>(job, piece, begin, end, sums);
     }
 }
 

@@ -1,5 +1,5 @@
-// One pass of a rule over memory. Where all is fp32 it runs on the caller's memory; else a block at a time is widened
-// into the first-level cache, updated there, and written back narrow: main memory is still read and written once.
+// One pass of a rule over memory. Where all is fp32 it runs on long spans of the caller's memory; else a block at a
+// time is read in any formats, updated and written back narrow: main memory is read and written once.
 #pragma once
 
 #include "formats.hpp"
@@ -11,8 +11,8 @@ using windlass::kMostStates;
 using windlass::Piece;
 
 template <class T>
-inline T* pointer(std::uint64_t address, std::int64_t elements = 0) {
-    return reinterpret_cast<T*>(static_cast<std::uintptr_t>(address)) + elements;
+inline T* pointer(std::uint64_t address, std::int64_t bytes = 0) {
+    return reinterpret_cast<T*>(static_cast<std::uintptr_t>(address) + bytes);
 }
 
 // `count` is a multiple of kLanes.
@@ -45,179 +45,273 @@ inline void sweep(const Rule& rule, float divisor, float* parameter, const float
     }
 }
 
-inline std::int64_t width(Format format) { return format == Format::fp32 ? 4 : format == Format::coded ? 1 : 2; }
+// Where blocks of one piece begin, in the formats of its job.
+struct Place {
+    char *parameter, *gradient, *lowered;
+    char* state[kMostStates];
+    float* scale[kMostStates];
 
-// A block of one piece in fp32: the caller's own memory where it is that already and whole, else a copy. What lies
-// behind the end of a part block is 0 at first, is computed with the rest, and is not written.
-class Tile {
-  public:
-    Tile(const Job& job, const Piece& piece, std::int64_t begin, std::int64_t count)
-        : job_(job), piece_(piece), begin_(begin), count_(count), whole_(count == kBlock) {
-        gradient = view(job.gradient, piece.gradient, gradients_);
-        parameter = view(job.parameter, piece.parameter, parameters_);
-    }
-
-    template <class Rule>
-    void open_states() {
-        if constexpr (Rule::kStates > 0) open_state<Rule::kSigned[0]>(0);
-        if constexpr (Rule::kStates > 1) open_state<Rule::kSigned[1]>(1);
-        if constexpr (Rule::kStates > 2) open_state<Rule::kSigned[2]>(2);
-    }
-
-    // Writes back what was renewed; nothing is left to do where the rule ran on the caller's memory.
-    template <class Rule>
-    void close() {
-        if constexpr (Rule::kStates > 0) {
-            if (job_.state == Format::bf16 || job_.state == Format::coded) {
-                for (std::int64_t i = 0; i < kBlock; i += kLanes) {
-                    store(noise_ + i, noise(load<F>(parameter + i), load<F>(gradient + i), job_.seed));
-                }
-            }
-            close_state<Rule::kSigned[0]>(0);
+    Place(const Job& job, const Piece& piece, std::int64_t begin)
+        : parameter(pointer<char>(piece.parameter, begin * width(job.parameter))),
+          gradient(pointer<char>(piece.gradient, begin * width(job.gradient))),
+          lowered(pointer<char>(piece.lowered, begin * width(job.lowered))) {
+        for (int number = 0; number < kMostStates; ++number) {
+            state[number] = pointer<char>(piece.state[number], begin * width(job.state));
+            scale[number] = pointer<float>(piece.scale[number], begin / kBlock * sizeof(float));
         }
-        if constexpr (Rule::kStates > 1) close_state<Rule::kSigned[1]>(1);
-        if constexpr (Rule::kStates > 2) close_state<Rule::kSigned[2]>(2);
-        give(job_.parameter, piece_.parameter, parameter, false);
-        if (job_.lowered != Format::none) give(job_.lowered, piece_.lowered, parameter, true);
+    }
+};
+
+// The formats of a job: any, or some that are common and known when this is compiled, for which the loop over a block
+// has nothing to decide.
+struct AnyFormats {
+    Format parameter, gradient, lowered;
+    explicit AnyFormats(const Job& job) : parameter(job.parameter), gradient(job.gradient), lowered(job.lowered) {}
+};
+
+template <Format kGradient, Format kLowered>
+struct KnownFormats {
+    static constexpr Format parameter = Format::fp32, gradient = kGradient, lowered = kLowered;
+    explicit KnownFormats(const Job&) {}
+
+    static bool fit(const Job& job) {
+        return job.parameter == parameter && job.gradient == gradient && job.lowered == lowered;
+    }
+};
+
+// Asks for what is read at `at` of a block some blocks on: the work on a block is too long for the processor to look
+// past it.
+WINDLASS_INLINE void prefetch(Format format, const char* from, std::int64_t at) {
+    constexpr std::int64_t line = 64, ahead = 3 * kBlock;
+    const std::int64_t bytes = width(format);
+    if (at * bytes % line != 0) return;
+    for (std::int64_t byte = 0; byte < kPair * bytes; byte += line) {
+        __builtin_prefetch(from + (at + ahead) * bytes + byte);
+    }
+}
+
+template <class Rule, Format kState, int kNumber>
+WINDLASS_INLINE void load_state(const Place& block, const float* scale, std::int64_t at, F* a, F* b) {
+    if constexpr (kNumber < Rule::kStates) {
+        const char* from = block.state[kNumber];
+        if constexpr (kState == Format::coded) {
+            const auto* codes = reinterpret_cast<const std::uint8_t*>(from) + at;
+            decode<Rule::kSigned[kNumber]>(codes, all(scale[kNumber]), a[kNumber], b[kNumber]);
+        } else {
+            load_pair(kState, from, at, a[kNumber], b[kNumber]);
+        }
+    }
+}
+
+template <class Rule, Format kState>
+WINDLASS_INLINE void load_states(const Place& block, const float* scale, std::int64_t at, F* a, F* b) {
+    load_state<Rule, kState, 0>(block, scale, at, a, b);
+    load_state<Rule, kState, 1>(block, scale, at, a, b);
+    load_state<Rule, kState, 2>(block, scale, at, a, b);
+}
+
+// Extents of a rule's states.
+template <class Rule>
+struct Extents {
+    Extent<Rule::kSigned[0]> first;
+    Extent<Rule::kSigned[1]> second;
+    Extent<Rule::kSigned[2]> third;
+
+    template <int kNumber>
+    WINDLASS_INLINE auto& of() {
+        if constexpr (kNumber == 0) {
+            return first;
+        } else if constexpr (kNumber == 1) {
+            return second;
+        } else {
+            return third;
+        }
+    }
+};
+
+// A block between the pass that computes it and the one that codes its states.
+template <class Rule>
+struct Uncoded {
+    alignas(64) std::uint32_t hashes[kBlock];
+    alignas(64) std::uint16_t rounded[Rule::kStates + 1][kBlock];
+};
+
+template <class Rule, Format kState, int kNumber>
+WINDLASS_INLINE void store_state(const Place& block, Uncoded<Rule>& uncoded, Extents<Rule>& extents, std::int64_t at,
+                                 F a, F b, const U* hash) {
+    if constexpr (kNumber < Rule::kStates) {
+        char* to = block.state[kNumber];
+        const U noise_a = noise_of_state(hash[0], kNumber), noise_b = noise_of_state(hash[1], kNumber);
+        if constexpr (kState == Format::fp32) {
+            store_pair(kState, to, at, a, b, false);
+        } else if constexpr (kState == Format::bf16) {
+            store(to + at * width(kState), round_stochastically_bf16(a, b, noise_a, noise_b));
+        } else {
+            store(uncoded.rounded[kNumber] + at, extents.template of<kNumber>().take(a, b, noise_a, noise_b));
+        }
+    }
+}
+
+template <class Rule, int kNumber>
+WINDLASS_INLINE void encode_state(const Place& block, const Uncoded<Rule>& uncoded, Extents<Rule>& extents) {
+    if constexpr (kNumber < Rule::kStates) {
+        encode<Rule::kSigned[kNumber]>(extents.template of<kNumber>(), uncoded.rounded[kNumber], uncoded.hashes, kNumber,
+                                       reinterpret_cast<std::uint8_t*>(block.state[kNumber]),
+                                       block.scale[kNumber]);
+    }
+}
+
+template <class Rule, Format kState, class Formats>
+WINDLASS_INLINE void update_block(const Rule& rule, const Formats formats, bool divides, float divisor,
+                                  const Noise& noise, const Place block) {
+    const bool past_cache = reinterpret_cast<std::uintptr_t>(block.lowered) % sizeof(Halves) == 0;
+    Uncoded<Rule> uncoded;
+    Extents<Rule> extents;
+    float scale[kMostStates] = {};
+    if constexpr (kState == Format::coded) {
+        for (int number = 0; number < Rule::kStates; ++number) scale[number] = *block.scale[number];
+    }
+    for (std::int64_t at = 0; at < kBlock; at += kPair) {
+        F parameter[2], gradient[2], own[2][kMostStates];
+        U hash[2];
+        load_pair(formats.parameter, block.parameter, at, parameter[0], parameter[1]);
+        load_pair(formats.gradient, block.gradient, at, gradient[0], gradient[1]);
+        load_states<Rule, kState>(block, scale, at, own[0], own[1]);
+        prefetch(formats.parameter, block.parameter, at);
+        prefetch(formats.gradient, block.gradient, at);
+        for (int number = 0; number < Rule::kStates; ++number) prefetch(kState, block.state[number], at);
+        for (int side = 0; side < 2; ++side) {
+            hash[side] = noise(parameter[side], gradient[side]);
+            const F slope = divides ? gradient[side] / all(divisor) : gradient[side];
+            parameter[side] = rule(parameter[side], slope, own[side]);
+        }
+        if constexpr (kState == Format::coded) {
+            store(uncoded.hashes + at, hash[0]);
+            store(uncoded.hashes + at + kLanes, hash[1]);
+        }
+        store_state<Rule, kState, 0>(block, uncoded, extents, at, own[0][0], own[1][0], hash);
+        store_state<Rule, kState, 1>(block, uncoded, extents, at, own[0][1], own[1][1], hash);
+        store_state<Rule, kState, 2>(block, uncoded, extents, at, own[0][2], own[1][2], hash);
+        store_pair(formats.parameter, block.parameter, at, parameter[0], parameter[1], false);
+        if (formats.lowered != Format::none) {
+            store_pair(formats.lowered, block.lowered, at, parameter[0], parameter[1], past_cache);
+        }
+    }
+    if constexpr (kState == Format::coded) {
+        encode_state<Rule, 0>(block, uncoded, extents);
+        encode_state<Rule, 1>(block, uncoded, extents);
+        encode_state<Rule, 2>(block, uncoded, extents);
+    }
+}
+
+template <class Rule, Format kState, class Formats>
+__attribute__((noinline)) void update_blocks(const Rule& rule, const Job& job, Place block, std::int64_t count) {
+    const Formats formats(job);
+    const Noise noise(job.seed);
+    const Rule own = rule;
+    const float divisor = job.divisor;
+    const bool divides = divisor != 1.0f;
+    for (; count > 0; --count) {
+        update_block<Rule, kState>(own, formats, divides, divisor, noise, block);
+        block.parameter += kBlock * width(formats.parameter);
+        block.gradient += kBlock * width(formats.gradient);
+        block.lowered += kBlock * width(formats.lowered);
+        for (int number = 0; number < Rule::kStates; ++number) {
+            block.state[number] += kBlock * width(kState);
+            block.scale[number] += 1;
+        }
+    }
+}
+
+template <class Rule, Format kState>
+void update_in_formats(const Rule& rule, const Job& job, const Place& blocks, std::int64_t count) {
+    using Plain = KnownFormats<Format::fp32, Format::none>;
+    using Mixed = KnownFormats<Format::bf16, Format::bf16>;
+    if (Mixed::fit(job)) {
+        update_blocks<Rule, kState, Mixed>(rule, job, blocks, count);
+    } else if (Plain::fit(job)) {
+        update_blocks<Rule, kState, Plain>(rule, job, blocks, count);
+    } else {
+        update_blocks<Rule, kState, AnyFormats>(rule, job, blocks, count);
+    }
+}
+
+// The elements of a part block in a whole one. What lies behind its end is 0 at first, is computed with the rest (a
+// rule leaves states of 0 where all is 0), and is not written.
+class Padded {
+  public:
+    Padded(const Job& job, const Place& part, int states, std::int64_t count)
+        : block(part), job_(job), part_(part), states_(states), count_(count) {
+        block.parameter = fill(parameter_, part.parameter, job.parameter);
+        block.gradient = fill(gradient_, part.gradient, job.gradient);
+        block.lowered = lowered_;
+        for (int number = 0; number < states; ++number) {
+            block.state[number] = fill(state_[number], part.state[number], job.state);
+        }
     }
 
-    float* parameter;
-    float* gradient;
-    float* state[kMostStates] = {};
+    void write_back() const {
+        copy(part_.parameter, parameter_, job_.parameter);
+        if (job_.lowered != Format::none) copy(part_.lowered, lowered_, job_.lowered);
+        for (int number = 0; number < states_; ++number) {
+            copy(part_.state[number], state_[number], job_.state);
+        }
+    }
+
+    Place block;
 
   private:
-    float* view(Format format, std::uint64_t address, float* own) {
-        const char* from = pointer<const char>(address) + begin_ * width(format);
-        if (format == Format::fp32) {
-            if (whole_) return pointer<float>(address, begin_);
-            for (std::int64_t i = count_; i < kBlock; ++i) own[i] = 0.0f;
-            __builtin_memcpy(own, from, count_ * sizeof(float));
-        } else if (whole_) {
-            widen(format, from, own);
-        } else {
-            std::uint16_t halves[kBlock] = {};
-            __builtin_memcpy(halves, from, count_ * sizeof(std::uint16_t));
-            widen(format, halves, own);
-        }
+    char* fill(char* own, const char* from, Format format) const {
+        __builtin_memset(own, 0, kBlock * sizeof(float));
+        copy(own, from, format);
         return own;
     }
 
-    void give(Format format, std::uint64_t address, const float* values, bool past_cache) {
-        char* to = pointer<char>(address) + begin_ * width(format);
-        if (format == Format::fp32) {
-            if (!whole_) __builtin_memcpy(to, values, count_ * sizeof(float));
-        } else if (whole_) {
-            narrow(format, values, to, past_cache);
-        } else {
-            std::uint16_t halves[kBlock];
-            narrow(format, values, halves, false);
-            __builtin_memcpy(to, halves, count_ * sizeof(std::uint16_t));
-        }
-    }
-
-    template <bool kSigned>
-    void open_state(int place) {
-        if (job_.state != Format::coded) {
-            state[place] = view(job_.state, piece_.state[place], states_[place]);
-            return;
-        }
-        state[place] = states_[place];
-        std::uint8_t part[kBlock];
-        const F scale = all(pointer<const float>(piece_.scale[place])[begin_ / kBlock]);
-        const std::uint8_t* codes = pointer<const std::uint8_t>(piece_.state[place], begin_);
-        if (!whole_) {
-            for (std::int64_t i = count_; i < kBlock; ++i) part[i] = 0;
-            __builtin_memcpy(part, codes, count_);
-            codes = part;
-        }
-        for (std::int64_t i = 0; i < kBlock; i += kLanes) {
-            store(states_[place] + i, decode<kSigned>(load<Byte>(codes + i), scale));
-        }
-    }
-
-    template <bool kSigned>
-    void close_state(int place) {
-        if (job_.state == Format::coded) {
-            encode_state<kSigned>(place);
-        } else if (job_.state == Format::bf16) {
-            std::uint16_t part[kBlock];
-            auto* out = pointer<std::uint16_t>(piece_.state[place], begin_);
-            std::uint16_t* to = whole_ ? out : part;
-            for (std::int64_t i = 0; i < kBlock; i += kLanes) {
-                const U bits = noise_of_state(load<U>(noise_ + i), place);
-                store(to + i, round_stochastically_bf16(load<F>(state[place] + i), bits));
-            }
-            if (!whole_) __builtin_memcpy(out, part, count_ * sizeof(std::uint16_t));
-        } else {
-            give(job_.state, piece_.state[place], state[place], false);
-        }
-    }
-
-    template <bool kSigned>
-    void encode_state(int place) {
-        // What stands behind the end must neither take part in the scale nor be written.
-        for (std::int64_t i = count_; i < kBlock; ++i) state[place][i] = 0.0f;
-        const float top = largest(state[place]);
-        const F inverse = all(kLargestCode / top);
-        std::uint8_t part[kBlock];
-        auto* out = pointer<std::uint8_t>(piece_.state[place], begin_);
-        std::uint8_t* to = whole_ ? out : part;
-        for (std::int64_t i = 0; i < kBlock; i += kLanes) {
-            const U bits = noise_of_state(load<U>(noise_ + i), place);
-            store(to + i, encode<kSigned>(load<F>(state[place] + i), inverse, bits));
-        }
-        if (!whole_) __builtin_memcpy(out, part, count_);
-        pointer<float>(piece_.scale[place])[begin_ / kBlock] = top / kLargestCode;
-    }
+    void copy(char* to, const char* from, Format format) const { __builtin_memcpy(to, from, count_ * width(format)); }
 
     const Job& job_;
-    const Piece& piece_;
-    std::int64_t begin_, count_;
-    bool whole_;
-    alignas(64) float gradients_[kBlock];
-    alignas(64) float parameters_[kBlock];
-    alignas(64) float states_[kMostStates][kBlock];
-    alignas(64) std::uint32_t noise_[kBlock];
+    const Place& part_;
+    int states_;
+    std::int64_t count_;
+    alignas(64) char parameter_[kBlock * sizeof(float)];
+    alignas(64) char gradient_[kBlock * sizeof(float)];
+    alignas(64) char lowered_[kBlock * sizeof(float)];
+    alignas(64) char state_[kMostStates][kBlock * sizeof(float)];
 };
 
-// Asks for what the block after the next will read: the work on a block is too long for the processor to look past it.
-template <class Rule>
-inline void prefetch(const Job& job, const Piece& piece, std::int64_t begin) {
-    const auto fetch = [begin](Format format, std::uint64_t address) {
-        const char* from = pointer<const char>(address) + begin * width(format);
-        for (std::int64_t at = 0; at < kBlock * width(format); at += 64) __builtin_prefetch(from + at);
-    };
-    fetch(job.parameter, piece.parameter);
-    fetch(job.gradient, piece.gradient);
-    for (int place = 0; place < Rule::kStates; ++place) fetch(job.state, piece.state[place]);
-}
-
-template <class Rule>
-inline void update_block(const Rule& rule, const Job& job, const Piece& piece, std::int64_t begin, std::int64_t count) {
-    Tile tile(job, piece, begin, count);
-    tile.template open_states<Rule>();
-    sweep(rule, job.divisor, tile.parameter, tile.gradient, tile.state, kBlock);
-    tile.template close<Rule>();
+template <class Rule, Format kState>
+void update_in_blocks(const Rule& rule, const Job& job, const Piece& piece, std::int64_t begin, std::int64_t end) {
+    const std::int64_t whole = (end - begin) / kBlock;
+    update_in_formats<Rule, kState>(rule, job, Place(job, piece, begin), whole);
+    begin += whole * kBlock;
+    if (begin == end) return;
+    const Place part(job, piece, begin);
+    Padded padded(job, part, Rule::kStates, end - begin);
+    update_in_formats<Rule, kState>(rule, job, padded.block, 1);
+    padded.write_back();
 }
 
 template <class Rule>
 void update_with(const Job& job, const Piece& piece, std::int64_t begin, std::int64_t end, float ratio) {
     const Rule rule(job, ratio);
-    const bool plain = job.parameter == Format::fp32 && job.gradient == Format::fp32 &&
-                       job.lowered == Format::none && (Rule::kStates == 0 || job.state == Format::fp32);
-    const std::int64_t whole = begin + (end - begin) / kBlock * kBlock;
-    if (plain) {
+    const bool fp32 = Rule::kStates == 0 || job.state == Format::fp32;
+    if (fp32 && job.parameter == Format::fp32 && job.gradient == Format::fp32 && job.lowered == Format::none) {
+        const std::int64_t bytes = begin * sizeof(float), whole = (end - begin) / kBlock * kBlock;
         float* states[kMostStates];
-        for (int place = 0; place < kMostStates; ++place) states[place] = pointer<float>(piece.state[place], begin);
-        sweep(rule, job.divisor, pointer<float>(piece.parameter, begin), pointer<const float>(piece.gradient, begin),
-              states, whole - begin);
-    } else {
-        for (std::int64_t at = begin; at < whole; at += kBlock) {
-            if (at + 3 * kBlock <= whole) prefetch<Rule>(job, piece, at + 2 * kBlock);
-            update_block(rule, job, piece, at, kBlock);
+        for (int number = 0; number < kMostStates; ++number) {
+            states[number] = pointer<float>(piece.state[number], bytes);
         }
+        sweep(rule, job.divisor, pointer<float>(piece.parameter, bytes), pointer<const float>(piece.gradient, bytes),
+              states, whole);
+        begin += whole;
     }
-    if (whole < end) update_block(rule, job, piece, whole, end - whole);
+    if (fp32) {
+        update_in_blocks<Rule, Format::fp32>(rule, job, piece, begin, end);
+    } else if (job.state == Format::bf16) {
+        update_in_blocks<Rule, Format::bf16>(rule, job, piece, begin, end);
+    } else {
+        update_in_blocks<Rule, Format::coded>(rule, job, piece, begin, end);
+    }
     fence();
 }
 
@@ -230,19 +324,40 @@ inline double square_sum(const float* values, std::int64_t count) {
     return sum;
 }
 
-inline void norms_of_block(const Lamb& rule, const Job& job, const Piece& piece, std::int64_t begin, std::int64_t count,
-                           double* sums) {
-    Tile tile(job, piece, begin, count);
-    tile.open_states<Lamb>();
+// The squares of parameter and update over the first `count` elements of a block.
+template <Format kState>
+inline void norms_of_block(const Lamb& rule, const Job& job, const Place& block, std::int64_t count, double* sums) {
+    alignas(64) float parameters[kBlock];
     alignas(64) float updates[kBlock];
-    for (std::int64_t i = 0; i < kBlock; i += kLanes) {
-        F slope = load<F>(tile.gradient + i);
-        if (job.divisor != 1.0f) slope = slope / all(job.divisor);
-        F own[2] = {load<F>(tile.state[0] + i), load<F>(tile.state[1] + i)};
-        store(updates + i, rule.direction(load<F>(tile.parameter + i), slope, own));
+    const float* const* from = block.scale;
+    const bool coded = kState == Format::coded;
+    const float scale[Lamb::kStates] = {coded ? *from[0] : 0.0f, coded ? *from[1] : 0.0f};
+    for (std::int64_t at = 0; at < kBlock; at += kPair) {
+        F parameter[2], gradient[2], own[2][Lamb::kStates];
+        load_pair(job.parameter, block.parameter, at, parameter[0], parameter[1]);
+        load_pair(job.gradient, block.gradient, at, gradient[0], gradient[1]);
+        load_states<Lamb, kState>(block, scale, at, own[0], own[1]);
+        for (int side = 0; side < 2; ++side) {
+            const F slope = job.divisor == 1.0f ? gradient[side] : gradient[side] / all(job.divisor);
+            store(parameters + at + side * kLanes, parameter[side]);
+            store(updates + at + side * kLanes, rule.direction(parameter[side], slope, own[side]));
+        }
     }
-    sums[0] = square_sum(tile.parameter, count);
+    sums[0] = square_sum(parameters, count);
     sums[1] = square_sum(updates, count);
+}
+
+template <Format kState>
+void norms_of_blocks(const Job& job, const Piece& piece, std::int64_t begin, std::int64_t end, double* sums) {
+    const Lamb rule(job, 1.0f);
+    std::int64_t at = begin;
+    for (; at + kBlock <= end; at += kBlock) {
+        norms_of_block<kState>(rule, job, Place(job, piece, at), kBlock, sums + 2 * (at / kBlock));
+    }
+    if (at == end) return;
+    const Place part(job, piece, at);
+    const Padded padded(job, part, Lamb::kStates, end - at);
+    norms_of_block<kState>(rule, job, padded.block, end - at, sums + 2 * (at / kBlock));
 }
 
 }  // namespace

@@ -5,25 +5,27 @@ from __future__ import annotations
 import torch
 
 NOISE_BITS = 20
+NOISE_MASK = (1 << NOISE_BITS) - 1
 _WORD = 0xFFFFFFFF
 
 
 def noise(parameter: torch.Tensor, gradient: torch.Tensor, seed: int) -> torch.Tensor:
-    """A hash of each element's new parameter and gradient (both fp32) and of the step; 32 bits as int64.
+    """A hash of each element's old parameter and gradient (both fp32) and of the step; 32 bits as int64.
 
     It depends on nothing but the element's own values: not on where it stands, nor on how the work is split.
     """
-    bits = torch.where(parameter.isnan(), 0x7FC00000, _bits(parameter))
-    mixed = bits * 0x9E3779B1 & _WORD
-    mixed = mixed ^ (_bits(gradient) + seed & _WORD)
-    mixed = (mixed ^ (mixed >> 15)) * 0x85EBCA77 & _WORD
-    mixed = (mixed ^ (mixed >> 13)) * 0xC2B2AE3D & _WORD
-    return mixed ^ (mixed >> 16)
+    first, second, added = (_scrambled(3 * seed + number & _WORD) for number in range(3))
+    # A NaN counts as 0: which bits of it survive is the processor's choice.
+    mixed = torch.where(parameter.isnan(), 0, _bits(parameter) * (first | 1) & _WORD)
+    mixed = mixed ^ (_bits(gradient) + added & _WORD)
+    return (mixed ^ (mixed >> 15)) * (second | 1) & _WORD
 
 
 def noise_of_state(noise: torch.Tensor, state: int) -> torch.Tensor:
-    """The 20 of the 32 bits that state number `state` is rounded with."""
-    return (noise >> (0, 12, 6)[state]) & ((1 << NOISE_BITS) - 1)
+    """The 20 bits that state number `state` is rounded with."""
+    if state == 1:
+        return noise >> 12
+    return (noise ^ (noise >> 12) if state == 0 else noise >> 6) & NOISE_MASK
 
 
 def round_to_bf16(values: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
@@ -35,3 +37,10 @@ def round_to_bf16(values: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
 
 def _bits(values: torch.Tensor) -> torch.Tensor:
     return values.view(torch.int32).to(torch.int64) & _WORD
+
+
+def _scrambled(bits: int) -> int:
+    """A word in which every bit depends on every bit of `bits`."""
+    bits = (bits ^ (bits >> 16)) * 0x85EBCA6B & _WORD
+    bits = (bits ^ (bits >> 13)) * 0xC2B2AE35 & _WORD
+    return bits ^ (bits >> 16)

@@ -47,11 +47,12 @@ def _update_span(rule: Rule, piece: Piece, divisor: float) -> None:
     gradient = piece.gradient.float()
     slope = gradient if divisor == 1.0 else torch.div(gradient, torch.tensor(divisor, dtype=torch.float32))
     states = _open(rule, piece)
-    renewed = _APPLY[type(rule)](rule, piece.parameter.float(), -slope if rule.maximize else slope, states)
+    parameter = piece.parameter.float()
+    bits = noise(parameter, gradient, rule.seed)
+    renewed = _APPLY[type(rule)](rule, parameter, -slope if rule.maximize else slope, states)
     piece.parameter.copy_(renewed)
     if piece.lowered is not None:
         piece.lowered.copy_(renewed)
-    bits = noise(renewed, gradient, rule.seed)
     for number, (signed, state) in enumerate(zip(rule.signed, states, strict=True)):
         stored, own = piece.states[number], noise_of_state(bits, number)
         if piece.scales:
