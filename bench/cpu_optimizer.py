@@ -54,6 +54,7 @@ TARGETS = (
     Target("mixed: windlass", "mixed: torch fused and casts", 1.4),
     Target("mixed: windlass", "mixed: DeepSpeedCPUAdam and casts", 2.0),
     Target("8-bit states: windlass", "fp32: windlass", 1.0),
+    Target("8-bit states, mixed: windlass", "fp32: windlass", 1.0),
 )
 
 
