@@ -1,5 +1,4 @@
-// Between memory and fp32 vectors, two vectors at a time: bf16, fp16, and states coded in 8 bits with one scale for each
-// block.
+// Between memory and fp32 vectors, two at a time: bf16, fp16, and states coded in 8 bits with one scale for each block.
 //
 // 8-bit codes are small floats under a scale, the power of two that puts the block's largest magnitude at 1 to 1.875:
 //   signed:   sign, 4 bits of exponent, 3 of mantissa; values 2^-15 to 1.875, and 0
@@ -141,8 +140,8 @@ WINDLASS_INLINE Halves encode_any(Halves rounded, std::uint16_t floor, F smalles
 
 // Codes of a block and their scale. `hashes` are those whose noise `rounded` was made with.
 template <bool kSigned>
-WINDLASS_INLINE void encode(const Extent<kSigned>& extent, const std::uint16_t* rounded, const std::uint32_t* hashes, int state,
-                   std::uint8_t* codes, float* scale) {
+WINDLASS_INLINE void encode(const Extent<kSigned>& extent, const std::uint16_t* rounded, const std::uint32_t* hashes,
+                            int state, std::uint8_t* codes, float* scale) {
     int exponent = extent.exponent();
     if (__builtin_expect(exponent >= 255, 0)) {
         *scale = __builtin_inff();
@@ -187,7 +186,7 @@ WINDLASS_INLINE void load_pair(Format format, const char* from, std::int64_t at,
     }
 }
 
-// With `past_cache` (`to` must be aligned) the result is not read again soon: it is written without being fetched first.
+// With `past_cache` (`to` must be aligned) the result is not read again soon: it is written without being fetched.
 WINDLASS_INLINE void store_pair(Format format, char* to, std::int64_t at, F a, F b, bool past_cache) {
     to += at * width(format);
     if (format == Format::fp32) {

@@ -155,9 +155,9 @@ WINDLASS_INLINE void store_state(const Place& block, Uncoded<Rule>& uncoded, Ext
 template <class Rule, int kNumber>
 WINDLASS_INLINE void encode_state(const Place& block, const Uncoded<Rule>& uncoded, Extents<Rule>& extents) {
     if constexpr (kNumber < Rule::kStates) {
-        encode<Rule::kSigned[kNumber]>(extents.template of<kNumber>(), uncoded.rounded[kNumber], uncoded.hashes, kNumber,
-                                       reinterpret_cast<std::uint8_t*>(block.state[kNumber]),
-                                       block.scale[kNumber]);
+        auto* codes = reinterpret_cast<std::uint8_t*>(block.state[kNumber]);
+        encode<Rule::kSigned[kNumber]>(extents.template of<kNumber>(), uncoded.rounded[kNumber], uncoded.hashes,
+                                       kNumber, codes, block.scale[kNumber]);
     }
 }
 
@@ -208,7 +208,7 @@ template <class Rule, Format kState, class Formats>
 __attribute__((noinline)) void update_blocks(const Rule& rule, const Job& job, Place block, std::int64_t count) {
     const Formats formats(job);
     const Noise noise(job.seed);
-    const Rule own = rule;
+    const Rule own = rule;  // here, where no store of the loop can reach it: it stays in registers
     const float divisor = job.divisor;
     const bool divides = divisor != 1.0f;
     for (; count > 0; --count) {

@@ -46,7 +46,7 @@ inline void store(void* to, V value) {
     __builtin_memcpy(to, &value, sizeof value);
 }
 
-inline F all(float value) { return value - F{}; }  // what costs nothing: not a sum, which would turn -0 into 0
+inline F all(float value) { return value - F{}; }  // no sum: that turns -0 into 0, which compilers have to do
 inline U all_bits(std::uint32_t value) { return U{} + value; }
 inline F select(I mask, F yes, F no) { return mask ? yes : no; }
 inline U select(I mask, U yes, U no) { return mask ? yes : no; }
@@ -64,6 +64,7 @@ inline std::uint16_t least_of(Halves a) {
     return least;
 }
 
+// `some` where any of `bits` is set.
 inline Halves where_bits(Halves tested, std::uint16_t bits, Halves some, Halves none) {
     return select((tested & bits) == 0, none, some);
 }
@@ -82,6 +83,7 @@ struct Numbers {
 inline U widen_bits(Half a) { return __builtin_convertvector(a, U); }
 inline Half low_half(U a) { return __builtin_convertvector(a, Half); }
 
+// The upper 16 bits of each lane of both, and back, with zeros below.
 inline Halves upper_halves(U a, U b) {
     const Half halves[2] = {low_half(a >> 16), low_half(b >> 16)};
     return load<Halves>(halves);
