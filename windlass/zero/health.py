@@ -31,11 +31,6 @@ class Health:
         self._disk, self._data, self._device = disk, data, device
         self.lost = ""
 
-    @property
-    def asks(self) -> bool:
-        """Whether anything rests on disk."""
-        return self._disk is not None
-
     def bad_here(self) -> float:
         """1 if a transfer of this rank failed and not all ranks were told yet, else 0."""
         return float(self._disk is not None and self._disk.failure is not None)
