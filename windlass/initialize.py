@@ -13,8 +13,8 @@ from torch import nn
 
 from windlass.base.device import keep_freed_memory, local_device
 from windlass.base.dtypes import parse_dtype
-from windlass.base.errors import ConfigError, ModelError
-from windlass.base.log import logger
+from windlass.base.errors import ConfigError, ModelError, StorageError
+from windlass.base.log import logger, set_level_of_config
 from windlass.comm.bootstrap import DEFAULT_TIMEOUT, init_distributed
 from windlass.comm.groups import build_data_mesh
 from windlass.comm.transport import Ways
@@ -26,7 +26,7 @@ from windlass.engine.train import Engine
 from windlass.optim import by_name, muon_groups, schedules
 from windlass.optim.loss_scale import LossScale, StaticLossScale, from_config
 from windlass.parallel import activations
-from windlass.storage import DiskTier, Home, Staging, buffer_bytes
+from windlass.storage import Home, PatientTier, Staging, buffer_bytes
 from windlass.zero import registry
 from windlass.zero.partition import Rules
 from windlass.zero.policy import policy_of
@@ -72,6 +72,8 @@ def initialize(
     Raises:
         ConfigError: the configuration is missing, wrong, or asks for what is not built.
         ModelError: the model or the optimizer can't be trained.
+        StorageError: what is to rest on disk finds no usable directory or no space, on any rank: the model is as it
+            was.
     """
     if model is None:
         raise ModelError("initialize needs a model: initialize(model=..., config=...)")
@@ -79,6 +81,7 @@ def initialize(
         raise ConfigError("mpu and mesh_param ask for model parallelism, which is not yet built; leave them out")
     settings_of = load(_source(args, config, config_params))
     settings_of.ensure_supported()
+    set_level_of_config(settings_of.log_level)
     if "activation_checkpointing" in settings_of.model_fields_set and not activations.is_configured():
         activations.configure(deepspeed_config=settings_of)
     if dist_init_required is False and not dist.is_initialized():
@@ -226,7 +229,12 @@ def _shard(
         timeout=DEFAULT_TIMEOUT,
         homes=homes,
     )
-    return ShardedModel(model, optimizer, settings, mesh, device, trains=optimizer is not None)
+    try:
+        return ShardedModel(model, optimizer, settings, mesh, device, trains=optimizer is not None)
+    except BaseException:
+        if homes.disk is not None:
+            homes.disk.close()
+        raise
 
 
 def _homes(config: Config) -> Homes:
@@ -234,14 +242,7 @@ def _homes(config: Config) -> Homes:
     zero = config.zero_optimization
     state, param = zero.offload_optimizer, zero.offload_param
     paths = [path for section in (state, param) if section is not None for path in _nvme_paths(section)]
-    disk = None
-    if paths:
-        disk = DiskTier(
-            list(dict.fromkeys(paths)),
-            queue_depth=config.aio.queue_depth,
-            block_size=config.aio.block_size,
-            threads=config.aio.intra_op_parallelism if config.aio.intra_op_parallelism > 1 else None,
-        )
+    disk = _open_disk(list(dict.fromkeys(paths)), config) if paths else None
     staging = Staging(disk, _staging_bytes(config)) if disk is not None else None
     of_state = _HOMES[state.device] if state is not None else Home.DEVICE
     gradient = of_state
@@ -259,6 +260,29 @@ def _homes(config: Config) -> Homes:
         read_ahead=param.buffer_count * param.buffer_size if param is not None else 0,
         at_once=staging.limit // (_AT_ONCE * _STAGED) if staging is not None else 1 << 62,
     )
+
+
+def _open_disk(paths: list[str], config: Config) -> PatientTier:
+    """The disk, on every rank or on none. Collective."""
+    disk, problem = None, ""
+    try:
+        disk = PatientTier(
+            paths,
+            queue_depth=config.aio.queue_depth,
+            block_size=config.aio.block_size,
+            threads=config.aio.intra_op_parallelism if config.aio.intra_op_parallelism > 1 else None,
+        )
+    except StorageError as error:
+        problem = str(error)
+    problems = [problem] * dist.get_world_size()
+    if len(problems) > 1:
+        dist.all_gather_object(problems, problem)
+    said = [f"rank {rank}: {text}" for rank, text in enumerate(problems) if text]
+    if disk is None or said:
+        if disk is not None:
+            disk.close()
+        raise StorageError("; ".join(said))
+    return disk
 
 
 _HOMES = {"none": Home.DEVICE, "cpu": Home.HOST, "nvme": Home.NVME}

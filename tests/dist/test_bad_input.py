@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import platform
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,8 +18,10 @@ import torch
 from tests import oracle
 from tests.dist.harness import run_ranks
 from tests.dist.laws import Setting, ds_config, specimen, start
+from tests.dist.test_offload import homes
 from tests.models import Place
 from tests.oracle import Recipe
+from windlass.storage.stripes import filesystem_of
 
 
 def refusal(what: str) -> str:
@@ -29,6 +39,12 @@ def refusal(what: str) -> str:
     elif what == "world":
         del config["train_micro_batch_size_per_gpu"], config["gradient_accumulation_steps"]
         config["train_batch_size"] = 7
+    elif what == "ratio":
+        config["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "ratio": 1.5}
+    elif what == "offload_param":
+        config["zero_optimization"]["offload_param"] = {"device": "cpu"}
+    elif what == "no_path":
+        config["zero_optimization"]["offload_optimizer"] = {"device": "nvme"}
     elif what == "key":
         config["zero_optimization"]["stagee"] = 1
     elif what == "optimizer":
@@ -54,6 +70,9 @@ WORDS = {
     "device": ("ModelError", "blocks.1.up.weight", "meta"),
     "triangle": ("ConfigError", "train_batch_size", "7", "2"),
     "world": ("ConfigError", "train_batch_size", "7", "2"),
+    "ratio": ("ConfigError", "zero_optimization.offload_optimizer.ratio", "1.5", "less than or equal to 1"),
+    "offload_param": ("ConfigError", "zero_optimization.offload_param", "stage 3", "2"),
+    "no_path": ("ConfigError", "zero_optimization.offload_optimizer.nvme_path", "folder"),
     "key": ("ConfigError", "stagee", "stage"),
     "optimizer": ("ConfigError", "AdamV", "Adam"),
     "one_bit": ("ConfigError", "OneBitAdam"),
@@ -66,6 +85,153 @@ def test_refused_by_name_on_every_rank(what: str) -> None:
     for said in run_ranks(refusal, 2, what):
         for word in WORDS[what]:
             assert word in said
+
+
+def bad_disk(what: str, folder: str) -> list[Any]:
+    """One rank of two can't use its disk: what `initialize` said, whether the model is as it was, and trains elsewhere."""
+    import windlass
+
+    rank = torch.distributed.get_rank()
+    path = Path(folder, f"rank{rank}")
+    path.mkdir()
+    bad = {"file": path / "taken", "below a file": path / "taken" / "below", "denied": Path("/proc/self/below")}
+    (path / "taken").write_text("somebody's")
+    where = bad.get(what, path) if rank == 1 else path
+    model = oracle.build(specimen("mlp"))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    setting = Setting(stage=3, zero=homes("nvme", "nvme", where))
+    said = ""
+    with pytest.MonkeyPatch.context() as patch:
+        if what == "full" and rank == 1:
+            patch.setattr(os, "fstatvfs", lambda file: SimpleNamespace(f_bavail=3, f_frsize=4096))
+        try:
+            windlass.initialize(model=model, config=ds_config(Recipe(), setting))
+        except windlass.WindlassError as error:
+            said = f"{type(error).__name__}: {error}"
+    same = all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    left = [entry.name for entry in path.iterdir() if entry.name != "taken"]
+    config = ds_config(Recipe(), Setting(stage=3, zero=homes("nvme", "nvme", path)))
+    engine = windlass.initialize(model=model, config=config)[0]
+    batch = specimen("mlp").batch(Place(0, 0, rank))
+    specimen("mlp").train(engine, batch, engine.backward)
+    engine.step()
+    engine.destroy()
+    return [said, same, left]
+
+
+BAD_DISKS = {
+    "file": ("rank1/taken", "a file is where a directory should be"),
+    "below a file": ("rank1/taken/below", "a file is where a directory should be"),
+    "denied": ("/proc/self/below", "nvme_path"),
+    "full": ("no space for all that is to be offloaded", "more asked of", "12288 bytes free", "free space there"),
+}
+
+
+@pytest.mark.parametrize("what", BAD_DISKS)
+def test_a_disk_that_one_rank_cannot_use_is_named_on_all_and_changes_nothing(what: str, tmp_path: Path) -> None:
+    for said, same, left in run_ranks(bad_disk, 2, what, str(tmp_path)):
+        assert said.startswith("StorageError: ") and "rank 1: " in said and "rank 0" not in said.replace("rank0", "")
+        for word in BAD_DISKS[what]:
+            assert word in said
+        assert same and left == []
+
+
+def space_taken(folder: str, optimizer: str) -> list[int]:
+    """Bytes of the tier's file after `initialize`, and after a step."""
+    recipe = Recipe(optimizer=optimizer, optimizer_params=(("lr", 1e-3),))
+    subject = specimen("four_blocks")
+    zero = (*homes("nvme", "nvme", folder, gradients="nvme"), ("sub_group_size", 5000))
+    engine = start(subject, ds_config(recipe, Setting(stage=3, zero=zero)))
+    file = engine._sharded.homes.disk._stripes.descriptors[0]
+    sizes = [os.fstat(file).st_size]
+    subject.train(engine, subject.batch(Place(0, 0, torch.distributed.get_rank())), engine.backward)
+    engine.step()
+    sizes.append(os.fstat(file).st_size)
+    engine.destroy()
+    return sizes
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "Adagrad", "SGD"])
+def test_all_the_space_is_taken_before_anything_moves(optimizer: str, tmp_path: Path) -> None:
+    for before, after in run_ranks(space_taken, 2, str(tmp_path), optimizer):
+        assert before == after > 0
+
+
+def files_of(folder: str) -> dict[str, Any]:
+    """What an engine leaves and finds on disk, and what it says of memory that looks like one."""
+    heard: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    user, host = os.getuid(), "".join(c if c.isalnum() or c == "." else "_" for c in platform.node())
+    dead, live = (
+        Path(folder, f"windlass-{user}-{host}-{n}-{t}-windlass-x") for n, t in ((999999999, 1), (1, _began(1)))
+    )
+    for path in (dead, live):
+        path.mkdir(exist_ok=True)
+        Path(path, "stripe").write_text("of a process")
+    logging.getLogger("windlass").addHandler(handler)
+    try:
+        engine = start(specimen("mlp"), ds_config(Recipe(), Setting(stage=2, zero=homes("nvme", "none", folder))))
+        disk = engine._sharded.homes.disk
+        state = os.fstat(disk._stripes.descriptors[0])
+        found = {
+            "directory": [stat.S_IMODE(path.stat().st_mode) for path in disk.directories()],
+            "file": (stat.S_IMODE(state.st_mode), state.st_nlink),
+            "dead": dead.exists(),
+            "live": Path(live, "stripe").read_text(),
+        }
+        engine.destroy()
+        found["left"] = sorted(path.name for path in Path(folder).iterdir()) == [live.name]
+        shared = start(specimen("mlp"), ds_config(Recipe(), Setting(stage=2, zero=homes("nvme", "none", "/dev/shm"))))
+        shared.destroy()
+        found["warned"] = [line for line in heard if "this is memory" in line and "/dev/shm" in line]
+    finally:
+        logging.getLogger("windlass").removeHandler(handler)
+    return found
+
+
+def _began(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+
+
+def test_files_are_private_and_only_the_dead_ones_are_removed(tmp_path: Path) -> None:
+    (found,) = run_ranks(files_of, 1, str(tmp_path))
+    assert found["directory"] == [0o700] and found["file"] == (0o600, 0)
+    assert not found["dead"] and found["live"] == "of a process" and found["left"]
+    if filesystem_of(Path("/dev/shm")) == "tmpfs":
+        assert len(found["warned"]) == 1
+
+
+ENDS = """
+import os, signal, sys, torch, windlass
+folder = sys.argv[1]
+def train():
+    away = {"device": "nvme", "nvme_path": folder}
+    config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+              "zero_optimization": {"stage": 3, "offload_optimizer": away, "offload_param": away}}
+    engine, *_ = windlass.initialize(model=torch.nn.Linear(4, 4), config=config)
+    engine.backward(engine(torch.ones(2, 4)).sum())
+    engine.step()
+    return engine
+for end in ("exit", "raise", "kill"):
+    pid = os.fork()
+    if pid == 0:
+        engine = train()
+        if end == "raise":
+            raise RuntimeError("odd")
+        if end == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        sys.exit()
+    os.waitpid(pid, 0)
+    print(end, len(os.listdir(folder)), flush=True)
+train().destroy()
+print("next", len(os.listdir(folder)), flush=True)
+"""
+
+
+def test_however_a_run_ends_nothing_of_it_stays(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", ENDS, str(tmp_path)], capture_output=True, text=True, timeout=300)
+    assert done.stdout.split("\n")[:4] == ["exit 0", "raise 0", "kill 1", "next 0"], done.stderr[-2000:]
 
 
 def nan_loss(setting: Setting) -> list[str]:

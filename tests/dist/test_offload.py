@@ -86,7 +86,9 @@ def test_homes_change_no_result(ranks: int, env: dict[str, str], transport: str,
     hold("tied", recipe, settings, env)
 
 
-@pytest.mark.parametrize("name", ["frozen", "layer_reuse", "unused_by_step", "checkpoint_reentrant", "lora", "odd_shapes"])
+@pytest.mark.parametrize(
+    "name", ["frozen", "layer_reuse", "unused_by_step", "checkpoint_reentrant", "lora", "odd_shapes"]
+)
 def test_awkward_models_from_other_homes(name: str, transport: str, tmp_path: Any) -> None:
     recipe = Recipe(ranks=2, steps=3)
     cases = [(2, "cpu", "none"), (3, "nvme", "nvme"), (3, "cpu", "cpu")]
@@ -246,7 +248,9 @@ def float64_losses(state: str) -> list[float]:
 
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 8)).double()
-    config = ds_config(Recipe(optimizer="AdamW", optimizer_params=ADAMW), Setting(stage=2, zero=homes(state, "none", "")))
+    config = ds_config(
+        Recipe(optimizer="AdamW", optimizer_params=ADAMW), Setting(stage=2, zero=homes(state, "none", ""))
+    )
     engine = windlass.initialize(model=model, config=config)[0]
     rows = torch.ones(2, 8, dtype=torch.float64)
     losses = []

@@ -95,15 +95,17 @@ def offload(
     bf16: Annotated[bool, typer.Option("--bf16", help="Parameters in bf16, master weights in fp32.")] = False,
     device_bytes: Annotated[str, typer.Option(help="Memory of the emulated device, on a machine without one.")] = "64G",
     folder: Annotated[Path | None, typer.Option(help="On the disk to use. [the system's temporary folder]")] = None,
+    rivals: Annotated[bool, typer.Option(help="DeepSpeed's rows too, where it is installed.")] = True,
     out: Out = _OUT,
 ) -> None:
-    """Samples per second and memory with states and parameters on the device, in host memory and on disk."""
+    """Samples per second, memory and copies with states and parameters on the device, in host memory and on disk,
+    beside DeepSpeed."""
     from windlass.cli.benches import offload as experiment
     from windlass.cli.benches import training
     from windlass.cli.benches.ranks import default_ranks
 
     sizes = training.Sizes(_heads(hidden), layers, length, batch, rounds, steps)
-    _end(experiment.offload(nproc or default_ranks(), sizes, bf16, device_bytes, folder, out))
+    _end(experiment.offload(nproc or default_ranks(), sizes, bf16, device_bytes, folder, rivals, out))
 
 
 def _heads(hidden: int) -> int:

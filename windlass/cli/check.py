@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -32,6 +33,7 @@ def check(
     world, source = _world(world_size)
     wrong = report_problems(console, found)
     wrong += report_resolved(console, found.config, world, source)
+    wrong += report_disks(console, found.config)
     report_accepted(console, found)
     console.print(f"\n{config}: {'fine' if not wrong else f'{wrong} to mend'}")
     if wrong:
@@ -113,6 +115,23 @@ def report_resolved(console: Console, config: Config, world: int, source: str) -
     for what, value in rows + resolved_rows(config):
         console.print(f"  {what:<12}{value}")
     return len(failures)
+
+
+def report_disks(console: Console, config: Config) -> int:
+    """Print what this machine's disks are to those who offload to files; returns how many can't be used."""
+    zero = config.zero_optimization
+    sections = [section for section in (zero.offload_optimizer, zero.offload_param) if section is not None]
+    paths = [path for section in sections if section.device == "nvme" for path in section.nvme_path or ()]
+    if not paths:
+        return 0
+    from windlass.storage import look_at  # imports torch
+
+    found = [look_at(Path(path)) for path in dict.fromkeys(paths)]
+    for one in found:
+        console.print(f"  {'disk':<12}{one}")
+    bad = [one.problem for one in found if one.problem]
+    _print_list(console, "disks that this machine cannot use", bad)
+    return len(bad)
 
 
 def resolved_rows(config: Config) -> list[tuple[str, str]]:

@@ -74,6 +74,10 @@ class Config(Section):
     """Log memory beside the times."""
     dump_state: bool = honoured(False)
     """Log the configuration as it was understood."""
+    log_level: LogLevel | None = honoured(None)
+    """Log nothing below this level; the variable WINDLASS_LOG_LEVEL goes before it."""
+    disable_python_gc: bool = honoured(False)
+    """Keep Python's garbage collector off in this process until `engine.destroy()`."""
     dataloader_drop_last: bool = honoured(False)
     """Leave out a last batch that is not full."""
     prescale_gradients: bool = honoured(False)
@@ -98,8 +102,6 @@ class Config(Section):
     sparse_gradients: bool = refused(False, "not yet built: sparse gradients; write false")
     graph_harvesting: bool = refused(False, "retired: CUDA graphs of the step; write false")
     datastates_ckpt: Any = refused(False, "retired: the DataStates checkpoint service; delete the key")
-    disable_python_gc: bool = accepted(False, "Python's garbage collector is left to the caller: gc.disable()")
-    log_level: LogLevel | None = accepted(None, "levels are logging's: set WINDLASS_LOG_LEVEL")
     vocabulary_size: Int | None = accepted(None, "DeepSpeed only warns when it is no multiple of 8")
     disable_allgather: bool = accepted(False, "DeepSpeed itself reads it nowhere")
     zero_allow_untested_optimizer: bool = accepted(False, "every optimizer is allowed; there is no list to override")

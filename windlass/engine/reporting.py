@@ -14,6 +14,7 @@ from windlass.config import Config
 from windlass.observe.memory import see_memory_usage
 from windlass.observe.monitor import Monitor
 from windlass.observe.timers import Timers
+from windlass.storage.rates import Rates
 from windlass.storage.slot import Home
 from windlass.zero.sharded import ShardedModel
 from windlass.zero.unit import Presence, Unit
@@ -115,11 +116,12 @@ def report(model: ShardedModel) -> dict[str, Any]:
     """Bytes at rest on this rank.
 
     Returns:
-        `slots`: bytes by (slot, home), slots being `param`, `grad`, `master` and the optimizer's states (`exp_avg`,
-        ...); `payload_elements`: parameters' elements that entered collectives in the last step, an all-reduce counted
-        twice, `payload`: the same by operation; `transit`: bytes of the ring that gradients pass through; `units`: for
-        each unit its names, elements, and
-        bytes by slot; `gathered_elements` and `gathered`: what is whole now and need not be; `padding_elements`.
+        `disk`: `Rates` of the disk since the engine was made, all zero without one; `slots`: bytes by (slot, home),
+        slots being `param`, `grad`, `master` and the optimizer's states (`exp_avg`, ...); `payload_elements`:
+        parameters' elements that entered collectives in the last step, an all-reduce counted twice, `payload`: the same
+        by operation; `transit`: bytes of the ring that gradients pass through; `units`: for each unit its names,
+        elements, and bytes by slot; `gathered_elements` and `gathered`: what is whole now and need not be;
+        `padding_elements`.
     """
     slots: dict[tuple[str, str], int] = {}
     units: list[dict[str, Any]] = []
@@ -153,6 +155,7 @@ def report(model: ShardedModel) -> dict[str, Any]:
     return {
         "stage": model.policy.stage,
         "transport": model.transport.name,
+        "disk": model.homes.disk.achieved() if model.homes.disk is not None else Rates(),
         "slots": slots,
         "units": units,
         "transit": sum(need.numel * need.dtype.itemsize for need in model.gradients.needs())

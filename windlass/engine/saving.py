@@ -11,6 +11,7 @@ import torch
 from windlass.base.errors import CheckpointError
 from windlass.base.log import logger
 from windlass.checkpoint import FlatShard, LoadedState, SavedState, load, read_latest, read_plain, save
+from windlass.zero.health import HALF_DONE
 
 if TYPE_CHECKING:
     from windlass.engine.train import Engine
@@ -23,6 +24,8 @@ def save_engine(
 ) -> bool:
     """See `Engine.save_checkpoint`."""
     model = engine._sharded
+    if model.health.lost:
+        raise CheckpointError(f"nothing is saved: {model.health.lost}; what was saved before is whole. {HALF_DONE}")
     model.gradients.finish()
     model.take_back()
     with model.masters.at_hand(model.units):
@@ -71,6 +74,7 @@ def load_engine(
 ) -> tuple[str | None, dict[str, Any] | None]:
     """See `Engine.load_checkpoint`."""
     model = engine._sharded
+    model.health.refuse("load_checkpoint")
     if tag is None and read_latest(directory) is None:
         logger.warning(f"no checkpoint in {directory}: there is no file 'latest'; training starts afresh")
         return None, None

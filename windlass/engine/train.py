@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from windlass.base.errors import ConfigError, LossError, ModelError
+from windlass.base.errors import ConfigError, LossError, ModelError, StorageError
+from windlass.base.garbage import hold_off
 from windlass.base.log import logger
 from windlass.config import Config
 from windlass.engine.blame import Blame
@@ -58,6 +59,7 @@ class Engine(Questions, nn.Module):
         self._scaled = False  # the loss of the backward to come has the loss scale in it
         self._norm: float | None = None
         self._destroyed = False
+        self._collect_again = hold_off() if config.disable_python_gc else _nothing
         gradients = sharded.gradients
         gradients.weight = lambda: self._weight
         gradients.syncing = self._syncs
@@ -87,8 +89,11 @@ class Engine(Questions, nn.Module):
         if self._config.fp16.enabled and self._config.fp16.auto_cast:
             args, kwargs = _cast((args, kwargs), torch.float16)
         self._blame.micro_batch = self.progress.micro_steps
+        self._sharded.health.refuse("a forward")
         with self._reporter.timed("forward"), self._autocast():
-            return self.module(*args, **kwargs)
+            output = self.module(*args, **kwargs)
+        self._sharded.after_forward()
+        return output
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
         """Backpropagate `loss`, a scalar, divided by the accumulation steps unless `scale_wrt_gas` is False.
@@ -129,6 +134,8 @@ class Engine(Questions, nn.Module):
 
         Raises:
             LossError: a gradient is not finite (under fp16 such a step is skipped instead). Nothing was updated.
+            StorageError: a disk failed, on any rank: before the update, and nothing was updated; or within it, and the
+                model is of no use any more: then every call but `destroy` is refused. The text says which.
         """
         assert self.optimizer is not None, "step needs an optimizer: pass one to initialize or name one in the config"
         self._refuse_parked("step")
@@ -146,9 +153,13 @@ class Engine(Questions, nn.Module):
         assert self.optimizer is not None
         fp16 = self._config.fp16.enabled
         changed = [float(self._buffers_of.changed())]
-        outcome = self._sharded.step(
-            self._config.gradient_clipping, self._scaler.scale, skip_overflow=fp16, flags=changed
-        )
+        try:
+            outcome = self._sharded.step(
+                self._config.gradient_clipping, self._scaler.scale, skip_overflow=fp16, flags=changed
+            )
+        except StorageError:
+            self._blame.clear()
+            raise
         self._norm = outcome.norm
         if outcome.bad:
             self._blame.clear()
@@ -326,7 +337,9 @@ class Engine(Questions, nn.Module):
             save_latest: `latest` names this tag.
 
         Raises:
-            CheckpointError: it could not be written; what was there before is whole.
+            CheckpointError: it could not be written, or there is no state to save since a step was made in part (see
+                `step`); what was there before is whole.
+            StorageError: what rests on disk can't be read.
         """
         return save_engine(self, save_dir, tag, client_state or {}, save_latest, exclude_frozen_parameters)
 
@@ -357,8 +370,13 @@ class Engine(Questions, nn.Module):
         """Give the plain model back, whole, with no hooks. Collective at stage 3; doing it again does nothing."""
         if not self._destroyed:
             self._destroyed = True
+            self._collect_again()
             self._reporter.close()
             self._sharded.destroy()
+
+
+def _nothing() -> None:
+    return
 
 
 def _local_rank() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict, defaultdict
 from functools import lru_cache
 from typing import Any
 
@@ -34,6 +35,7 @@ _ELEMENTWISE: frozenset[type[torch.optim.Optimizer]] = frozenset(
         CPUSGD,
     }
 )
+_PROBE = 4096  # elements: whole blocks of states that are kept in blocks
 _FUSED: tuple[type[torch.optim.Optimizer], ...] = (
     torch.optim.Adam,
     torch.optim.AdamW,
@@ -76,6 +78,29 @@ def supports_grad_scale(optimizer: torch.optim.Optimizer) -> bool:
     so), and where `found_inf` is 1 nothing is updated, moments and `step` included. Only fused steps read them.
     """
     return isinstance(optimizer, CPUOptimizer) or type(optimizer) in _FUSED and _all_fused(optimizer)
+
+
+def state_bytes(optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> int:
+    """Bytes an element of the states that an elementwise optimizer keeps for a parameter of `dtype`, of the group that
+    keeps most; found by stepping a few elements under it."""
+    most = 0
+    for group in optimizer.param_groups:
+        probe = torch.zeros(_PROBE, dtype=dtype, requires_grad=True)
+        probe.grad = torch.zeros_like(probe)
+        twin: Any = object.__new__(type(optimizer))
+        twin.__dict__.update(optimizer.__dict__)
+        twin.__dict__.pop("step", None)  # a scheduler's, which would step the original
+        twin.state, twin._optimizer_step_pre_hooks, twin._optimizer_step_post_hooks = (
+            defaultdict(dict),
+            OrderedDict(),
+            OrderedDict(),
+        )
+        plain = {key: False for key in ("capturable", "fused") if group.get(key)}
+        twin.param_groups = [{**group, **plain, "params": [probe]}]
+        twin.step()
+        states = [value for value in twin.state[probe].values() if isinstance(value, torch.Tensor) and value.dim()]
+        most = max(most, -(-sum(state.numel() * state.element_size() for state in states) // _PROBE))
+    return most
 
 
 def _all_fused(optimizer: torch.optim.Optimizer) -> bool:

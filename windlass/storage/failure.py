@@ -14,6 +14,7 @@ _ADVICE = {
     errno.EROFS: "it is mounted read-only; name another directory (nvme_path)",
     errno.ENOTDIR: "a file is where a directory should be; name a directory (nvme_path)",
     errno.EEXIST: "a file is where a directory should be; name a directory (nvme_path)",
+    errno.ENOENT: "it is not there and can't be made; name another directory (nvme_path)",
     errno.EMFILE: "too many open files; raise the limit (ulimit -n)",
     errno.ENOMEM: "the system has no memory left for it; use smaller buffers (buffer_size, buffer_count)",
     errno.ENODATA: "something cut the file short; what it held is lost: resume from a checkpoint",

@@ -10,6 +10,7 @@ from windlass.base.memory import Then, copy_to_device, copy_to_host, host_empty,
 from windlass.base.pending import DONE, Pending
 from windlass.storage.staging import Staging
 from windlass.storage.tier import DiskTier
+from windlass.storage.transfer import Extent
 
 
 class Home(Enum):
@@ -75,6 +76,19 @@ class Slot:
             self._ahead = self._begin(0, self.numel)
         return True
 
+    def forget(self) -> None:
+        """What was read ahead is not what is on disk: drop it."""
+        if self._ahead is not None:
+            (staged, loaded), self._ahead = self._ahead, None
+            loaded.wait()
+            assert self._staging is not None
+            self._staging.give_back(staged)
+
+    @property
+    def extent(self) -> Extent | None:
+        """Its place on disk, where it rests there."""
+        return self._extent if self.tensor is None else None
+
     def fetch(self, into: torch.Tensor, start: int = 0) -> Pending:
         """Start to copy elements `[start, start + into.numel())` to `into`, which is on the device."""
         if self.tensor is not None:
@@ -118,7 +132,7 @@ class Slot:
             self.tensor.narrow(0, start, source.numel()).copy_(source)
             return DONE
         assert self._tier is not None
-        self._forget()
+        self.forget()
         return self._tier.write(self._extent, start * self.dtype.itemsize, source)
 
     def read(self) -> torch.Tensor:
@@ -161,11 +175,3 @@ class Slot:
         written = self.store(staged, start)
         self._staging.give_back(staged, written)
         return written
-
-    def _forget(self) -> None:
-        """What was read ahead is no longer what is on disk."""
-        if self._ahead is not None:
-            (staged, loaded), self._ahead = self._ahead, None
-            loaded.wait()
-            assert self._staging is not None
-            self._staging.give_back(staged)

@@ -20,7 +20,7 @@ from windlass.storage.failure import advice, error_name, in_words
 from windlass.storage.space import PAGE
 
 _DIRECT = getattr(os, "O_DIRECT", 0)
-_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
+MEMORY = ("tmpfs", "ramfs", "devtmpfs")
 
 
 class Piece(NamedTuple):
@@ -203,7 +203,7 @@ def _make_direct(descriptor: int) -> bool:
 
 def _warn(file: _File) -> None:
     kind = filesystem_of(file.path)
-    if kind in _MEMORY:
+    if kind in MEMORY:
         logger.warning(
             "%s is a %s: this is memory, so offloading to it saves none; name a directory on a disk (nvme_path)",
             file.path,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -12,6 +12,7 @@ from windlass.base.pending import DONE, Pending
 from windlass.storage.slot import Home
 from windlass.zero.chunk import Chunk, chunks_of
 from windlass.zero.gradient_slot import GradientSlot
+from windlass.zero.health import Health
 from windlass.zero.residence import Residence
 from windlass.zero.settings import Homes
 from windlass.zero.unit import Unit
@@ -26,13 +27,23 @@ class Masters:
         limit: elements of a chunk.
         homes: where they rest, unit by unit already in `Unit.state_home`.
         device: where the model computes.
+        health: of the disk.
+        state_bytes: see `Residence`.
     """
 
     def __init__(
-        self, slots: list[GradientSlot], limit: int, homes: Homes, device: torch.device, ledger: Ledger
+        self,
+        slots: list[GradientSlot],
+        limit: int,
+        homes: Homes,
+        device: torch.device,
+        ledger: Ledger,
+        health: Health,
+        state_bytes: Callable[[torch.dtype], int],
     ) -> None:
         self.chunks = chunks_of(slots, limit)
-        self.residence = Residence(device, ledger, homes.disk, homes.staging, pin=homes.pin)
+        self.residence = Residence(device, ledger, homes.disk, homes.staging, pin=homes.pin, state_bytes=state_bytes)
+        self._health = health
         self.residence.arrived = self.take_edits
         self._device, self._ledger, self._pin, self._staging = device, ledger, homes.pin, homes.staging
         self._of_unit: dict[int, list[Chunk]] = {}
@@ -56,12 +67,12 @@ class Masters:
             return
         whole = self._same_memory(unit)
         if whole is None:
-            wide = span.dtype if span.dtype == torch.float64 else torch.float32
+            dtype = wide(span.dtype)
             if unit.state_home is Home.DEVICE:
-                self._ledger.hold(f"master weights of {unit.names[0]}", span.numel() * wide.itemsize)
-                whole = span.to(wide, copy=True)
+                self._ledger.hold(f"master weights of {unit.names[0]}", span.numel() * dtype.itemsize)
+                whole = span.to(dtype, copy=True)
             else:
-                whole = host_empty(span.numel(), wide, pin=self._pin).copy_(span)
+                whole = host_empty(span.numel(), dtype, pin=self._pin).copy_(span)
             if unit.state_home is not Home.NVME:
                 self._wholes[unit.index] = whole
         for chunk in chunks:
@@ -70,10 +81,31 @@ class Masters:
             self.residence.settle(chunk)
 
     @contextmanager
-    def at_hand(self, units: list[Unit]) -> Iterator[None]:
-        """Masters and optimizer states of `units` in memory; changes are kept."""
-        with self.residence.at_hand([chunk for unit in units for chunk in self.of(unit)]):
+    def at_hand(self, units: list[Unit], *, changes: bool = False, alone: bool = False) -> Iterator[None]:
+        """Masters and optimizer states of `units` in memory. Collective where they rest on disk, unless `alone`.
+
+        Args:
+            changes: are kept.
+            alone: ranks do this each by itself.
+
+        Raises:
+            StorageError: they can't be read, or changes not be written; on all ranks, unless `alone`.
+        """
+        check = self._health.check_alone if alone else self._health.check
+        self._health.refuse("reading or setting masters and optimizer states")
+        chunks = [chunk for unit in units for chunk in self.of(unit)]
+        with self.residence.at_hand(
+            chunks, changes=changes, came=lambda: check("masters and optimizer states could not be read")
+        ):
             yield
+        if changes:
+            check("changed masters and optimizer states could not be kept", loses=True)
+
+    def on_disk(self, unit: Unit) -> Iterator[int]:
+        """Bytes of each record that a unit's masters and states will have on disk."""
+        for chunk in self.of(unit):
+            if chunk.home is Home.NVME:
+                yield self.residence.need(chunk, wide(unit.parameters[0].dtype))
 
     def read_ahead(self, unit: Unit) -> None:
         """Start to read what the next step will want of a unit, last chunk first as there."""
@@ -181,6 +213,11 @@ class Masters:
         if home is not unit.state_home:
             return None
         return unit.rests.tensor if unit.rests is not None else self._resting(unit)
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """Of the masters of parameters that had this dtype before they were cast."""
+    return dtype if dtype == torch.float64 else torch.float32
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from windlass.zero.chunk import Chunk
 
 _ALIGN = 64  # bytes
 _SPARE = 0.25  # of the staging memory is left to parameters while a backward runs
+_SLACK = 4 * _ALIGN  # what the states of a piece may lose to alignment
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,8 @@ class Residence:
         tier: the disk, where any chunk rests on it.
         staging: lends the memory through which they come from there.
         pin: page-lock host memory.
+        state_bytes: of the states to come, an element of a dtype: space is taken for them when their chunk first goes
+            to disk, so that a full one shows before a step begins.
 
     Attributes:
         arrived: called with each chunk that came to hand.
@@ -91,9 +95,17 @@ class Residence:
     """
 
     def __init__(
-        self, device: torch.device, ledger: Ledger, tier: DiskTier | None, staging: Staging | None, *, pin: bool
+        self,
+        device: torch.device,
+        ledger: Ledger,
+        tier: DiskTier | None,
+        staging: Staging | None,
+        *,
+        pin: bool,
+        state_bytes: Callable[[torch.dtype], int] = lambda dtype: 0,
     ) -> None:
         self._device, self._ledger, self._tier, self._staging, self._pin = device, ledger, tier, staging, pin
+        self._state_bytes = cache(state_bytes)
         self.arrived: Callable[[Chunk], None] = lambda chunk: None
         self.states: MutableMapping[Any, Any] = {}
         self._records: dict[int, _Record] = {}
@@ -125,20 +137,38 @@ class Residence:
         self._account([chunk for batch in batches for chunk in batch])
 
     @contextmanager
-    def at_hand(self, chunks: list[Chunk]) -> Iterator[None]:
-        """Masters and states of `chunks` in memory, all at once; what was changed is kept."""
+    def at_hand(
+        self, chunks: list[Chunk], *, changes: bool = True, came: Callable[[], None] = lambda: None
+    ) -> Iterator[None]:
+        """Masters and states of `chunks` in memory, all at once.
+
+        Args:
+            changes: what is changed is kept; else what is on disk stays as it is.
+            came: called when all of it is here. If it raises, nothing goes back to the disk.
+        """
         away = [chunk for chunk in chunks if chunk.master is None]
         for chunk in away:
             self._set_out(chunk)
         for chunk in chunks:
             self._arrive(chunk)
         try:
+            came()
+        except BaseException:
+            for chunk in away:
+                self._drop(chunk)
+            raise
+        try:
             yield
         finally:
             for chunk in away:
-                self._leave(chunk)
+                (self._leave if changes else self._drop)(chunk)
             if self._staging is not None:
                 self._staging.settle()
+
+    def need(self, chunk: Chunk, dtype: torch.dtype) -> int:
+        """Bytes that the record of a chunk with masters of `dtype` will take on disk, states included."""
+        per_piece = [_up(piece.numel * self._state_bytes(dtype)) + _SLACK for piece in chunk.pieces()]
+        return _up(chunk.numel * dtype.itemsize) + sum(per_piece)
 
     def tensors(self, chunk: Chunk) -> list[torch.Tensor]:
         """The elementwise optimizer states of a chunk in memory."""
@@ -240,10 +270,11 @@ class Residence:
         record = self._records.setdefault(id(chunk), _Record())
         laid = _lay_out(found)
         nbytes = laid[-1].offset + laid[-1].nbytes
-        if record.extent is None or nbytes > record.nbytes:
+        if record.extent is None or nbytes > record.extent.nbytes:
             if record.extent is not None:
                 self._tier.free(record.extent)
-            record.extent = self._tier.allocate(nbytes, f"master weights and optimizer states of {chunk.name}")
+            most = max(nbytes, self.need(chunk, chunk.dtype))
+            record.extent = self._tier.allocate(most, f"master weights and optimizer states of {chunk.name}")
         record.entries, record.nbytes = laid, nbytes
         buffer = visit.record if visit is not None else None
         target = buffer
@@ -269,6 +300,26 @@ class Residence:
         visit.own = visit.gradient = None
         visit.gradient_pending = DONE
 
+    def _drop(self, chunk: Chunk) -> None:
+        """Forget what came to hand; it is as it was on disk."""
+        visit = self._visits.pop(id(chunk), None)
+        if visit is None or visit.record is None:
+            return
+        assert self._staging is not None
+        self._drop_gradient(visit)
+        visit.pending.wait()
+        for entry in self._records[id(chunk)].entries:
+            if entry.tenant is not None:
+                self.states[entry.tenant].pop(entry.key, None)
+        chunk.master = None
+        self._staging.give_back(visit.record)
+
+    def forget_ahead(self) -> None:
+        """Drop what was read for the next step: it is to be read again."""
+        for visit in list(self._visits.values()):
+            if visit.chunk.master is None:
+                self._drop(visit.chunk)
+
     def _found(self, chunk: Chunk) -> list[tuple[nn.Parameter | None, str, torch.Tensor]]:
         """What a chunk has to take home: its master weights, and every tensor of its tenants' state but scalars."""
         found: list[tuple[nn.Parameter | None, str, torch.Tensor]] = [(None, "", chunk.values())]
@@ -293,7 +344,7 @@ def _lay_out(found: list[tuple[nn.Parameter | None, str, torch.Tensor]]) -> list
     for tenant, key, tensor in found:
         nbytes = tensor.numel() * tensor.element_size()
         entries.append(_Entry(tenant, key, tensor.dtype, tensor.shape, end, nbytes))
-        end += -(-nbytes // _ALIGN) * _ALIGN
+        end += _up(nbytes)
     return entries
 
 
@@ -305,3 +356,7 @@ def _stay(laid: list[_Entry], found: list[tuple[nn.Parameter | None, str, torch.
         tensor.untyped_storage().data_ptr() != storage or tensor.data_ptr() == entry.place(record).data_ptr()
         for entry, (_, _, tensor) in zip(laid, found, strict=True)
     )
+
+
+def _up(nbytes: int) -> int:
+    return -(-nbytes // _ALIGN) * _ALIGN

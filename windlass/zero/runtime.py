@@ -39,6 +39,7 @@ class Runtime:
         self.units = units
         self.foresight = foresight
         self.on_backward_end: list[Callable[[], None]] = []
+        self.held: Callable[[], None] = lambda: None  # called when what `holding` holds is present
         self._of_block: dict[int, list[Unit]] = {id(block): [] for block in blocks}
         for unit in units:
             unit.adopt = self.adopt
@@ -164,6 +165,7 @@ class Runtime:
         try:
             for unit in units:
                 unit.await_present()
+            self.held()
             yield
         finally:
             for unit in units:

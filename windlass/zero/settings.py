@@ -8,9 +8,9 @@ from datetime import timedelta
 import torch
 
 from windlass.comm.transport import Ways
+from windlass.storage.patient import PatientTier
 from windlass.storage.slot import Home
 from windlass.storage.staging import Staging
-from windlass.storage.tier import DiskTier
 from windlass.zero.partition import Rules
 from windlass.zero.policy import Policy
 
@@ -36,7 +36,7 @@ class Homes:
     gradient: Home = Home.DEVICE
     ratio: float = 1.0
     pin: bool = True
-    disk: DiskTier | None = None
+    disk: PatientTier | None = None
     staging: Staging | None = None
     at_once: int = 1 << 62
     read_ahead: int = 0

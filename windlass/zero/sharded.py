@@ -11,13 +11,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from windlass.base.errors import ModelError
+from windlass.base.errors import ModelError, StorageError
+from windlass.base.log import logger
 from windlass.base.memory import Ledger, arena
 from windlass.base.pending import Pending
 from windlass.comm.choose import choose_transport
 from windlass.comm.groups import DataMesh
-from windlass.optim.elementwise import is_elementwise, prefer_fused
+from windlass.optim.elementwise import is_elementwise, prefer_fused, state_bytes
 from windlass.storage.slot import Home
+from windlass.storage.space import page_up
 from windlass.storage.tier import DiskTier
 from windlass.zero import registry
 from windlass.zero.access import Released, mark_present
@@ -26,6 +28,7 @@ from windlass.zero.construct import Builder, check_devices, effective, make_unit
 from windlass.zero.foresight import Foresight
 from windlass.zero.gradient_slot import GradientSlot
 from windlass.zero.gradients import Gradients
+from windlass.zero.health import Health
 from windlass.zero.hooks import attach_block, attach_gradients, attach_model
 from windlass.zero.landing import Landing
 from windlass.zero.masters import Masters
@@ -104,11 +107,25 @@ class ShardedModel:
                 self._builder.slot,
             ),
         )
+        self.health = Health(homes.disk, mesh.data, device)
         whole = optimizer is not None and not is_elementwise(optimizer)
         at_once = min(settings.sub_group, pipelined(self.slots))
         if not whole:  # else ranks take part in each other's batches, which must be the same on all
             at_once = min(at_once, homes.at_once)
-        self.masters = Masters(self.slots, 1 << 62 if whole else at_once, homes, device, self.ledger)
+        self.masters = Masters(
+            self.slots,
+            1 << 62 if whole else at_once,
+            homes,
+            device,
+            self.ledger,
+            self.health,
+            lambda dtype: state_bytes(optimizer, dtype) if optimizer is not None and not whole else 0,
+        )
+        try:
+            self._reserve()
+        except BaseException:
+            _close(mesh, self.ledger, homes.disk)
+            raise
         for unit, span in self._builder.fill(self.units, plans, self.gradients):
             self.masters.make(unit, span)
             del span  # or it would live while the next unit is filled
@@ -117,17 +134,53 @@ class ShardedModel:
         self.runtime = Runtime(self.units, blocks, foresight)
         self.gradients.landed = self._landed
         self.runtime.on_backward_end.append(self.gradients.end_backward)
+        if homes.param is Home.NVME:
+            self.runtime.held = lambda: self.health.check("parameters could not be gathered")
         self.update: ElementwiseUpdate | WholeUpdate | None = None
         if optimizer is not None:
             self._use_optimizer(optimizer, at_once)
         self._handles: list[RemovableHandle] = []
         self._closer = finalize(self, _close, mesh, self.ledger, homes.disk)
+        self.health.check("initialize could not put the model on disk", loses=True)
         self._attach(blocks)
         self.steps_next: Callable[[], bool] = lambda: False  # whether a step follows the backward that runs
         self.loss_scale: Callable[[], float] = lambda: 1.0  # what is in the gradients now
         self.masters.remember_versions(self.units)
         self._learned = False
         registry.register(self)
+
+    def _reserve(self) -> None:
+        """Take all the space on disk that this rank will need, before anything moves there. Collective.
+
+        Raises:
+            StorageError: a rank finds too little; on all ranks.
+        """
+        disk, homes, size = self.homes.disk, self.homes, self.group.size
+        if disk is None:
+            return
+        sizes = [n for unit in self.units for n in self.masters.on_disk(unit)]
+        for unit in self.units:
+            if unit.released and unit.home is Home.NVME:
+                sizes.append(unit.layout.padded // size * unit.dtype.itemsize)
+            if unit.trainable and unit.state_home is not Home.DEVICE and homes.gradient is Home.NVME:
+                sizes.append((unit.state_stop - unit.state_start) * self.settings.accumulate.itemsize)
+        disk.reserve(sum(page_up(nbytes) for nbytes in sizes))
+        self.health.check("initialize cannot begin", then="nothing was changed")
+
+    def after_forward(self) -> None:
+        """The outermost forward ended: whatever it read from disk was read. Collective where parameters rest there.
+
+        Raises:
+            StorageError: it was not, on some rank; on all ranks.
+        """
+        if self.homes.param is not Home.NVME:
+            return
+        try:
+            self.health.check("this forward could not read parameters, and its results are wrong")
+        except StorageError:
+            self.runtime.release_all()  # what was not read is NaN
+            self.health.forget()  # what was on its way when they went
+            raise
 
     @property
     def slots(self) -> list[GradientSlot]:
@@ -167,7 +220,11 @@ class ShardedModel:
         if self.update is None:
             raise ModelError("there is no optimizer to step: pass one to initialize, or name one in the configuration")
         self.require_trainable(p for group in self.update.optimizer.param_groups for p in group["params"])
+        self.health.refuse("a step")
         verdict = self._agree(flags or [])
+        if verdict.flags.pop() > 0:
+            self.forget_gradients()
+            self.health.tell("this step was not made, and its gradients are dropped")
         norm = verdict.norm / scale
         if not verdict.finite and (skip_overflow or (bad := self.first_bad())):
             self.forget_gradients()
@@ -188,6 +245,11 @@ class ShardedModel:
                     started[chunk.unit.index] = chunk.unit
                     written.append(self.masters.write_back(chunk))
         _wait(written)
+        try:
+            self.health.check("this step was made in part", loses=True)
+        except StorageError:
+            self.forget_gradients()
+            raise
         self._bring(list(started.values()))
         self.forget_gradients()
         for unit in started.values():
@@ -249,7 +311,7 @@ class ShardedModel:
         """Inside, masters, optimizer states and (of what is not trained) cuts of `units` may be set; afterwards the
         parameters are renewed from them. Collective."""
         trained = [unit for unit in units if self.masters.of(unit)]
-        with self.masters.at_hand(trained):
+        with self.masters.at_hand(trained, changes=True):
             yield
             _wait([self.masters.write_back(chunk) for unit in trained for chunk in self.masters.of(unit)])
         self._bring(trained)
@@ -280,10 +342,20 @@ class ShardedModel:
                 parameter.grad = None
             unit.adopt = None
         registry.unregister(self)
+        self._tell_what_is_lost()
         self.units = []
         if self.group.size > 1:  # peers may still read what goes away with this
             dist.barrier(group=self.group.process_group)
         self._closer()
+
+    def _tell_what_is_lost(self) -> None:
+        """The model is given back, and not all of its parameters are what they should be: nobody shall miss that."""
+        if self.health.lost:
+            logger.error("the model that destroy() gives back has parameters of no single step: %s", self.health.lost)
+        try:
+            self.health.check("the model that destroy() gives back is not whole", then="what was not read is NaN")
+        except StorageError as error:
+            logger.error("%s", error)
 
     def _attach(self, blocks: list[Block]) -> None:
         places = []
@@ -328,7 +400,8 @@ class ShardedModel:
 
         def ask() -> Verdict:
             learn = not self._learned
-            return agree(self.gradients, data, count, traffic, learn_order=learn, flags=flags)
+            known = [*flags, self.health.bad_here()]
+            return agree(self.gradients, data, count, traffic, learn_order=learn, flags=known)
 
         replicated = self.policy.state and self.mesh.replicate.size > 1
         verdict = ask()

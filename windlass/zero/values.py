@@ -138,7 +138,7 @@ def set_full_state(parameter: nn.Parameter, key: str, value: torch.Tensor) -> No
     shape = place.unit.shapes[place.index]
     flat_pieces = isinstance(place.model.update, ElementwiseUpdate)
     on = _stepped_on(place)
-    with place.model.masters.at_hand([place.unit]):
+    with place.model.masters.at_hand([place.unit], changes=True):
         for start, stop, state in _state(place):
             if key == "step" or value.dim() == 0:  # a count is no element of a 0-dimensional parameter
                 state[key] = value.detach().clone()
@@ -153,7 +153,7 @@ def local_param(parameter: nn.Parameter) -> torch.Tensor:
     disk or updated in several chunks."""
     place = require(parameter)
     masters = place.model.masters
-    with masters.at_hand([place.unit]):
+    with masters.at_hand([place.unit], alone=True):
         pieces = [piece for index, _, _, piece in masters.pieces(place.unit) if index == place.index]
         return _joined(place, pieces)
 
@@ -178,7 +178,7 @@ def local_state(parameter: nn.Parameter, key: str) -> torch.Tensor | None:
     """This rank's piece of the optimizer state `key`; None if it has none. A view of it, unless it is on disk or
     updated in several chunks."""
     place = require(parameter)
-    with place.model.masters.at_hand([place.unit]):
+    with place.model.masters.at_hand([place.unit], alone=True):
         found = [state[key] for _, _, state in _state(place) if state.get(key) is not None]
         if not found:
             return None
@@ -219,7 +219,7 @@ def set_local_state(parameter: nn.Parameter, key: str, value: torch.Tensor) -> N
     """Set this rank's piece of the optimizer state `key`."""
     place = require(parameter)
     on = _stepped_on(place)
-    with place.model.masters.at_hand([place.unit]):
+    with place.model.masters.at_hand([place.unit], changes=True, alone=True):
         states = [(stop - start, state) for start, stop, state in _state(place)]
         now = [state.get(key) for _, state in states]
         held = sum(one.numel() for one in now if isinstance(one, torch.Tensor) and one.dim() > 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from typer.testing import CliRunner
 
 from windlass.base.errors import ConfigError
 from windlass.cli.bench import bench_app
-from windlass.cli.benches import facts, picture
+from windlass.cli.benches import deepspeed, facts, offload, picture, training
 from windlass.cli.benches.models import LanguageModel, linear_stack
 from windlass.cli.benches.trainee import check_name, synchronises
 from windlass.cli.benches.verdicts import contradictions, equal, order, verdict
@@ -87,14 +88,62 @@ def test_a_result_says_where_it_was_measured(tmp_path: Path) -> None:
     assert [p.name for p in path.parent.iterdir()] == ["x.json"]
 
 
-def test_a_picture_is_a_png(tmp_path: Path) -> None:
+@pytest.mark.parametrize("bars", [2, 20])
+def test_a_picture_is_a_png(bars: int, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "new" / "x.png"
-    assert picture.draw([picture.Panel("speed", "samples / s", {"stage 0": 1.0, "ddp": 2.0})], path, "title")
+    values = {f"stage {bar}": 1.0 + bar for bar in range(bars)}
+    panels = [picture.Panel("speed", "samples / s", values), picture.Panel("memory", "bytes", {**values, "ddp": 2.0})]
+    assert picture.draw(panels, path, "title")
     assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
-@pytest.mark.parametrize("command", ["zero-memory", "stages", "precision"])
+def _row(seconds: float, losses: list[float]) -> training.Row:
+    return training.Row([seconds], 1.0, seconds, 1, [1, 1], "PSS", {}, losses, "shm", 1)
+
+
+def test_offload_names_what_missed_its_promise_and_whose_losses_differ() -> None:
+    rows = {
+        offload.COMPUTE: _row(1.0, [9.0]),
+        "stage 1, none": _row(1.1, [2.0]),
+        "stage 3, all on host": _row(1.4, [2.0]),
+        "DeepSpeed, stage 3, all on host": _row(3.3, [2.1]),
+    }
+    verdicts, same = offload._verdicts(rows, 1e-5)
+    assert not same and "NOT equal: DeepSpeed, stage 3, all on host is 1.0e-01 apart" in verdicts[0]
+    assert "stage 3, all on host: 1.40 x compute alone (promised: at most 1.35: MISSED)" in verdicts
+    assert "DeepSpeed, stage 3, all on host: 3.30 x compute alone" in verdicts
+    rows["DeepSpeed, stage 3, all on host"] = _row(3.3, [float("nan")])
+    assert not offload._verdicts(rows, 1e-5)[1]
+
+
+def test_deepspeed_is_asked_for_the_same_training() -> None:
+    sizes = training.Sizes(64, 1, 8, 2, 1, 1)
+    ours = offload._config(sizes, 3, "all on host", False, "/disk", pin=False)
+    theirs = deepspeed.asked(ours)
+    assert theirs["engine"] == "deepspeed"
+    config = theirs["config"]
+    assert config["zero_optimization"]["offload_param"]["device"] == "cpu"
+    assert config["optimizer"] == {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.01}}
+    alike = ("train_micro_batch_size_per_gpu", "gradient_clipping")
+    assert [config[key] for key in alike] == [ours[key] for key in alike]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is not None, reason="DeepSpeed is installed")
+def test_without_deepspeed_its_rows_are_absent_with_the_reason() -> None:
+    found, notes = offload._theirs(training.Sizes(64, 1, 8, 2, 1, 1), False, "/disk")
+    assert found == {} and len(notes) == 6 and all("not installed" in note for note in notes)
+
+
+def test_rows_are_doubled_by_pinning_where_that_means_something() -> None:
+    sizes = training.Sizes(64, 1, 8, 2, 1, 1)
+    once, twice = (dict(offload._ours(sizes, False, "/disk", pins)) for pins in ((True,), (True, False)))
+    assert len(once) == 11 and len(twice) == 19
+    place = twice["stage 2, optimizer on host, not pinned"]["zero_optimization"]["offload_optimizer"]
+    assert place == {"device": "cpu", "pin_memory": False}
+
+
+@pytest.mark.parametrize("command", ["zero-memory", "stages", "precision", "offload"])
 def test_commands_have_help(command: str) -> None:
     result = CliRunner().invoke(bench_app, [command, "--help"])
     assert result.exit_code == 0 and "--out" in result.output
@@ -112,6 +161,20 @@ def test_a_width_that_is_no_multiple_of_a_head_is_refused() -> None:
         ["zero-memory", "--width", "64", "--depth", "3", "--engines", "ddp,windlass-1,windlass-3"],
         ["stages", "--hidden", "64", "--layers", "1", "--length", "16", "--rounds", "1", "--steps", "1"],
         ["precision", "--hidden", "64", "--layers", "1", "--length", "16", "--rounds", "2", "--steps", "2"],
+        [
+            "offload",
+            "--hidden",
+            "64",
+            "--layers",
+            "1",
+            "--length",
+            "16",
+            "--rounds",
+            "1",
+            "--steps",
+            "1",
+            "--no-rivals",
+        ],
     ],
 )
 def test_experiments_run_and_leave_their_files(arguments: list[str], tmp_path: Path) -> None:

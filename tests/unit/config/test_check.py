@@ -83,3 +83,36 @@ def test_a_world_of_no_ranks_is_a_message(tmp_path: Path) -> None:
     for arguments, world in ((("--world-size", "0"), ""), ((), "0")):
         code, text = run(path, *arguments, world=world)
         assert code == 1 and "the world size 0 is not positive" in text
+
+
+def _offloaded(*paths: Path) -> str:
+    listed = ", ".join(f'"{path}"' for path in paths)
+    section = f'{{"device": "nvme", "nvme_path": [{listed}]}}'
+    return f'{{"train_batch_size": 1, "zero_optimization": {{"stage": 2, "offload_optimizer": {section}}}}}'
+
+
+def test_disks_are_looked_at_and_left_as_they_are(tmp_path: Path) -> None:
+    code, text = run(write(tmp_path, _offloaded(tmp_path / "new" / "deep")))
+    assert code == 0
+    assert f"disk        {tmp_path}/new/deep (" in text and " free" in text
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_path_that_is_a_file_is_to_be_mended(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    code, text = run(write(tmp_path, _offloaded(tmp_path, tmp_path / "file", tmp_path / "file" / "below")))
+    assert code == 1
+    assert "disks that this machine cannot use (2)" in text and "2 to mend" in text
+    assert f"no disk tier at {tmp_path}/file: ENOTDIR" in text and "name a directory (nvme_path)" in text
+
+
+def test_a_path_that_may_not_be_written_to_is_to_be_mended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.access", lambda path, mode: False)  # root may write anywhere
+    code, text = run(write(tmp_path, _offloaded(tmp_path)))
+    assert code == 1 and f"no disk tier at {tmp_path}: EACCES" in text and "may write to" in text
+
+
+def test_memory_that_looks_like_a_disk_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("windlass.storage.prospect.filesystem_of", lambda path: "tmpfs")
+    code, text = run(write(tmp_path, _offloaded(tmp_path)))
+    assert code == 0 and "tmpfs" in text and "this is memory" in text

@@ -194,3 +194,33 @@ def test_grad_scale_divides_gradients_and_found_inf_skips(cls: Any, options: dic
     run(plain, 1, seed=7)
     run(scaled, 1, seed=7)
     torch.testing.assert_close(weights(scaled), weights(plain), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("cls", "options"),
+    [
+        (torch.optim.SGD, {}),
+        (torch.optim.SGD, {"momentum": 0.9}),
+        (torch.optim.AdamW, {"fused": True}),
+        (torch.optim.Adam, {"amsgrad": True}),
+        (torch.optim.Adagrad, {}),
+        (torch.optim.RMSprop, {"centered": True, "momentum": 0.5}),
+        (torch.optim.Rprop, {}),
+    ],
+)
+def test_the_bytes_of_states_to_come_are_those_that_come(cls: Any, options: dict[str, Any], dtype: torch.dtype) -> None:
+    from windlass.optim.elementwise import state_bytes
+
+    parameter = torch.nn.Parameter(torch.ones(1000, dtype=dtype))
+    optimizer = cls([parameter], lr=0.1, **options)
+    calls: list[int] = []
+    optimizer.register_step_pre_hook(lambda *arguments: calls.append(1))
+    before = {key: value.clone() for key, value in optimizer.state[parameter].items()}  # Adagrad makes it at once
+    told = state_bytes(optimizer, dtype)
+    assert not calls and list(optimizer.state) == [parameter] and bool((parameter == 1).all())
+    assert all(torch.equal(value, optimizer.state[parameter][key]) for key, value in before.items())
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    states = [value for value in optimizer.state[parameter].values() if isinstance(value, torch.Tensor) and value.dim()]
+    assert told * 1000 == sum(state.numel() * state.element_size() for state in states)

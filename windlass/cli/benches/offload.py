@@ -1,15 +1,21 @@
-"""`windlass bench offload`: one model with its slots at different homes; time in turns, memory each alone."""
+"""`windlass bench offload`: one model with its slots at different homes, DeepSpeed's beside it; time in turns, memory
+each alone."""
 
 from __future__ import annotations
 
 import statistics
+from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from windlass.cli.benches import deepspeed
+from windlass.cli.benches.screen import screen
 from windlass.cli.benches.training import EQUAL_LOSS, Row, Sizes, measured, plain_config, tell
 
 COMPUTE = "compute alone"
+PROMISED = 1.35
+"""What a step of stage 3 may take with all on the host, in multiples of the compute alone."""
 _HOMES: dict[str, tuple[str, str]] = {
     "none": ("none", "none"),
     "optimizer on host": ("cpu", "none"),
@@ -17,51 +23,109 @@ _HOMES: dict[str, tuple[str, str]] = {
     "all on host": ("cpu", "cpu"),
     "all on disk": ("nvme", "nvme"),
 }
+_RIVALS = (
+    (1, "optimizer on host", deepspeed.OPTIMIZER),
+    (2, "optimizer on host", deepspeed.OPTIMIZER),
+    (3, "optimizer on host", deepspeed.OPTIMIZER),
+    (3, "all on host", deepspeed.OPTIMIZER),
+    (3, "optimizer on disk", deepspeed.FILES),
+    (3, "all on disk", deepspeed.FILES),
+)
 
 
-def offload(nproc: int, sizes: Sizes, bf16: bool, device_bytes: str, folder: Path | None, out: Path) -> bool:
+def offload(
+    nproc: int, sizes: Sizes, bf16: bool, device_bytes: str, folder: Path | None, rivals: bool, out: Path
+) -> bool:
     """Compare homes at stages 1, 2 and 3, on an emulated device where there is no other.
 
     Args:
         device_bytes: of the emulated device's memory, for all configurations together.
         folder: on the disk to use; a temporary one by default.
+        rivals: DeepSpeed too, where it is installed.
 
     Returns:
         Whether all had the losses of the stage without offload.
     """
+    import torch
+
+    cuda = torch.cuda.is_available()
+    env = {} if cuda else {"WINDLASS_EMULATE_DEVICE": device_bytes}
     with TemporaryDirectory(prefix="windlass-offload-", dir=folder) as place:
-        configs = _configs(sizes, bf16, place)
-        if not bf16:  # its ranks train float32, which is another amount of work
-            configs = {COMPUTE: {"engine": "none"}, **configs}
-        rows = measured(configs, sizes, nproc, env={"WINDLASS_EMULATE_DEVICE": device_bytes})
+        ours = dict(_ours(sizes, bf16, place, pins=(True, False) if cuda else (True,)))
+        floor = {} if bf16 else {COMPUTE: {"engine": "none"}}  # its ranks train float32, another amount of work
+        theirs, notes = _theirs(sizes, bf16, place) if rivals else ({}, ["DeepSpeed: not asked for"])
+        rows, failed = measured({**floor, **ours}, sizes, nproc, env | deepspeed.build_tools(), rivals=theirs)
+    notes += [f"{label}: absent, it failed here with what is printed above" for label in failed]
+    notes += [_about_the_device(cuda, device_bytes)]
+    verdicts, same = _verdicts(rows, EQUAL_LOSS if not bf16 else 1e-2)
+    tell("offload", rows, verdicts + notes, nproc, sizes, out)
+    return same
+
+
+def _about_the_device(cuda: bool, device_bytes: str) -> str:
+    if cuda:
+        return "the device is a GPU; pinned: host memory is page-locked"
+    return (
+        f"the device is emulated ({device_bytes}): windlass' copies to and from it are made and counted; DeepSpeed has "
+        "no such device, so its rows make none. Pinned memory means nothing without CUDA: one row for both"
+    )
+
+
+def _verdicts(rows: dict[str, Row], bound: float) -> tuple[list[str], bool]:
+    """Sentences, and whether all losses are equal."""
     against = next(iter(rows))
     floor = statistics.median(rows[against].seconds)
-    ours = {label: row for label, row in rows.items() if label != COMPUTE}
-    reference = next(iter(ours.values())).losses
-    apart = max(abs(a - b) for row in ours.values() for a, b in zip(row.losses, reference, strict=True))
-    bound = 1e-2 if bf16 else EQUAL_LOSS
-    verdicts = [f"losses: {'equal' if apart <= bound else 'NOT equal'}; the furthest two are {apart:.1e} apart"]
-    verdicts += [f"{label}: {_over(row, floor):.2f} x {against}" for label, row in ours.items() if label != against]
-    tell("offload", rows, verdicts, nproc, sizes, out)
-    return apart <= bound
+    engines = {label: row for label, row in rows.items() if label != COMPUTE}
+    reference = next(iter(engines.values())).losses
+    apart = {
+        label: max(abs(a - b) for a, b in zip(row.losses, reference, strict=True)) for label, row in engines.items()
+    }
+    far = [f"{label} is {off:.1e} apart" for label, off in apart.items() if not off <= bound]  # NaN is far too
+    said = "NOT equal: " + "; ".join(far) if far else f"equal; the furthest is {max(apart.values()):.1e} apart"
+    verdicts = [f"losses: {said} (bound {bound:.0e})"]
+    for label, row in engines.items():
+        if label == against:
+            continue
+        ratio = statistics.median(row.seconds) / floor
+        promise = ""
+        if against == COMPUTE and label.startswith("stage 3, all on host"):
+            promise = f" (promised: at most {PROMISED}: {'held' if ratio <= PROMISED else 'MISSED'})"
+        verdicts.append(f"{label}: {ratio:.2f} x {against}{promise}")
+    return verdicts, not far
 
 
-def _configs(sizes: Sizes, bf16: bool, folder: str) -> dict[str, dict[str, Any]]:
-    found = {}
+def _ours(sizes: Sizes, bf16: bool, folder: str, pins: tuple[bool, ...]) -> Iterator[tuple[str, dict[str, Any]]]:
     for stage in (1, 2, 3):
-        for name, (state, param) in _HOMES.items():
+        for name, (_, param) in _HOMES.items():
             if param != "none" and stage < 3:
                 continue
-            config = plain_config(sizes, stage=stage)
-            zero = config["zero_optimization"]
-            for section, home in (("offload_optimizer", state), ("offload_param", param)):
-                if home != "none":
-                    zero[section] = {"device": home} | ({"nvme_path": folder} if home == "nvme" else {})
-            if bf16:
-                config["bf16"] = {"enabled": True}
-            found[f"stage {stage}, {name}"] = config
-    return found
+            for pin in pins if name != "none" else pins[:1]:
+                label = f"stage {stage}, {name}"
+                if len(pins) > 1 and name != "none":
+                    label += ", pinned" if pin else ", not pinned"
+                yield label, _config(sizes, stage, name, bf16, folder, pin)
 
 
-def _over(row: Row, floor: float) -> float:
-    return statistics.median(row.seconds) / floor
+def _theirs(sizes: Sizes, bf16: bool, folder: str) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    """What DeepSpeed can do here, and for what it can't the reasons."""
+    screen().print("DeepSpeed's operators: found, or built once", style="dim")
+    reasons = deepspeed.absent(deepspeed.OPTIMIZER, deepspeed.FILES)
+    found, notes = {}, []
+    for stage, name, operator in _RIVALS:
+        label = f"DeepSpeed, stage {stage}, {name}"
+        if reasons[operator]:
+            notes.append(f"{label}: absent ({operator}: {reasons[operator]})")
+        else:
+            found[label] = deepspeed.asked(_config(sizes, stage, name, bf16, folder, pin=False))
+    return found, notes
+
+
+def _config(sizes: Sizes, stage: int, name: str, bf16: bool, folder: str, pin: bool) -> dict[str, Any]:
+    config = plain_config(sizes, stage=stage)
+    for section, home in zip(("offload_optimizer", "offload_param"), _HOMES[name], strict=True):
+        if home != "none":
+            where = {"nvme_path": folder} if home == "nvme" else {}
+            config["zero_optimization"][section] = {"device": home, "pin_memory": pin, **where}
+    if bf16:
+        config["bf16"] = {"enabled": True}
+    return config

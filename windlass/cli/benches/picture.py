@@ -1,4 +1,4 @@
-"""Draws bars side by side: one panel a quantity."""
+"""Draws bars: one panel a quantity, standing side by side, or lying where there are too many for their names."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 from windlass.base.log import logger
 
 _OURS, _THEIRS = "#1f4e79", "#a9c4de"
+_STANDING = 8  # bars whose names can be read below them
 
 
 @dataclass(frozen=True)
@@ -30,16 +31,22 @@ def draw(panels: list[Panel], path: Path, title: str) -> bool:
     except ImportError:
         logger.info("no picture: matplotlib is not installed (pip install 'windlass[plot]')")
         return False
-    figure = Figure(figsize=(4.6 * len(panels), 4), dpi=140, layout="constrained")
-    for number, panel in enumerate(panels):
-        axes = figure.add_subplot(1, len(panels), number + 1)
-        labels = list(panel.values)
-        colors = [_THEIRS if label in ("ddp", "zro", "fsdp2", "fsdp3") else _OURS for label in labels]
-        bars = axes.bar(labels, list(panel.values.values()), color=colors)
-        axes.bar_label(bars, fmt="%.4g", fontsize=8)
-        axes.set(title=panel.title, ylabel=panel.unit)
-        axes.tick_params(axis="x", labelrotation=30, labelsize=8)
+    many = max(len(panel.values) for panel in panels) > _STANDING
+    height = 0.24 * max(len(panel.values) for panel in panels) + 1.2 if many else 4.0
+    figure = Figure(figsize=(4.6 * len(panels) + (2.0 if many else 0.0), height), dpi=140, layout="constrained")
+    everything = figure.subplots(1, len(panels), sharey=many, squeeze=False)[0]
+    for axes, panel in zip(everything, panels, strict=True):
+        labels, values = list(panel.values), list(panel.values.values())
+        colors = [_THEIRS if _is_rival(label) else _OURS for label in labels]
+        bars = (axes.barh if many else axes.bar)(labels, values, color=colors)
+        axes.bar_label(bars, fmt="%.4g", fontsize=8, padding=2)
+        axes.set(title=panel.title, **{"xlabel" if many else "ylabel": panel.unit})
+        axes.tick_params(axis="y" if many else "x", labelrotation=0 if many else 30, labelsize=8)
         axes.spines[["top", "right"]].set_visible(False)
+        if many:
+            axes.margins(x=0.15)
+    if many:
+        everything[0].invert_yaxis()  # the first on top, in all panels
     figure.suptitle(title)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.part")
@@ -47,3 +54,7 @@ def draw(panels: list[Panel], path: Path, title: str) -> bool:
     canvas.print_png(str(partial))
     os.replace(partial, path)
     return True
+
+
+def _is_rival(label: str) -> bool:
+    return label in ("ddp", "zro", "fsdp2", "fsdp3") or label.startswith("DeepSpeed")

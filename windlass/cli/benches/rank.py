@@ -14,9 +14,17 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from windlass.base.device import local_device, synchronize
+from windlass.base.memory import transfers
 from windlass.cli.benches.memory import MemoryWatch
 from windlass.cli.benches.models import LanguageModel, linear_stack
-from windlass.cli.benches.trainee import Recipe, Trainee, from_config, import_what_is_needed, make
+from windlass.cli.benches.trainee import (
+    Recipe,
+    Trainee,
+    from_config,
+    from_deepspeed_config,
+    import_what_is_needed,
+    make,
+)
 from windlass.cli.benches.work import KINDS, TrainingWork, ZeroMemoryWork
 from windlass.cli.failure import explain
 from windlass.comm.bootstrap import init_distributed
@@ -77,9 +85,11 @@ def zero_memory(work: ZeroMemoryWork) -> dict[str, Any]:
 
 
 def training(work: TrainingWork) -> dict[str, Any]:
-    """Seconds and losses of every step of every configuration, in turns; memory, if watched."""
+    """Seconds, losses and copies of every step of every configuration, in turns; memory, if watched."""
     device = local_device()
     import_what_is_needed("windlass")
+    if any(config.get("engine") == "deepspeed" for config in work.configs.values()):
+        import_what_is_needed("ds")
     dist.barrier()
     watch = MemoryWatch(device) if work.watch else None
     trainees: dict[str, Trainee] = {}
@@ -88,31 +98,54 @@ def training(work: TrainingWork) -> dict[str, Any]:
         torch.manual_seed(0)
         model = LanguageModel(work.vocabulary, work.hidden, work.layers, work.length).to(device)
         parameters = sum(p.numel() for p in model.parameters())
-        if config.get("engine") == "none":
-            trainees[label] = make("none", model, [], Recipe(1e-3, 1.0, work.batch), device)
-        else:
-            trainees[label] = from_config(model, config)
+        trainees[label] = _under(config, model, work, device)
         del model
     seconds: dict[str, list[float]] = {label: [] for label in trainees}
     losses: dict[str, list[float]] = {label: [] for label in trainees}
+    copied: dict[str, dict[str, int]] = {}
     labels = list(trainees)
     for turn in range(work.rounds):
         for label in labels if turn % 2 == 0 else reversed(labels):  # drift of the machine hits all alike
             for step in range(work.steps + 1):
+                before = _moved(trainees[label])
                 took, loss = _step(trainees[label], work, device, len(losses[label]))
                 losses[label].append(loss)
                 if step:
                     seconds[label].append(took)
+                    now = _moved(trainees[label])
+                    copied[label] = {key: now[key] - before[key] for key in now}  # alike in all steps but the first
     return {
         "memory_kind": watch.kind if watch else None,
         "memory": watch.stop() if watch else None,
         "parameters": parameters,
         "seconds": seconds,
         "losses": losses,
+        "copied": copied,
         "transport": {
             label: one.engine.report()["transport"] if one.engine else "none" for label, one in trainees.items()
         },
         "work": asdict(work),
+    }
+
+
+def _under(config: dict[str, Any], model: LanguageModel, work: TrainingWork, device: torch.device) -> Trainee:
+    if config.get("engine") == "none":
+        return make("none", model, [], Recipe(1e-3, 1.0, work.batch), device)
+    if config.get("engine") == "deepspeed":
+        return from_deepspeed_config(model, config["config"])
+    return from_config(model, config)
+
+
+def _moved(trainee: Trainee) -> dict[str, int]:
+    """Bytes that this rank copied so far, by where they went; nothing of who does not tell."""
+    if trainee.engine is None:
+        return {}
+    disk = trainee.engine.report()["disk"]
+    return {
+        "to_device": transfers.to_device,
+        "to_host": transfers.to_host,
+        "from_disk": disk.disk_read_bytes,
+        "to_disk": disk.disk_write_bytes,
     }
 
 

@@ -6,9 +6,9 @@ import sys
 
 from rich.console import Console
 
-_WIDE = 150
+_WIDE = 170
 
 
 def screen() -> Console:
-    """A console for stdout; a pipe or a file gets lines of up to 150 characters."""
+    """A console for stdout; a pipe or a file gets lines of up to 170 characters."""
     return Console(width=None if sys.stdout.isatty() else _WIDE, highlight=False)

@@ -66,13 +66,12 @@ def import_what_is_needed(name: str) -> None:
         "ddp": ["torch.nn.parallel"],
         "zro": ["torch.nn.parallel", "torch.distributed.optim"],
         "fsd": ["torch.distributed.fsdp", "torch.distributed.device_mesh"],
-        "ds1": ["deepspeed"],
-        "ds2": ["deepspeed"],
-        "ds3": ["deepspeed"],
         "win": ["windlass.initialize", "windlass.zero"],
     }
     for module in modules.get(name[:3], []):
         importlib.import_module(module)
+    if name.startswith("ds"):
+        import_deepspeed()
 
 
 def make(name: str, model: nn.Module, blocks: Sequence[nn.Module], recipe: Recipe, device: torch.device) -> Trainee:
@@ -171,9 +170,6 @@ def _fully_sharded(
 
 
 def _deepspeed(model: nn.Module, stage: int, recipe: Recipe) -> Trainee:
-    os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
-    os.environ.setdefault("DS_LOG_LEVEL", "error")
-    deepspeed = importlib.import_module("deepspeed")
     config = {
         "train_micro_batch_size_per_gpu": recipe.micro_batch,
         "optimizer": {"type": "AdamW", "params": {"lr": recipe.lr, "torch_adam": True}},
@@ -181,6 +177,12 @@ def _deepspeed(model: nn.Module, stage: int, recipe: Recipe) -> Trainee:
         "gradient_clipping": recipe.clip,
         "steps_per_print": 10**9,
     }
+    return from_deepspeed_config(model, config)
+
+
+def from_deepspeed_config(model: nn.Module, config: dict[str, Any]) -> Trainee:
+    """Put `model` under DeepSpeed with this configuration. Collective."""
+    deepspeed = import_deepspeed()
     engine, _, _, _ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
 
     def parameter_sum() -> float:
@@ -188,6 +190,13 @@ def _deepspeed(model: nn.Module, stage: int, recipe: Recipe) -> Trainee:
             return _sum(model.parameters())
 
     return Trainee(engine, engine.backward, engine.step, parameter_sum)
+
+
+def import_deepspeed() -> Any:
+    """DeepSpeed's module, told on which device it is and to say nothing but errors."""
+    os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
+    os.environ.setdefault("DS_LOG_LEVEL", "error")
+    return importlib.import_module("deepspeed")
 
 
 def _updates(model: nn.Module, optimizer: torch.optim.Optimizer, recipe: Recipe) -> Callable[[], None]:

@@ -26,10 +26,11 @@ class ZeroMemoryWork:
 
 @dataclass(frozen=True)
 class TrainingWork:
-    """Configurations of windlass train a language model; several take turns, one alone shows its memory.
+    """Configurations train a language model; several take turns, one alone shows its memory.
 
     Args:
-        configs: by label.
+        configs: by label: windlass's own; `{"engine": "none"}`, the compute alone; or `{"engine": "deepspeed",
+            "config": ...}`.
         vocabulary, hidden, layers, length: of the model.
         batch: sequences on a rank.
         rounds, steps: each configuration trains `steps` steps in each of `rounds` rounds, and one untimed one before.

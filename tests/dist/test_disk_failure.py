@@ -1,0 +1,244 @@
+"""A disk that fails under one rank: every rank hears of it, none waits, and nobody goes on from half a step."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.dist.harness import run_ranks
+from tests.dist.laws import ADAMW, Setting, ds_config, specimen, start, whole_params
+from tests.dist.test_offload import LATE, homes
+from tests.models import Place
+from tests.oracle import Recipe
+
+BAD_RANK = 0
+
+
+class Failed:
+    """A request that came back with an error."""
+
+    def __init__(self, failure: tuple[int, int, int, int]) -> None:
+        self._failure = failure
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self, seconds: float) -> bool:
+        return True
+
+    def failure(self) -> tuple[int, int, int, int]:
+        return self._failure
+
+
+class GoneDevice:
+    """An engine whose device answers EIO to reads, to writes, or to both."""
+
+    def __init__(self, engine: Any, writes: Sequence[bool]) -> None:
+        self._engine, self._writes = engine, writes
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def submit(self, write: bool, spans: Sequence[tuple[int, int, int, int]]) -> Any:
+        if write in self._writes and spans:
+            return Failed((errno.EIO, spans[0][0], spans[0][1], 0))
+        return self._engine.submit(write, spans)
+
+
+class Breaker:
+    """Breaks the disk of one rank, and mends it."""
+
+    def __init__(self, engine: Any) -> None:
+        self.disk = engine._sharded.homes.disk
+        self._whole = self.disk._mover._engine
+
+    def smash(self, how: str) -> None:
+        if dist.get_rank() != BAD_RANK:
+            return
+        if how == "cut":
+            os.ftruncate(self.disk._stripes.descriptors[0], 0)
+        else:
+            self.disk._mover._engine = GoneDevice(
+                self._whole, {"read": [False], "write": [True], "gone": [False, True]}[how]
+            )
+
+    def mend(self) -> None:
+        self.disk._mover._engine = self._whole
+
+
+def begin(folder: str, gradients: str = "cpu", param: str = "nvme", optimizer: str = "AdamW") -> tuple[Any, Any]:
+    subject = specimen("four_blocks")
+    zero = (*homes("nvme", param, folder, gradients=gradients), ("stage3_max_reuse_distance", 0))
+    recipe = Recipe(optimizer=optimizer, optimizer_params=ADAMW if optimizer == "AdamW" else (("lr", 1e-3),))
+    return subject, start(subject, ds_config(recipe, Setting(stage=3 if param == "nvme" else 2, zero=zero)))
+
+
+def attempt(act: Any) -> str:
+    try:
+        act()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def step(subject: Any, engine: Any, number: int, breaker: Breaker | None = None, when: str = "", how: str = "") -> None:
+    """One step; `when` says what the disk breaks before."""
+    batch = subject.batch(Place(number, 0, dist.get_rank()))
+
+    def backward(loss: torch.Tensor) -> None:
+        if when == "backward" and breaker:
+            breaker.smash(how)
+        engine.backward(loss)
+
+    if when == "forward" and breaker:
+        breaker.smash(how)
+    subject.train(engine, batch, backward)
+    if when == "step" and breaker:
+        breaker.smash(how)
+    engine.step()
+
+
+def repeated(folder: str, when: str, how: str, gradients: str) -> list[Any]:
+    """What was said when the disk failed, and whether the step repeated on a disk that works again gave what it should."""
+    found = []
+    said = ""
+    for breaks in (False, True):
+        subject, engine = begin(folder, gradients)
+        for number in range(3):
+            if breaks and number == 1:
+                breaker = Breaker(engine)
+                said = attempt(lambda: step(subject, engine, 1, breaker, when, how))  # noqa: B023
+                breaker.mend()
+            step(subject, engine, number)
+        found.append(whole_params(engine.module))
+        engine.destroy()
+    return [said, all(torch.equal(found[0][name], found[1][name]) for name in found[0])]
+
+
+@pytest.mark.parametrize(
+    ("transport", "when", "how", "gradients", "words"),
+    [
+        ("gloo", "forward", "read", "cpu", ("this forward could not read parameters", "reading", "parameters of")),
+        ("shm", "forward", "read", "cpu", ("this forward could not read parameters", "reading", "parameters of")),
+        ("gloo", "backward", "read", "cpu", ("this step was not made", "reading", "parameters of")),
+        ("shm", "backward", "write", "nvme", ("this step was not made", "writing", "gradient of")),
+    ],
+)
+def test_what_fails_before_the_update_changes_nothing(
+    transport: str, when: str, how: str, gradients: str, words: tuple[str, ...], tmp_path: Path
+) -> None:
+    for said, equal in run_ranks(repeated, 2, str(tmp_path), when, how, gradients, env=LATE, transport=transport):
+        assert said.startswith("StorageError: ") and "parameters and optimizer states are as they were" in said
+        for word in (*words, "rank 0: ", "EIO", str(tmp_path)):
+            assert word in said
+        assert equal
+    assert list(tmp_path.iterdir()) == []
+
+
+def half_a_step(folder: str, how: str, param: str, optimizer: str) -> dict[str, str]:
+    """What each call says after an update in which the disk failed."""
+    subject, engine = begin(folder, param=param, optimizer=optimizer)
+    step(subject, engine, 0)
+    engine.save_checkpoint(f"{folder}/saved")
+    breaker = Breaker(engine)
+    batch = subject.batch(Place(1, 0, dist.get_rank()))
+    name, parameter = next(iter(engine.module.named_parameters()))
+    import windlass
+
+    said = {"step": attempt(lambda: step(subject, engine, 1, breaker, "step", how))}
+    breaker.mend()
+    said["forward"] = attempt(lambda: subject.train(engine, batch, engine.backward))
+    said["again"] = attempt(engine.step)
+    said["save"] = attempt(lambda: engine.save_checkpoint(f"{folder}/saved"))
+    said["load"] = attempt(lambda: engine.load_checkpoint(f"{folder}/saved"))
+    said["read"] = attempt(lambda: windlass.zero.full_param(parameter))
+    said["destroy"] = attempt(engine.destroy)
+    dist.barrier()
+    said["left"] = " ".join(sorted(os.listdir(folder)))
+    said["latest"] = Path(folder, "saved", "latest").read_text()
+    shapes = {key: tuple(value.shape) for key, value in engine.module.named_parameters()}
+    said["shapes"] = "" if shapes == {k: tuple(v.shape) for k, v in subject.build().named_parameters()} else str(shapes)
+    _, again = begin(f"{folder}/other", param=param, optimizer=optimizer)
+    again.load_checkpoint(f"{folder}/saved")
+    said["steps"] = str(again.global_steps)
+    again.destroy()
+    return said
+
+
+@pytest.mark.parametrize(
+    ("ranks", "transport", "how", "param", "optimizer"),
+    [
+        (2, "gloo", "read", "nvme", "AdamW"),
+        (2, "shm", "write", "none", "AdamW"),
+        (2, "gloo", "gone", "none", "Lamb"),
+        (1, "gloo", "cut", "none", "AdamW"),
+    ],
+)
+def test_nobody_goes_on_from_half_a_step(
+    ranks: int, transport: str, how: str, param: str, optimizer: str, tmp_path: Path
+) -> None:
+    reason = "short read" if how == "cut" else "EIO"
+    for said in run_ranks(half_a_step, ranks, str(tmp_path), how, param, optimizer, env=LATE, transport=transport):
+        assert said["step"].startswith("StorageError: this step was made in part: rank 0: ")
+        for word in (reason, "master weights and optimizer states of", str(tmp_path), "load the last checkpoint"):
+            assert word in said["step"]
+        for call, kind in (("forward", "Storage"), ("again", "Storage"), ("load", "Storage"), ("read", "Storage"),
+                           ("save", "Checkpoint")):  # fmt: skip
+            assert said[call].startswith(f"{kind}Error: ") and "made in part" in said[call] and reason in said[call]
+        assert said["destroy"] == "" and said["shapes"] == ""
+        assert said["left"] == "saved" and said["latest"].strip() == "global_step1" and said["steps"] == "1"
+
+
+def failing_save(folder: str) -> list[str]:
+    subject, engine = begin(folder)
+    step(subject, engine, 0)
+    breaker = Breaker(engine)
+    breaker.smash("read")
+    said = attempt(lambda: engine.save_checkpoint(f"{folder}/saved"))
+    breaker.mend()
+    there = str(Path(folder, "saved").exists())
+    breaker.smash("write")  # a save writes nothing to the tier, and so loses nothing there
+    again = attempt(lambda: engine.save_checkpoint(f"{folder}/saved"))
+    breaker.mend()
+    step(subject, engine, 1)
+    engine.destroy()
+    return [said, there, again]
+
+
+def test_a_save_that_cannot_read_is_refused_on_all_ranks(tmp_path: Path) -> None:
+    for said, there, again in run_ranks(failing_save, 2, str(tmp_path)):
+        assert said.startswith("StorageError: ") and "rank 0: reading" in said and "as they were" in said
+        assert there == "False" and again == ""
+
+
+def destroyed_blind(folder: str) -> list[Any]:
+    """`destroy` while the parameters can't be read."""
+    import logging
+
+    subject, engine = begin(folder)
+    step(subject, engine, 0)
+    Breaker(engine).smash("gone")
+    heard: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("windlass").addHandler(handler)
+    try:
+        said = attempt(engine.destroy)
+    finally:
+        logging.getLogger("windlass").removeHandler(handler)
+    whole = all(bool(p.isfinite().all()) for p in engine.module.parameters())
+    return [said, whole, [line for line in heard if "destroy() gives back is not whole" in line]]
+
+
+def test_a_model_that_comes_back_with_holes_says_so(tmp_path: Path) -> None:
+    for said, whole, heard in run_ranks(destroyed_blind, 2, str(tmp_path)):
+        assert said == "" and not whole
+        assert len(heard) == 1 and "rank 0: reading" in heard[0] and "NaN" in heard[0]
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,63 @@
+"""Who says what at which level, and what a level that does not exist is answered."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from windlass.base import log
+from windlass.base.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def _level_stays() -> Iterator[None]:
+    before = log.logger.level
+    yield
+    log.logger.setLevel(before)
+
+
+@pytest.mark.parametrize("name", ["loud", "10", "warn ing"])
+def test_a_level_that_there_is_not_names_those_that_there_are(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"log_level = '{name}' is no level.*DEBUG, INFO, WARNING, ERROR, CRITICAL"):
+        log.set_level(name, "log_level")
+
+
+def test_the_environment_is_told_so_too() -> None:
+    command = [sys.executable, "-c", "import windlass.base.log"]
+    done = subprocess.run(command, env={**os.environ, "WINDLASS_LOG_LEVEL": "loud"}, capture_output=True, text=True)
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("windlass.base.errors.ConfigError: WINDLASS_LOG_LEVEL = 'loud' is no level; write one of")
+
+
+def test_the_environment_goes_before_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WINDLASS_LOG_LEVEL", raising=False)
+    log.set_level_of_config("error")
+    assert log.logger.level == logging.ERROR
+    log.set_level_of_config(None)
+    assert log.logger.level == logging.ERROR
+    monkeypatch.setenv("WINDLASS_LOG_LEVEL", "DEBUG")
+    log.set_level_of_config("critical")
+    assert log.logger.level == logging.ERROR
+
+
+@pytest.mark.parametrize(("rank", "level", "printed"), [
+    ("0", logging.INFO, "windlass: hello 7\n"),
+    ("3", logging.INFO, ""),
+    ("3", logging.WARNING, ""),
+    ("3", logging.ERROR, "windlass: [rank 3] hello 7\n"),
+])  # fmt: skip
+def test_other_ranks_say_only_what_is_wrong(
+    rank: str, level: int, printed: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", rank)
+    (handler,) = [one for one in log.logger.handlers if type(one) is logging.StreamHandler]
+    monkeypatch.setattr(handler, "stream", sys.stderr)
+    log.set_level("INFO", "a test")
+    log.logger.log(level, "hello %d", 7)
+    assert capsys.readouterr().err == printed

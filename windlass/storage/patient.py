@@ -1,0 +1,122 @@
+"""A disk tier that goes on after a failure, until all ranks can hear of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from windlass.base.errors import StorageError
+from windlass.base.log import logger
+from windlass.base.pending import Pending
+from windlass.storage.tier import DiskTier
+from windlass.storage.transfer import Extent
+
+
+class PatientTier(DiskTier):
+    """A disk tier whose transfers end, well or not, without an error where they are awaited.
+
+    [Note: a disk that fails] Ranks do their work in one order. One that raised in the middle of it would leave the
+    others waiting for what it owes them until they time out. So a failed transfer is logged at once and noted here,
+    what was to be read becomes NaN, and the rank goes on to the next point at which all ranks ask each other
+    (zero/health.py): the end of a forward, the norm before a step, the end of a step, a save. There all of them raise.
+
+    What is wrong in the call itself (a closed tier, an extent of another) is raised as ever.
+
+    Attributes:
+        failure: the first transfer that failed since `take_failure`.
+    """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.failure: StorageError | None = None
+        self._nowhere: set[Extent] = set()  # for which there was no space
+
+    def take_failure(self) -> StorageError | None:
+        """The first failure since the last call, which is hereby told."""
+        found, self.failure = self.failure, None
+        return found
+
+    def allocate(self, nbytes: int, what: str) -> Extent:
+        """As `DiskTier.allocate`; what finds no space is a failure of every transfer of it."""
+        self._mover.check()
+        try:
+            return super().allocate(nbytes, what)
+        except StorageError as error:
+            self._note(error)
+            extent = Extent(what, nbytes, 0, 0)
+            self._nowhere.add(extent)
+            return extent
+
+    def reserve(self, nbytes: int) -> None:
+        """As `DiskTier.reserve`; too little space is noted."""
+        self._mover.check()
+        try:
+            super().reserve(nbytes)
+        except StorageError as error:
+            self._note(error)
+
+    def free(self, extent: Extent) -> None:
+        """As `DiskTier.free`."""
+        if extent in self._nowhere:
+            self._nowhere.discard(extent)
+        else:
+            super().free(extent)
+
+    def write(self, extent: Extent, offset: int, source: torch.Tensor) -> Pending:
+        """As `DiskTier.write`."""
+        self._check(extent)
+        return _Patient(lambda: super(PatientTier, self).write(extent, offset, source), self._note)
+
+    def read(self, extent: Extent, offset: int, into: torch.Tensor) -> Pending:
+        """As `DiskTier.read`; `into` is NaN where that fails."""
+        self._check(extent)
+
+        def failed(error: StorageError) -> None:
+            into.detach().reshape(-1).view(torch.uint8).fill_(0xFF)  # NaN in every floating-point dtype
+            self._note(error)
+
+        return _Patient(lambda: super(PatientTier, self).read(extent, offset, into), failed)
+
+    def _check(self, extent: Extent) -> None:
+        self._mover.check(None if extent in self._nowhere else extent)
+
+    def _note(self, error: StorageError) -> None:
+        logger.error("%s", error)
+        self.failure = self.failure or error
+
+
+class _Patient:
+    """Finished also where what it stands for failed.
+
+    Args:
+        start: starts a transfer.
+        failed: is told, once, what went wrong.
+    """
+
+    def __init__(self, start: Callable[[], Pending], failed: Callable[[StorageError], None]) -> None:
+        self._inner: Pending | None = None
+        self._failed = failed
+        self._attempt(lambda: setattr(self, "_inner", start()))
+
+    def poll(self) -> bool:
+        inner = self._inner
+        done = inner is None or self._attempt(inner.poll)
+        if done:
+            self._inner = None
+        return done
+
+    def wait(self) -> None:
+        if self._inner is not None:
+            self._attempt(self._inner.wait)
+            self._inner = None
+
+    def _attempt(self, act: Callable[[], Any]) -> bool:
+        """Whether it returned something true, or failed."""
+        try:
+            return bool(act())
+        except StorageError as error:
+            self._inner = None
+            self._failed(error)
+            return True
