@@ -291,3 +291,50 @@ def test_a_step_that_failed_leaves_nothing_to_the_next(state: str, stage: int, t
     ways = [run_ranks(step_after_a_failure, 2, state, str(tmp_path), stage, fails, env=LATE) for fails in (False, True)]
     for plain, again in zip(*ways, strict=True):
         assert all(torch.equal(plain[name], again[name]) for name in plain)
+
+
+class Optional(torch.nn.Module):
+    """Two parameters of one unit, one of which may be left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.bias, self.scale = torch.nn.Parameter(torch.randn(40)), torch.nn.Parameter(torch.randn(40))
+        self.scales = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.bias
+        return (x * self.scale if self.scales else x).float().square().mean()
+
+
+def narrow_after_a_failure(state: str, folder: str, fails: bool) -> dict[str, torch.Tensor]:
+    """Masters and bf16 parameters after a step that was clipped and failed, and one that needs no clipping and leaves
+    a parameter out."""
+    import windlass
+
+    recipe = Recipe(optimizer="AdamW", optimizer_params=ADAMW, precision="bf16")
+    model = Optional()
+    engine = windlass.initialize(model=model, config=ds_config(recipe, Setting(2, zero=homes(state, "none", folder))))[0]
+    rows = torch.linspace(-1, 1, 40, dtype=torch.bfloat16).repeat(2, 1)
+    if fails:
+        engine.backward(engine(rows) * 1e4)
+        inner = engine._sharded.update._inner
+        inner.step = lambda: (_ for _ in ()).throw(KeyboardInterrupt)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+        del inner.step
+        engine.zero_grad()
+    for scales in (False, True):
+        model.scales = scales
+        engine.backward(engine(rows) * 1e-2)
+        engine.step()
+    found = whole_params(model) | {f"16 bits of {name}": value for name, value in engine.full_state_dict().items()}
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("state", ["none", "cpu", "nvme"])
+def test_a_step_that_failed_leaves_no_divisor_and_no_copies(state: str, tmp_path: Any) -> None:
+    plain, again = (run_ranks(narrow_after_a_failure, 2, state, str(tmp_path), fails, env=LATE) for fails in (False, True))
+    for one, other in zip(plain, again, strict=True):
+        assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)

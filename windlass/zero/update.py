@@ -112,6 +112,7 @@ class ElementwiseUpdate:
         for batch in self.residence.travel(self._batches):
             chosen: dict[int, list[Segment]] = defaultdict(list)
             for chunk in batch:
+                chunk.lowered = None  # of a step that failed
                 if chunk.gradient is None:
                     continue
                 gradient = self._gradient(chunk, chunk.gradient, divisor)
@@ -168,11 +169,13 @@ class ElementwiseUpdate:
             inner.found_inf = torch.zeros((), dtype=torch.float32, device=device)  # type: ignore[attr-defined]
         if self._lowered:
             inner.lowered = self._lowered  # type: ignore[attr-defined]
-        for part in self._parts(chosen):
-            run_groups(self.optimizer, inner, part)
-        for name in ("grad_scale", "found_inf", "lowered"):
-            inner.__dict__.pop(name, None)
-        self._lowered = {}
+        try:
+            for part in self._parts(chosen):
+                run_groups(self.optimizer, inner, part)
+        finally:  # also where a step fails: the next one has a divisor and copies of its own, or none
+            for name in ("grad_scale", "found_inf", "lowered"):
+                inner.__dict__.pop(name, None)
+            self._lowered = {}
 
     def _parts(self, chosen: dict[int, list[Segment]]) -> list[dict[int, list[nn.Parameter]]]:
         """What may be stepped in one call. Torch's fused SGD takes tensors with a momentum or ones without, not
