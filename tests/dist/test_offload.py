@@ -338,3 +338,47 @@ def test_a_step_that_failed_leaves_no_divisor_and_no_copies(state: str, tmp_path
     plain, again = (run_ranks(narrow_after_a_failure, 2, state, str(tmp_path), fails, env=LATE) for fails in (False, True))
     for one, other in zip(plain, again, strict=True):
         assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+class Growing(torch.nn.Module):
+    """Parameters of one unit that come into use one after the other, the last of them first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.third = (torch.nn.Parameter(torch.randn(4, 8)) for _ in range(3))
+        self.blocks = torch.nn.ModuleList([torch.nn.Linear(8, 64), torch.nn.Linear(64, 8)])  # their buffers are larger
+        self.used = 1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.blocks[1](torch.tanh(self.blocks[0](x))) * self.third[0] + self.third.sum()
+        x = x * self.second.mean(0) if self.used > 1 else x
+        x = x + self.first.mean(0) if self.used > 2 else x
+        return (x - 1).square().mean()
+
+
+def growing(state: str, folder: str, optimizer: str, sub_group: int) -> dict[str, torch.Tensor]:
+    """Masters after steps in which states are made before those that are there."""
+    import windlass
+
+    model = Growing()
+    recipe = Recipe(optimizer=optimizer, optimizer_params=(("lr", 1e-2),))
+    zero = (*homes(state, "none", folder), ("sub_group_size", sub_group))
+    engine = windlass.initialize(model=model, config=ds_config(recipe, Setting(2, zero=zero)))[0]
+    for step in range(4):
+        model.used = 1 + step
+        engine.backward(engine(torch.linspace(-1, 1, 8).roll(step).repeat(2, 1)))
+        engine.step()
+    found = whole_params(model)
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize(("optimizer", "sub_group"), [("AdamW", 1 << 30), ("AdamW", 100), ("Muon", 1 << 30)])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_states_made_later_do_not_spoil_those_on_disk(ranks: int, optimizer: str, sub_group: int, tmp_path: Any) -> None:
+    plain, away = (
+        run_ranks(growing, ranks, state, str(tmp_path), optimizer, sub_group, env=LATE) for state in ("none", "nvme")
+    )
+    for one, other in zip(plain, away, strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in one)

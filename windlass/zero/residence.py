@@ -206,7 +206,7 @@ class Residence:
             record.extent = self._tier.allocate(nbytes, f"master weights and optimizer states of {chunk.name}")
         record.entries, record.nbytes = laid, nbytes
         buffer = visit.buffer if visit is not None else torch.empty(0, dtype=torch.uint8)
-        target = buffer if buffer.numel() >= nbytes else self._staging(nbytes)
+        target = buffer if _fits(buffer, nbytes, laid, found) else self._staging(nbytes)
         for entry, (_, _, tensor) in zip(laid, found, strict=True):
             place = target[entry.offset : entry.offset + entry.nbytes].view(entry.dtype).view(entry.shape)
             if place.data_ptr() != tensor.data_ptr():
@@ -274,6 +274,18 @@ class _Both:
     def wait(self) -> None:
         self._first.wait()
         self._second.wait()
+
+
+def _fits(
+    buffer: torch.Tensor, nbytes: int, laid: list[_Entry], found: list[tuple[nn.Parameter | None, str, torch.Tensor]]
+) -> bool:
+    """Whether a record can be put together in the buffer that it came in: large enough, and nothing in it has to move
+    (a state made since lies before those that were there), or one would be overwritten before it was copied."""
+    if buffer.numel() < nbytes:
+        return False
+    own, first = buffer.untyped_storage().data_ptr(), buffer.data_ptr()
+    inside = [pair for pair in zip(laid, found, strict=True) if pair[1][2].untyped_storage().data_ptr() == own]
+    return all(tensor.data_ptr() == first + entry.offset for entry, (_, _, tensor) in inside)
 
 
 def _lay_out(found: list[tuple[nn.Parameter | None, str, torch.Tensor]]) -> list[_Entry]:
