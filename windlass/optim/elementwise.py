@@ -34,6 +34,9 @@ _ELEMENTWISE: frozenset[type[torch.optim.Optimizer]] = frozenset(
         CPUSGD,
     }
 )
+COUNTS = frozenset({"step", "eta", "mu", "mu_product"})
+"""What these rules keep as one number a parameter; anything else has an element for each of the parameter's."""
+
 _FUSED: tuple[type[torch.optim.Optimizer], ...] = (
     torch.optim.Adam,
     torch.optim.AdamW,

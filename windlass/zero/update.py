@@ -18,7 +18,7 @@ from torch import nn
 from windlass.base.errors import ModelError
 from windlass.optim.cpu import as_native
 from windlass.optim.cpu_optimizer import CPUOptimizer
-from windlass.optim.elementwise import supports_grad_scale
+from windlass.optim.elementwise import COUNTS, supports_grad_scale
 from windlass.storage.slot import Home
 from windlass.zero.chunk import Chunk, batches
 from windlass.zero.layout import Piece
@@ -198,11 +198,22 @@ class ElementwiseUpdate:
             piece, home = segment.piece, segment.tensor.device
             shape = segment.chunk.unit.shapes[piece.index]
             for key, value in given.items():
-                if isinstance(value, torch.Tensor) and value.shape == shape and value.numel() > 0 and value.dim() > 0:
+                if isinstance(value, torch.Tensor) and value.shape == shape and key not in COUNTS:
                     value = value.detach().reshape(-1)[piece.start : piece.stop].to(home, copy=True)
+                    value = value.to(state_dtype(self.optimizer, value.dtype, chunk))
                 elif isinstance(value, torch.Tensor):
                     value = value.detach().clone()
                 self._inner.state[segment.tensor][key] = value
+
+
+def state_dtype(optimizer: torch.optim.Optimizer, dtype: torch.dtype, chunk: Chunk) -> torch.dtype:
+    """The dtype in which to keep a state of `dtype` and of its parameter's shape, which was made elsewhere.
+
+    A rule makes states like the parameters it was given. Were these narrow, their masters are not, and a rule computes
+    with both; so the state becomes as wide. Optimizers that choose the dtype of their states themselves keep it.
+    """
+    like_the_parameter = dtype == chunk.unit.dtype and dtype.itemsize < chunk.dtype.itemsize
+    return chunk.dtype if like_the_parameter and not isinstance(optimizer, CPUOptimizer) else dtype
 
 
 def run_groups(
