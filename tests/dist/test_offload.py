@@ -382,3 +382,24 @@ def test_states_made_later_do_not_spoil_those_on_disk(ranks: int, optimizer: str
     )
     for one, other in zip(plain, away, strict=True):
         assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def staging_kept(folder: str) -> tuple[int, int]:
+    """Bytes of staging buffers that are kept after a step, and after a checkpoint that brought all states to hand."""
+    subject = specimen("four_blocks")
+    recipe = Recipe(optimizer="AdamW", optimizer_params=ADAMW)
+    zero = (*homes("nvme", "none", folder), ("sub_group_size", 10_000))
+    engine = start(subject, ds_config(recipe, Setting(stage=2, zero=zero)))
+    subject.train(engine, subject.batch(Place(0, 0, torch.distributed.get_rank())), engine.backward)
+    engine.step()
+    found = []
+    for _ in range(2):
+        found.append(sum(buffer.numel() for buffer in engine._sharded.masters.residence._free))
+        engine.save_checkpoint(f"{folder}/saved")
+    engine.destroy()
+    return found[0], found[1]
+
+
+def test_a_checkpoint_leaves_no_states_in_host_memory(tmp_path: Any) -> None:
+    for before, after in run_ranks(staging_kept, 2, str(tmp_path)):
+        assert after <= before

@@ -290,3 +290,48 @@ def coded_states() -> None:
 def test_states_without_a_whole_are_refused_by_name() -> None:
     with pytest.raises(RankError, match="exp_avg_scale.*state_dtype"):
         run_ranks(coded_states, 2)
+
+
+class Counting(torch.optim.Optimizer):
+    """Counts its steps in its groups and in an attribute, and steps by both."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "count": 0})
+        self.decay = 1.0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.decay *= 0.7
+        for group in self.param_groups:
+            if not group["params"]:
+                continue
+            group["count"] += 1
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad, alpha=group["lr"] * self.decay / group["count"])
+
+
+def counted(setting: Setting) -> dict[str, Any]:
+    model = oracle.build(specimen("mlp"))
+    optimizer = Counting([{"params": list(model.parameters())[start::2]} for start in (0, 1)])
+    hooks: list[Any] = []
+    optimizer.register_step_pre_hook(lambda *_: hooks.append("before"))
+    optimizer.register_step_post_hook(lambda given, *_: hooks.append(given is optimizer))
+    engine = windlass.initialize(model=model, optimizer=optimizer, config=ds_config(Recipe(), setting))[0]
+    for step in range(3):
+        engine.backward(engine(**specimen("mlp").batch(Place(step, 0, dist.get_rank()))))
+        engine.step()
+    found = {"params": whole_params(model), "counts": [g["count"] for g in optimizer.param_groups], "hooks": hooks}
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("sub_group", [1 << 30, 100])
+def test_a_rule_counts_its_steps_and_hooks_run_once_a_step(sub_group: int, stage: int) -> None:
+    wanted = oracle.train(specimen("mlp"), Recipe(steps=3), lambda p: Counting([{"params": p[n::2]} for n in (0, 1)]))
+    found = run_ranks(counted, 2, Setting(stage=stage, zero=(("sub_group_size", sub_group),)))
+    for one in found:
+        error, where = relative_error(one["params"], wanted.params)
+        assert error < 1e-6, where
+        assert one["hooks"] == ["before", True] * 3
+        assert one["counts"] == [3, 3]

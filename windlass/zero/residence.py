@@ -100,7 +100,7 @@ class Residence:
     @contextmanager
     def at_hand(self, chunks: list[Chunk]) -> Iterator[None]:
         """Masters and states of `chunks` in memory, all at once; what was changed is kept."""
-        away = [chunk for chunk in chunks if chunk.master is None]
+        away, free = [chunk for chunk in chunks if chunk.master is None], len(self._free)
         for chunk in away:
             self._set_out(chunk, gradient=False)
         for chunk in chunks:
@@ -111,6 +111,7 @@ class Residence:
             for chunk in away:
                 self._leave(chunk)
             self._finish_leaving(0)
+            del self._free[free:]  # a step needs a few, this took one for each chunk
 
     def tensors(self, chunk: Chunk) -> list[torch.Tensor]:
         """The elementwise optimizer states of a chunk in memory."""

@@ -7,7 +7,7 @@ that had no gradient anywhere is skipped exactly as torch skips it.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -23,6 +23,7 @@ from windlass.storage.slot import Home
 from windlass.zero.chunk import Chunk, batches
 from windlass.zero.layout import Piece
 from windlass.zero.masters import Masters
+from windlass.zero.turn import Turn
 from windlass.zero.unit import Unit
 
 
@@ -57,6 +58,7 @@ def clone_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     twin: torch.optim.Optimizer = object.__new__(type(optimizer))
     twin.__dict__.update(optimizer.__dict__)
     twin.__dict__.pop("step", None)  # a scheduler may have wrapped the original's; that would step the original
+    twin._optimizer_step_pre_hooks, twin._optimizer_step_post_hooks = OrderedDict(), OrderedDict()  # see Turn
     twin.state = defaultdict(dict)
     twin.param_groups = []
     return twin
@@ -106,6 +108,7 @@ class ElementwiseUpdate:
             used: by unit and parameter; the unused are skipped.
             divisor: gradients are divided by it (loss scale over clip coefficient).
         """
+        turn = Turn(self.optimizer, self._inner)
         group_of = self._groups()
         scaled = self._inner if isinstance(self._inner, CPUOptimizer) else self.optimizer
         self._scales = supports_grad_scale(scaled)  # of the groups as they are now
@@ -128,8 +131,9 @@ class ElementwiseUpdate:
                         skipped = True
                 if not skipped:
                     self._lower(chunk)
-            self._step(chosen, divisor)
+            self._step(turn, chosen, divisor)
             yield batch
+        turn.end()
 
     def _native(self) -> torch.optim.Optimizer | None:
         """The same rule in one pass over host memory, where all of it is updated there, and in float32."""
@@ -161,7 +165,7 @@ class ElementwiseUpdate:
             gradient.div_(divisor)
         return gradient
 
-    def _step(self, chosen: dict[int, list[Segment]], divisor: float) -> None:
+    def _step(self, turn: Turn, chosen: dict[int, list[Segment]], divisor: float) -> None:
         inner = self._inner
         if self._scales and divisor != 1.0 and chosen:
             device = next(iter(chosen.values()))[0].tensor.device
@@ -171,7 +175,7 @@ class ElementwiseUpdate:
             inner.lowered = self._lowered  # type: ignore[attr-defined]
         try:
             for part in self._parts(chosen):
-                run_groups(self.optimizer, inner, part)
+                turn.step(part)
         finally:  # also where a step fails: the next one has a divisor and copies of its own, or none
             for name in ("grad_scale", "found_inf", "lowered"):
                 inner.__dict__.pop(name, None)
@@ -214,24 +218,6 @@ def state_dtype(optimizer: torch.optim.Optimizer, dtype: torch.dtype, chunk: Chu
     """
     like_the_parameter = dtype == chunk.unit.dtype and dtype.itemsize < chunk.dtype.itemsize
     return chunk.dtype if like_the_parameter and not isinstance(optimizer, CPUOptimizer) else dtype
-
-
-def run_groups(
-    optimizer: torch.optim.Optimizer, inner: torch.optim.Optimizer, tensors: dict[int, list[nn.Parameter]]
-) -> None:
-    """Step `inner` once on `tensors` (by group number) under the hyper-parameters of `optimizer`'s groups as they
-    are now.
-
-    What a rule writes into its group comes back to the user's; gradients are dropped.
-    """
-    groups = optimizer.param_groups
-    inner.param_groups = [{**group, "params": tensors.get(number, [])} for number, group in enumerate(groups)]
-    inner.step()
-    for number, group in enumerate(inner.param_groups):
-        groups[number].update({key: value for key, value in group.items() if key != "params"})
-    for stepped in tensors.values():
-        for tensor in stepped:
-            tensor.grad = None
 
 
 def check_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:

@@ -22,8 +22,9 @@ from windlass.comm.traffic import Traffic
 from windlass.optim.elementwise import COUNTS
 from windlass.zero.chunk import Chunk, batches
 from windlass.zero.residence import Residence
+from windlass.zero.turn import Turn
 from windlass.zero.unit import Unit
-from windlass.zero.update import clone_optimizer, run_groups, state_dtype
+from windlass.zero.update import clone_optimizer, state_dtype
 
 
 @dataclass(eq=False)
@@ -95,6 +96,7 @@ class WholeUpdate:
 
     def run(self, used: dict[int, list[bool]], divisor: float) -> Iterator[list[Chunk]]:
         """As `ElementwiseUpdate.run`. Collective."""
+        turn = Turn(self.optimizer, self._inner)
         group_of = {id(p): n for n, group in enumerate(self.optimizer.param_groups) for p in group["params"]}
         for batch in self.residence.travel(self._batches):
             todo = [
@@ -112,11 +114,12 @@ class WholeUpdate:
                     owned.tensor.data = values[id(owned)].view(owned.parameter.shape)
                     owned.tensor.grad = gradients[id(owned)].view(owned.parameter.shape).div_(divisor)
                     tensors[group_of[id(owned.parameter)]].append(owned.tensor)
-            run_groups(self.optimizer, self._inner, tensors)
+            turn.step(tensors)
             self._return(todo, values)
             for owned in todo:
                 owned.tensor.data = owned.tensor.data.new_empty(0)
             yield batch
+        turn.end(None if self._whole else self._group)
 
     def _assign(self) -> list[Owned]:
         """An owner for each parameter, the largest first to whoever has least."""
