@@ -437,3 +437,33 @@ def test_units_without_elements_rest_anywhere(stage: int, state: str, param: str
     plain = run_ranks(hollow, 2, 2, "none", "none", "", env=LATE)[0]
     for found in run_ranks(hollow, 2, stage, state, param, str(tmp_path), env=LATE):
         assert all(torch.equal(found[name], plain[name]) for name in plain)
+
+
+def half_a_step(state: str, stage: int, folder: str) -> bool:
+    """Whether the model computes with its masters, after a step that failed in its second part."""
+    subject = specimen("mlp")
+    recipe = Recipe(optimizer="AdamW", optimizer_params=ADAMW)
+    zero = (*homes(state, "none", folder), ("sub_group_size", 100))
+    engine = start(subject, ds_config(recipe, Setting(stage=stage, zero=zero)))
+    inner, parts = engine._sharded.update._inner, []
+
+    def step() -> None:
+        parts.append(None)
+        if len(parts) == 2:
+            raise KeyboardInterrupt
+        type(inner).step(inner)
+
+    subject.train(engine, subject.batch(Place(0, 0, 0)), engine.backward)
+    inner.step = step
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    del inner.step
+    engine.zero_grad()
+    masters, computed = whole_params(engine.module), engine.full_state_dict()
+    engine.destroy()
+    return all(torch.equal(masters[name], computed[name]) for name in masters)
+
+
+@pytest.mark.parametrize(("state", "stage"), [("cpu", 1), ("cpu", 2), ("nvme", 2)])
+def test_what_half_a_step_updated_has_arrived(state: str, stage: int, tmp_path: Any) -> None:
+    assert all(run_ranks(half_a_step, 1, state, stage, str(tmp_path), env=LATE))
