@@ -1,4 +1,4 @@
-"""Trains a model whose states are several times larger than the memory that its ranks may take, and shows that they kept
+"""Trains a model whose states are several times larger than what its ranks may take, and shows that they kept
 to it.
 
 python bench/infinity.py --path /mnt/nvme

@@ -244,8 +244,6 @@ def test_a_step_on_disk_moves_what_it_must(ranks: int, gradients: str, most: int
 
 def float64_losses(state: str) -> list[float]:
     """A float64 model, whose masters no native kernel takes."""
-    import windlass
-
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 8)).double()
     config = ds_config(
@@ -299,6 +297,155 @@ def test_a_step_that_failed_leaves_nothing_to_the_next(state: str, stage: int, t
     ways = [run_ranks(step_after_a_failure, 2, state, str(tmp_path), stage, fails, env=LATE) for fails in (False, True)]
     for plain, again in zip(*ways, strict=True):
         assert all(torch.equal(plain[name], again[name]) for name in plain)
+
+
+class Optional(torch.nn.Module):
+    """Two parameters of one unit, one of which may be left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.bias, self.scale = torch.nn.Parameter(torch.randn(40)), torch.nn.Parameter(torch.randn(40))
+        self.scales = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.bias
+        return (x * self.scale if self.scales else x).float().square().mean()
+
+
+def narrow_after_a_failure(state: str, folder: str, fails: bool) -> dict[str, torch.Tensor]:
+    """Masters and bf16 parameters after a step that was clipped and failed, and one that needs no clipping and leaves
+    a parameter out."""
+    recipe = Recipe(optimizer="AdamW", optimizer_params=ADAMW, precision="bf16")
+    model = Optional()
+    engine = windlass.initialize(model=model, config=ds_config(recipe, Setting(2, zero=homes(state, "none", folder))))[0]
+    rows = torch.linspace(-1, 1, 40, dtype=torch.bfloat16).repeat(2, 1)
+    if fails:
+        engine.backward(engine(rows) * 1e4)
+        inner = engine._sharded.update._inner
+        inner.step = lambda: (_ for _ in ()).throw(KeyboardInterrupt)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+        del inner.step
+        engine.zero_grad()
+    for scales in (False, True):
+        model.scales = scales
+        engine.backward(engine(rows) * 1e-2)
+        engine.step()
+    found = whole_params(model) | {f"16 bits of {name}": value for name, value in engine.full_state_dict().items()}
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("state", ["none", "cpu", "nvme"])
+def test_a_step_that_failed_leaves_no_divisor_and_no_copies(state: str, tmp_path: Any) -> None:
+    plain, again = (run_ranks(narrow_after_a_failure, 2, state, str(tmp_path), fails, env=LATE) for fails in (False, True))
+    for one, other in zip(plain, again, strict=True):
+        assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+class Growing(torch.nn.Module):
+    """Parameters of one unit that come into use one after the other, the last of them first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.third = (torch.nn.Parameter(torch.randn(4, 8)) for _ in range(3))
+        self.blocks = torch.nn.ModuleList([torch.nn.Linear(8, 64), torch.nn.Linear(64, 8)])  # their buffers are larger
+        self.used = 1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.blocks[1](torch.tanh(self.blocks[0](x))) * self.third[0] + self.third.sum()
+        x = x * self.second.mean(0) if self.used > 1 else x
+        x = x + self.first.mean(0) if self.used > 2 else x
+        return (x - 1).square().mean()
+
+
+def growing(state: str, folder: str, optimizer: str, sub_group: int) -> dict[str, torch.Tensor]:
+    """Masters after steps in which states are made before those that are there."""
+    model = Growing()
+    recipe = Recipe(optimizer=optimizer, optimizer_params=(("lr", 1e-2),))
+    zero = (*homes(state, "none", folder), ("sub_group_size", sub_group))
+    engine = windlass.initialize(model=model, config=ds_config(recipe, Setting(2, zero=zero)))[0]
+    for step in range(4):
+        model.used = 1 + step
+        engine.backward(engine(torch.linspace(-1, 1, 8).roll(step).repeat(2, 1)))
+        engine.step()
+    found = whole_params(model)
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize(("optimizer", "sub_group"), [("AdamW", 1 << 30), ("AdamW", 100), ("Muon", 1 << 30)])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_states_made_later_do_not_spoil_those_on_disk(ranks: int, optimizer: str, sub_group: int, tmp_path: Any) -> None:
+    plain, away = (
+        run_ranks(growing, ranks, state, str(tmp_path), optimizer, sub_group, env=LATE) for state in ("none", "nvme")
+    )
+    for one, other in zip(plain, away, strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+class Hollow(torch.nn.Module):
+    """Blocks without a single element between others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        nothing = [torch.nn.ParameterDict({"none": torch.nn.Parameter(torch.empty(0))}) for _ in range(2)]
+        self.blocks = torch.nn.ModuleList([nothing[0], torch.nn.Linear(8, 8), nothing[1]])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.blocks[1](x + self.blocks[0]["none"].sum()) + self.blocks[2]["none"].sum()
+        return (x - 1).square().mean()
+
+
+def hollow(stage: int, state: str, param: str, folder: str) -> dict[str, torch.Tensor]:
+    model = Hollow()
+    engine = windlass.initialize(model=model, config=ds_config(Recipe(), Setting(stage, zero=homes(state, param, folder))))[0]
+    for _ in range(3):
+        engine.backward(engine(torch.linspace(-1, 1, 8).repeat(2, 1)))
+        engine.step()
+    found = whole_params(model)
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize(("stage", "state", "param"), [(2, "cpu", "none"), (3, "cpu", "cpu"), (3, "nvme", "nvme")])
+def test_units_without_elements_rest_anywhere(stage: int, state: str, param: str, tmp_path: Any) -> None:
+    plain = run_ranks(hollow, 2, 2, "none", "none", "", env=LATE)[0]
+    for found in run_ranks(hollow, 2, stage, state, param, str(tmp_path), env=LATE):
+        assert all(torch.equal(found[name], plain[name]) for name in plain)
+
+
+def half_a_step(state: str, stage: int, folder: str) -> bool:
+    """Whether the model computes with its masters, after a step that failed in its second part."""
+    subject = specimen("mlp")
+    recipe = Recipe(optimizer="AdamW", optimizer_params=ADAMW)
+    zero = (*homes(state, "none", folder), ("sub_group_size", 100))
+    engine = start(subject, ds_config(recipe, Setting(stage=stage, zero=zero)))
+    inner, parts = engine._sharded.update._inner, []
+
+    def step() -> None:
+        parts.append(None)
+        if len(parts) == 2:
+            raise KeyboardInterrupt
+        type(inner).step(inner)
+
+    subject.train(engine, subject.batch(Place(0, 0, 0)), engine.backward)
+    inner.step = step
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    del inner.step
+    engine.zero_grad()
+    masters, computed = whole_params(engine.module), engine.full_state_dict()
+    engine.destroy()
+    return all(torch.equal(masters[name], computed[name]) for name in masters)
+
+
+@pytest.mark.parametrize(("state", "stage"), [("cpu", 1), ("cpu", 2), ("nvme", 2)])
+def test_what_half_a_step_updated_has_arrived(state: str, stage: int, tmp_path: Any) -> None:
+    assert all(run_ranks(half_a_step, 1, state, stage, str(tmp_path), env=LATE))
 
 
 def reads_ahead(folder: str, edits: bool, accumulation: int) -> tuple[list[int], dict[str, torch.Tensor]]:

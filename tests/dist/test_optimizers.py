@@ -9,10 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import windlass
 from tests import oracle
 from tests.dist.harness import RankError, run_ranks
 from tests.dist.laws import Setting, ds_config, hold_all, specimen, whole_params
-from tests.models import Place
+from tests.models import Place, cast
 from tests.oracle import Recipe, relative_error
 
 # eps well above the rounding of a gradient, where an optimizer divides by its size
@@ -107,8 +108,6 @@ def make(kind: str) -> Callable[[Any], torch.optim.Optimizer]:
 
 
 def with_client(kind: str, way: str, setting: Setting) -> dict[str, Any]:
-    import windlass
-
     subject, rank = specimen("tied"), dist.get_rank()
     model = oracle.build(subject, rank)
     config = ds_config(Recipe(), setting)
@@ -165,8 +164,6 @@ def test_the_clients_optimizer(kind: str, way: str, stage: int) -> None:
 
 
 def foreign() -> None:
-    import windlass
-
     model = oracle.build(specimen("mlp"))
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))], lr=0.1)
     config = ds_config(Recipe(), Setting(stage=2))
@@ -182,8 +179,6 @@ def test_an_optimizer_of_foreign_parameters_is_refused() -> None:
 
 def half_the_model(setting: Setting) -> dict[str, Any]:
     """An optimizer that holds only some parameters: the others stay as they are, though they have gradients."""
-    import windlass
-
     subject, rank = specimen("mlp"), dist.get_rank()
     model = oracle.build(subject, rank)
     config = ds_config(Recipe(), setting)
@@ -202,3 +197,141 @@ def test_parameters_outside_the_optimizer_stay(stage: int) -> None:
     for found in run_ranks(half_the_model, 2, Setting(stage=stage)):
         for name, value in found.items():
             assert torch.equal(value, before[name].detach()) == (not name.startswith("blocks.0")), name
+
+
+WARM: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "Adagrad": lambda params: torch.optim.Adagrad(params, lr=0.05, eps=1e-4),
+    "RMSprop": lambda params: torch.optim.RMSprop(params, lr=1e-2, momentum=0.9, eps=1e-4),
+    "ASGD": lambda params: torch.optim.ASGD(params, lr=0.05, t0=1),
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=1e-2, eps=1e-4, foreach=True),
+    "Muon": lambda params: windlass.optim.Muon(params, lr=1e-2),
+}
+
+
+def odd(dtype: torch.dtype) -> torch.nn.Module:
+    """Numbers, vectors of one element and odd shapes."""
+    return oracle.build(specimen("odd_shapes")).to(dtype)
+
+
+def warmed(name: str, dtype: torch.dtype, steps: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """A model and its optimizer after steps in plain PyTorch."""
+    model = odd(dtype)
+    optimizer = WARM[name](list(model.parameters()))
+    for step in range(steps):
+        model(**cast(specimen("odd_shapes").batch(Place(step, 0, 0)), dtype)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def go_on(name: str, setting: Setting) -> list[float]:
+    """The largest differences from plain PyTorch of an engine that takes over its optimizer, and of one that takes that
+    one's state dict."""
+    wanted = dict(warmed(name, torch.float32, 4)[0].named_parameters())
+    errors = []
+    saved: Any = None
+    for start in (1, 2):
+        model, optimizer = warmed(name, torch.float32, start)
+        if saved is not None:
+            optimizer = WARM[name](list(model.parameters()))
+        config = ds_config(Recipe(clipping=0.0), setting)
+        engine = windlass.initialize(model=model, optimizer=optimizer, config=config)[0]
+        if saved is not None:
+            engine.optimizer.load_state_dict(saved)
+        for step in range(start, 4):
+            engine.backward(engine(**specimen("odd_shapes").batch(Place(step, 0, 0))))
+            engine.step()
+            if step == 1:
+                saved = engine.optimizer.state_dict()
+        errors.append(relative_error(whole_params(model), {k: p.detach() for k, p in wanted.items()})[0])
+        engine.destroy()
+    return errors
+
+
+@pytest.mark.parametrize("name", WARM)
+def test_states_of_single_numbers_are_taken_over_and_loaded(name: str, stage: int) -> None:
+    for found in run_ranks(go_on, 2, name, Setting(stage=stage)):
+        assert max(found) < 1e-6, found
+
+
+def of_a_narrow_model(name: str, setting: Setting) -> list[str]:
+    """What became of the states of a bf16 model's optimizer: whatever is not as wide as its masters."""
+    model, optimizer = warmed(name, torch.bfloat16, 0 if name == "Adagrad" else 2)
+    before = {id(p): dict(state) for p, state in optimizer.state.items()}
+    names = {id(p): name for name, p in model.named_parameters()}
+    engine = windlass.initialize(model=model, optimizer=optimizer, config=ds_config(Recipe(), setting))[0]
+    said = []
+    for p in (p for p in model.parameters() if p.numel()):
+        for key, value in before[id(p)].items():
+            found = windlass.zero.full_state(p, key)
+            if key != "step" and (found.dtype != torch.float32 or not torch.equal(found, value.float())):
+                said.append(f"{key} of {names[id(p)]}: {found}, not {value}")
+    engine.backward(engine(**cast(specimen("odd_shapes").batch(Place(2, 0, 0)), torch.bfloat16)))
+    engine.step()
+    engine.destroy()
+    return said
+
+
+@pytest.mark.parametrize("name", ["Adagrad", "AdamW", "Muon"])
+def test_states_of_a_narrow_model_become_as_wide_as_its_masters(name: str) -> None:
+    for said in run_ranks(of_a_narrow_model, 2, name, Setting(stage=2)):
+        assert not said
+
+
+def coded_states() -> None:
+    model = odd(torch.float32)
+    optimizer = windlass.optim.CPUAdam(model.parameters(), state_dtype="8bit")
+    engine = windlass.initialize(model=model, optimizer=optimizer, config=ds_config(Recipe(), Setting(stage=2)))[0]
+    engine.backward(engine(**specimen("odd_shapes").batch(Place(0, 0, 0))))
+    engine.step()
+    engine.optimizer.state_dict()
+
+
+def test_states_without_a_whole_are_refused_by_name() -> None:
+    with pytest.raises(RankError, match="exp_avg_scale.*state_dtype"):
+        run_ranks(coded_states, 2)
+
+
+class Counting(torch.optim.Optimizer):
+    """Counts its steps in its groups and in an attribute, and steps by both."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "count": 0})
+        self.decay = 1.0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.decay *= 0.7
+        for group in self.param_groups:
+            if not group["params"]:
+                continue
+            group["count"] += 1
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad, alpha=group["lr"] * self.decay / group["count"])
+
+
+def counted(setting: Setting) -> dict[str, Any]:
+    model = oracle.build(specimen("mlp"))
+    optimizer = Counting([{"params": list(model.parameters())[start::2]} for start in (0, 1)])
+    hooks: list[Any] = []
+    optimizer.register_step_pre_hook(lambda *_: hooks.append("before"))
+    optimizer.register_step_post_hook(lambda given, *_: hooks.append(given is optimizer))
+    engine = windlass.initialize(model=model, optimizer=optimizer, config=ds_config(Recipe(), setting))[0]
+    for step in range(3):
+        engine.backward(engine(**specimen("mlp").batch(Place(step, 0, dist.get_rank()))))
+        engine.step()
+    found = {"params": whole_params(model), "counts": [g["count"] for g in optimizer.param_groups], "hooks": hooks}
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("sub_group", [1 << 30, 100])
+def test_a_rule_counts_its_steps_and_hooks_run_once_a_step(sub_group: int, stage: int) -> None:
+    wanted = oracle.train(specimen("mlp"), Recipe(steps=3), lambda p: Counting([{"params": p[n::2]} for n in (0, 1)]))
+    found = run_ranks(counted, 2, Setting(stage=stage, zero=(("sub_group_size", sub_group),)))
+    for one in found:
+        error, where = relative_error(one["params"], wanted.params)
+        assert error < 1e-6, where
+        assert one["hooks"] == ["before", True] * 3
+        assert one["counts"] == [3, 3]

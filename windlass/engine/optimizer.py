@@ -63,6 +63,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._opt_called = True
         self.optimizer.__dict__["_opt_called"] = True
 
+    def run_post_hooks(self) -> None:
+        """Call what was registered to run after each step."""
+        for hook in list(self.optimizer._optimizer_step_post_hooks.values()):
+            hook(self.optimizer, (), {})
+
     def state_dict(self) -> dict[str, Any]:
         """What a plain torch optimizer's `state_dict()` would be, with whole states. Collective."""
         groups, state, number = [], {}, 0

@@ -171,6 +171,8 @@ class Engine(Questions, nn.Module):
         if outcome.flags[0] > 0:
             self._buffers_of.invalidate()
         self.optimizer.mark_called()
+        if outcome.applied:
+            self.optimizer.run_post_hooks()
         where = ""
         if fp16 and not outcome.applied:
             where = f"{self._blame.find()}, step {self.progress.global_steps}"

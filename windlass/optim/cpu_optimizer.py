@@ -121,8 +121,8 @@ class CPUOptimizer(torch.optim.Optimizer):
         """The state of `parameter`, made if need be, its counter advanced; and whether its moments are new."""
         state = self.state[parameter]
         if self._counts:
-            if "step" not in state:
-                state["step"] = torch.zeros((), dtype=torch.float32)
+            if not isinstance(state.get("step"), torch.Tensor):  # old checkpoints have plain numbers
+                state["step"] = torch.tensor(float(state.get("step", 0)), dtype=torch.float32)
             state["step"] += 1
         first = False
         for name, signed in self._names(group):

@@ -36,6 +36,9 @@ _ELEMENTWISE: frozenset[type[torch.optim.Optimizer]] = frozenset(
     }
 )
 _PROBE = 4096  # elements: whole blocks of states that are kept in blocks
+COUNTS = frozenset({"step", "eta", "mu", "mu_product"})
+"""What these rules keep as one number a parameter; anything else has an element for each of the parameter's."""
+
 _FUSED: tuple[type[torch.optim.Optimizer], ...] = (
     torch.optim.Adam,
     torch.optim.AdamW,

@@ -135,6 +135,8 @@ class Muon(torch.optim.Optimizer):
                     )
             if group["use_muon"]:
                 for parameter in parameters:
+                    if not parameter.numel():
+                        continue  # its shape has no ratio, and there is nothing to move
                     self._update_matrix(parameter, parameter.grad, group)
             else:
                 self._update_others(parameters, group)

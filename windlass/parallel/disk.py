@@ -13,19 +13,24 @@ from windlass.parallel.copies import Copy, separate_memories, to_device, to_host
 from windlass.parallel.places import Home, Stay
 
 _SPARE_BUFFERS = 2  # of each size: as many as are filled while others are written
+_SPARE_IN_ALL = 16  # batches of ever other lengths would leave two of each
 
 
 class Tier(Protocol):
     """What is needed of `windlass.storage.DiskTier`."""
 
     def allocate(self, nbytes: int, what: str) -> Any: ...
+    def free(self, extent: Any) -> None: ...
     def write(self, extent: Any, offset: int, source: torch.Tensor) -> Pending: ...
     def read(self, extent: Any, offset: int, into: torch.Tensor) -> Pending: ...
     def buffer(self, nbytes: int) -> torch.Tensor: ...
 
 
 class DiskPlace:
-    """Files of a disk tier. Space and buffers are used again: every step keeps tensors of the same sizes."""
+    """Files of a disk tier. Space and buffers are used again: as a rule every step keeps tensors of the same sizes.
+
+    Where sizes change, spare space that is more than was ever in use at a time goes back before more is taken.
+    """
 
     home: Home = "nvme"
     collective = False
@@ -34,7 +39,8 @@ class DiskPlace:
     def __init__(self, tier: Tier) -> None:
         self.tier = tier
         self._extents: defaultdict[int, list[Any]] = defaultdict(list)
-        self._buffers: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
+        self._used = self._most = self._spare = 0  # bytes of extents: in use, in use at most, not in use
+        self._buffers: list[torch.Tensor] = []  # the oldest first
 
     def expect(self, own: int, shared: int) -> None:
         return
@@ -52,22 +58,38 @@ class DiskPlace:
             StorageError: the disk is full.
         """
         spare = self._extents[nbytes]
-        return spare.pop() if spare else self.tier.allocate(nbytes, "kept activations")
+        if not spare and self._spare and self._spare >= self._most:
+            for extent in [extent for extents in self._extents.values() for extent in extents]:
+                self.tier.free(extent)
+            self._extents.clear()
+            self._spare = 0
+        if spare:
+            extent = spare.pop()
+            self._spare -= nbytes
+        else:
+            extent = self.tier.allocate(nbytes, "kept activations")
+        self._used += nbytes
+        self._most = max(self._most, self._used)
+        return extent
 
     def give_extent(self, nbytes: int, extent: Any) -> None:
         """What lies there is no longer needed."""
         self._extents[nbytes].append(extent)
+        self._used -= nbytes
+        self._spare += nbytes
 
     def take_buffer(self, nbytes: int) -> torch.Tensor:
         """`[nbytes]` uint8 to write from."""
-        spare = self._buffers[nbytes]
-        return spare.pop() if spare else self.tier.buffer(nbytes)
+        for index, spare in enumerate(self._buffers):
+            if spare.numel() == nbytes:
+                return self._buffers.pop(index)
+        return self.tier.buffer(nbytes)
 
     def give_buffer(self, buffer: torch.Tensor) -> None:
         """Nobody sees that memory any more."""
-        spare = self._buffers[buffer.numel()]
-        if len(spare) < _SPARE_BUFFERS:
-            spare.append(buffer)
+        if sum(spare.numel() == buffer.numel() for spare in self._buffers) < _SPARE_BUFFERS:
+            self._buffers.append(buffer)
+            del self._buffers[:-_SPARE_IN_ALL]
 
 
 class _OnDisk:

@@ -68,7 +68,7 @@ class Landing:
         if not self._free:
             self._ledger.hold(f"buffer {len(self._taken)} of gradients", self._largest * self._dtype.itemsize)
             self._free.append(torch.empty(self._largest, dtype=self._dtype, device=self._device))
-            self._taken[self._free[0].data_ptr()] = self._free[0]
+            self._taken[_memory(self._free[0])] = self._free[0]
         return self._free.pop()[: own.numel()], False
 
     def land(self, slot: GradientSlot, out: torch.Tensor) -> None:
@@ -99,7 +99,12 @@ class Landing:
     def _finish_one(self) -> None:
         pending, out = self._under_way.popleft()
         pending.wait()
-        self._free.append(self._taken[out.data_ptr()])
+        self._free.append(self._taken[_memory(out)])
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    """Where its memory begins, also if it has no elements."""
+    return tensor.untyped_storage().data_ptr()
 
 
 def _add(rests: Slot, part: torch.Tensor) -> None:

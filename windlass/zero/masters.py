@@ -174,10 +174,15 @@ class Masters:
         if rests is not None and rests.home is Home.HOST and rests.tensor is not None:
             return rests.tensor[chunk.start : chunk.stop]
         if rests is not None and rests.home is Home.NVME and self._staging is not None:
-            if chunk.lowered is not None:  # of a step that failed
-                self._staging.give_back(chunk.lowered)
             return self._staging.take(chunk.numel, chunk.unit.dtype)
         return host_empty(chunk.numel, chunk.unit.dtype, pin=self._pin)
+
+    def forget_lowered(self, chunk: Chunk) -> None:
+        """Drop 16-bit copies that a step which failed has left."""
+        rests = chunk.unit.rests
+        if chunk.lowered is not None and rests is not None and rests.home is Home.NVME and self._staging is not None:
+            self._staging.give_back(chunk.lowered)
+        chunk.lowered = None
 
     def take_edits(self, chunk: Chunk) -> None:
         """A parameter that was changed in place since the last step: its master follows, or the change would be

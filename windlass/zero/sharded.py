@@ -238,13 +238,15 @@ class ShardedModel:
         used = {slot.unit.index: flags for slot, flags in zip(self.slots, verdict.used, strict=True)}
         started: dict[int, Unit] = {}
         written: list[Pending] = []
-        for batch in self.update.run(used, scale / clip):
+        try:
+            for batch in self.update.run(used, scale / clip):
+                _wait(written)
+                for chunk in batch:
+                    if chunk.slot.holds:
+                        started[chunk.unit.index] = chunk.unit
+                        written.append(self.masters.write_back(chunk))
+        finally:  # where a step fails half-way, too, what was updated arrives
             _wait(written)
-            for chunk in batch:
-                if chunk.slot.holds:
-                    started[chunk.unit.index] = chunk.unit
-                    written.append(self.masters.write_back(chunk))
-        _wait(written)
         try:
             self.health.check("this step was made in part", loses=True)
         except StorageError:

@@ -7,7 +7,7 @@ that had no gradient anywhere is skipped exactly as torch skips it.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -18,11 +18,12 @@ from torch import nn
 from windlass.base.errors import ModelError
 from windlass.optim.cpu import as_native
 from windlass.optim.cpu_optimizer import CPUOptimizer
-from windlass.optim.elementwise import supports_grad_scale
+from windlass.optim.elementwise import COUNTS, supports_grad_scale
 from windlass.storage.slot import Home
 from windlass.zero.chunk import Chunk, batches
 from windlass.zero.layout import Piece
 from windlass.zero.masters import Masters
+from windlass.zero.turn import Turn
 from windlass.zero.unit import Unit
 
 
@@ -57,6 +58,7 @@ def clone_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     twin: torch.optim.Optimizer = object.__new__(type(optimizer))
     twin.__dict__.update(optimizer.__dict__)
     twin.__dict__.pop("step", None)  # a scheduler may have wrapped the original's; that would step the original
+    twin._optimizer_step_pre_hooks, twin._optimizer_step_post_hooks = OrderedDict(), OrderedDict()  # see Turn
     twin.state = defaultdict(dict)
     twin.param_groups = []
     return twin
@@ -106,12 +108,14 @@ class ElementwiseUpdate:
             used: by unit and parameter; the unused are skipped.
             divisor: gradients are divided by it (loss scale over clip coefficient).
         """
+        turn = Turn(self.optimizer, self._inner)
         group_of = self._groups()
         scaled = self._inner if isinstance(self._inner, CPUOptimizer) else self.optimizer
         self._scales = supports_grad_scale(scaled)  # of the groups as they are now
         for batch in self.residence.travel(self._batches):
             chosen: dict[int, list[Segment]] = defaultdict(list)
             for chunk in batch:
+                self._masters.forget_lowered(chunk)
                 if chunk.gradient is None:
                     continue
                 gradient = self._gradient(chunk, chunk.gradient, divisor)
@@ -127,8 +131,9 @@ class ElementwiseUpdate:
                         skipped = True
                 if not skipped:
                     self._lower(chunk)
-            self._step(chosen, divisor)
+            self._step(turn, chosen, divisor)
             yield batch
+        turn.end()
 
     def _native(self) -> torch.optim.Optimizer | None:
         """The same rule in one pass over host memory, where all of it is updated there, and in float32."""
@@ -160,7 +165,7 @@ class ElementwiseUpdate:
             gradient.div_(divisor)
         return gradient
 
-    def _step(self, chosen: dict[int, list[Segment]], divisor: float) -> None:
+    def _step(self, turn: Turn, chosen: dict[int, list[Segment]], divisor: float) -> None:
         inner = self._inner
         if self._scales and divisor != 1.0 and chosen:
             device = next(iter(chosen.values()))[0].tensor.device
@@ -168,11 +173,13 @@ class ElementwiseUpdate:
             inner.found_inf = torch.zeros((), dtype=torch.float32, device=device)  # type: ignore[attr-defined]
         if self._lowered:
             inner.lowered = self._lowered  # type: ignore[attr-defined]
-        for part in self._parts(chosen):
-            run_groups(self.optimizer, inner, part)
-        for name in ("grad_scale", "found_inf", "lowered"):
-            inner.__dict__.pop(name, None)
-        self._lowered = {}
+        try:
+            for part in self._parts(chosen):
+                turn.step(part)
+        finally:  # also where a step fails: the next one has a divisor and copies of its own, or none
+            for name in ("grad_scale", "found_inf", "lowered"):
+                inner.__dict__.pop(name, None)
+            self._lowered = {}
 
     def _parts(self, chosen: dict[int, list[Segment]]) -> list[dict[int, list[nn.Parameter]]]:
         """What may be stepped in one call. Torch's fused SGD takes tensors with a momentum or ones without, not
@@ -195,29 +202,22 @@ class ElementwiseUpdate:
             piece, home = segment.piece, segment.tensor.device
             shape = segment.chunk.unit.shapes[piece.index]
             for key, value in given.items():
-                if isinstance(value, torch.Tensor) and value.shape == shape and value.numel() > 0 and value.dim() > 0:
+                if isinstance(value, torch.Tensor) and value.shape == shape and key not in COUNTS:
                     value = value.detach().reshape(-1)[piece.start : piece.stop].to(home, copy=True)
+                    value = value.to(state_dtype(self.optimizer, value.dtype, chunk))
                 elif isinstance(value, torch.Tensor):
                     value = value.detach().clone()
                 self._inner.state[segment.tensor][key] = value
 
 
-def run_groups(
-    optimizer: torch.optim.Optimizer, inner: torch.optim.Optimizer, tensors: dict[int, list[nn.Parameter]]
-) -> None:
-    """Step `inner` once on `tensors` (by group number) under the hyper-parameters of `optimizer`'s groups as they
-    are now.
+def state_dtype(optimizer: torch.optim.Optimizer, dtype: torch.dtype, chunk: Chunk) -> torch.dtype:
+    """The dtype in which to keep a state of `dtype` and of its parameter's shape, which was made elsewhere.
 
-    What a rule writes into its group comes back to the user's; gradients are dropped.
+    A rule makes states like the parameters it was given. Were these narrow, their masters are not, and a rule computes
+    with both; so the state becomes as wide. Optimizers that choose the dtype of their states themselves keep it.
     """
-    groups = optimizer.param_groups
-    inner.param_groups = [{**group, "params": tensors.get(number, [])} for number, group in enumerate(groups)]
-    inner.step()
-    for number, group in enumerate(inner.param_groups):
-        groups[number].update({key: value for key, value in group.items() if key != "params"})
-    for stepped in tensors.values():
-        for tensor in stepped:
-            tensor.grad = None
+    like_the_parameter = dtype == chunk.unit.dtype and dtype.itemsize < chunk.dtype.itemsize
+    return chunk.dtype if like_the_parameter and not isinstance(optimizer, CPUOptimizer) else dtype
 
 
 def check_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:

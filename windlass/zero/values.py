@@ -13,10 +13,11 @@ import torch.distributed as dist
 from torch import nn
 
 from windlass.base.errors import ModelError
+from windlass.optim.elementwise import COUNTS
 from windlass.storage.slot import Home
 from windlass.zero import born
 from windlass.zero.registry import Place, require
-from windlass.zero.update import ElementwiseUpdate
+from windlass.zero.update import ElementwiseUpdate, state_dtype
 
 
 def full_param(parameter: nn.Parameter) -> torch.Tensor:
@@ -80,12 +81,19 @@ def full_state(parameter: nn.Parameter, key: str) -> torch.Tensor | None:
     first = parts[0][1]
     if not isinstance(first, torch.Tensor):
         return torch.tensor(first)
-    if first.numel() == shape.numel() and first.shape == shape:
+    if first.shape == shape and key not in COUNTS:
         return first.to(place.model.device)
     if first.dim() == 0:
         return first
+    if not isinstance(place.model.update, ElementwiseUpdate):  # of the rule's own shape, and whole with one owner
+        return first.to(place.model.device)
     if not place.model.policy.state:
         parts = found[0]
+    if sum(value.numel() for _, value in parts) != shape.numel():
+        raise ModelError(
+            f"state {key!r} of {place.name!r} belongs to pieces of it and has no whole (scales of 8-bit states, say); "
+            "use another state_dtype where optimizer states are to be read whole"
+        )
     return torch.cat([value.reshape(-1) for _, value in parts]).view(shape).to(place.model.device)
 
 
@@ -135,15 +143,16 @@ def set_full_state(parameter: nn.Parameter, key: str, value: torch.Tensor) -> No
     A value of the parameter's shape is cut into this rank's pieces; any other (a step count) is kept as it is.
     """
     place = require(parameter)
-    shape = place.unit.shapes[place.index]
-    flat_pieces = isinstance(place.model.update, ElementwiseUpdate)
-    on = _stepped_on(place)
+    shape, on, update = place.unit.shapes[place.index], _stepped_on(place), place.model.update
+    chunks = place.model.masters.of(place.unit)
+    if update is not None and chunks and value.shape == shape and key not in COUNTS:
+        value = value.to(state_dtype(update.optimizer, value.dtype, chunks[0]))
     with place.model.masters.at_hand([place.unit], changes=True):
         for start, stop, state in _state(place):
-            if key == "step" or value.dim() == 0:  # a count is no element of a 0-dimensional parameter
-                state[key] = value.detach().clone()
-            elif flat_pieces and value.shape == shape:
+            if isinstance(update, ElementwiseUpdate) and value.shape == shape and key not in COUNTS:
                 state[key] = value.detach().reshape(-1)[start:stop].to(on, copy=True)
+            elif value.dim() == 0 and (key in COUNTS or value.shape != shape):
+                state[key] = value.detach().clone()
             else:
                 state[key] = value.detach().to(on, copy=True)
 

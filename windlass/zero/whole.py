@@ -19,10 +19,12 @@ from torch import nn
 from windlass.comm.exchange import exchange
 from windlass.comm.groups import Group
 from windlass.comm.traffic import Traffic
+from windlass.optim.elementwise import COUNTS
 from windlass.zero.chunk import Chunk, batches
 from windlass.zero.residence import Residence
+from windlass.zero.turn import Turn
 from windlass.zero.unit import Unit
-from windlass.zero.update import clone_optimizer, run_groups
+from windlass.zero.update import clone_optimizer, state_dtype
 
 
 @dataclass(eq=False)
@@ -82,7 +84,7 @@ class WholeUpdate:
             with residence.at_hand([chunk]) if optimizer.state else nullcontext():
                 for owned in mine:
                     if given := optimizer.state.get(owned.parameter):
-                        self._inner.state[owned.tensor] = _moved(given, chunk.device)
+                        self._inner.state[owned.tensor] = _moved(given, owned, optimizer)
         optimizer.state.clear()
 
     def entries(self) -> Iterator[tuple[Unit, int, int, int, dict[str, Any]]]:
@@ -94,6 +96,7 @@ class WholeUpdate:
 
     def run(self, used: dict[int, list[bool]], divisor: float) -> Iterator[list[Chunk]]:
         """As `ElementwiseUpdate.run`. Collective."""
+        turn = Turn(self.optimizer, self._inner)
         group_of = {id(p): n for n, group in enumerate(self.optimizer.param_groups) for p in group["params"]}
         for batch in self.residence.travel(self._batches):
             todo = [
@@ -111,11 +114,12 @@ class WholeUpdate:
                     owned.tensor.data = values[id(owned)].view(owned.parameter.shape)
                     owned.tensor.grad = gradients[id(owned)].view(owned.parameter.shape).div_(divisor)
                     tensors[group_of[id(owned.parameter)]].append(owned.tensor)
-            run_groups(self.optimizer, self._inner, tensors)
+            turn.step(tensors)
             self._return(todo, values)
             for owned in todo:
                 owned.tensor.data = owned.tensor.data.new_empty(0)
             yield batch
+        turn.end(None if self._whole else self._group)
 
     def _assign(self) -> list[Owned]:
         """An owner for each parameter, the largest first to whoever has least."""
@@ -195,6 +199,14 @@ class WholeUpdate:
         self._traffic.bytes_moved["whole"] += exchange(self._group, sends, receives)
 
 
-def _moved(state: dict[str, Any], device: torch.device) -> dict[str, Any]:
+def _moved(state: dict[str, Any], owned: Owned, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """A parameter's state where it is stepped; counts stay where their rule put them."""
-    return {k: v.to(device) if isinstance(v, torch.Tensor) and v.dim() > 0 else v for k, v in state.items()}
+    moved = dict(state)
+    for key, value in state.items():
+        if not isinstance(value, torch.Tensor) or key in COUNTS:
+            continue
+        if value.shape == owned.parameter.shape:
+            moved[key] = value.to(owned.chunk.device, state_dtype(optimizer, value.dtype, owned.chunk))
+        elif value.dim() > 0:
+            moved[key] = value.to(owned.chunk.device)
+    return moved

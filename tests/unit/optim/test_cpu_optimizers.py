@@ -343,3 +343,15 @@ def test_copies_and_pickles_step_alike(cls: Any, options: dict[str, Any]) -> Non
     train(first, 2)
     second = pickle.loads(pickle.dumps(copy.deepcopy(first)))
     assert torch.equal(train(first, 2, seed=4), train(second, 2, seed=4))
+
+
+@pytest.mark.parametrize("cls", [CPUAdam, CPUAdagrad, CPULamb])
+def test_counts_that_were_saved_as_plain_numbers_go_on(cls: Any) -> None:
+    first, second = cls(parameters()), cls(parameters())
+    train(first, 2)
+    saved = copy.deepcopy(first.state_dict())
+    for state in saved["state"].values():
+        state["step"] = int(state["step"])
+    train(second, 2)
+    second.load_state_dict(saved)
+    assert torch.equal(train(first, 2, seed=2), train(second, 2, seed=2))

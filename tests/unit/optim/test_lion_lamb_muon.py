@@ -279,3 +279,13 @@ def test_muon_refuses_vectors_marked_as_matrices() -> None:
     vector.use_muon = True  # type: ignore[attr-defined]
     with pytest.raises(ConfigError, match=r"\(3,\)"):
         Muon([vector])
+
+
+@pytest.mark.parametrize("cls", [Lion, Lamb, Muon])
+def test_a_parameter_without_elements_is_stepped(cls: type) -> None:
+    weights = [torch.nn.Parameter(torch.ones(shape)) for shape in ((3, 0), (0,), (2, 2))]
+    optimizer = cls(weights, lr=0.1)
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    assert not torch.equal(weights[2], torch.ones(2, 2))

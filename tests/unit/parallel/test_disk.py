@@ -72,6 +72,21 @@ def test_steps_use_the_same_space_again(tmp_path: Path) -> None:
     assert allocated == [20_000] * 8
 
 
+def test_batches_of_ever_other_lengths_take_no_ever_more_space(tmp_path: Path) -> None:
+    place = open_disk([str(tmp_path)])
+    keeper = Keeper(place, smallest=0)
+    for length in range(1, 61):
+        x = torch.randn(1024 * length, requires_grad=True)
+        with saved_tensors_hooks(keeper.pack, keeper.unpack):
+            loss = x.sin().exp().tanh().sum()
+        loss.backward()
+        del loss
+    three_of_the_largest = 3 * 60 * 4096
+    files = sum(file.size for file in place.tier._stripes._files)  # type: ignore[attr-defined]
+    assert files <= 3 * three_of_the_largest
+    assert len(place._buffers) <= 16
+
+
 def test_what_was_fetched_before_it_was_written_is_not_written_over(tmp_path: Path) -> None:
     place = open_disk([str(tmp_path)])
     first, second = torch.randn(5000), torch.randn(5000)
