@@ -37,18 +37,33 @@ class Failed:
         return self._failure
 
 
+class FailedLate(Failed):
+    """One that is known to have failed only once somebody waits for it."""
+
+    def __init__(self, failure: tuple[int, int, int, int]) -> None:
+        super().__init__(failure)
+        self._over = False
+
+    def done(self) -> bool:
+        return self._over
+
+    def wait(self, seconds: float) -> bool:
+        self._over = True
+        return True
+
+
 class GoneDevice:
     """An engine whose device answers EIO to reads, to writes, or to both."""
 
-    def __init__(self, engine: Any, writes: Sequence[bool]) -> None:
-        self._engine, self._writes = engine, writes
+    def __init__(self, engine: Any, writes: Sequence[bool], kind: type[Failed] = Failed) -> None:
+        self._engine, self._writes, self._kind = engine, writes, kind
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
     def submit(self, write: bool, spans: Sequence[tuple[int, int, int, int]]) -> Any:
         if write in self._writes and spans:
-            return Failed((errno.EIO, spans[0][0], spans[0][1], 0))
+            return self._kind((errno.EIO, spans[0][0], spans[0][1], 0))
         return self._engine.submit(write, spans)
 
 
@@ -194,6 +209,30 @@ def test_nobody_goes_on_from_half_a_step(
             assert said[call].startswith(f"{kind}Error: ") and "made in part" in said[call] and reason in said[call]
         assert said["destroy"] == "" and said["shapes"] == ""
         assert said["left"] == "saved" and said["latest"].strip() == "global_step1" and said["steps"] == "1"
+
+
+def late(folder: str) -> list[str]:
+    """The last writes of a step fail when that step is over: what it says, and the next one, and a save."""
+    subject, engine = begin(folder, param="none")
+    step(subject, engine, 0)
+    breaker = Breaker(engine)
+    if dist.get_rank() == BAD_RANK:
+        breaker.disk._mover._engine = GoneDevice(breaker._whole, [True], FailedLate)
+    said = [attempt(lambda: step(subject, engine, 1))]
+    breaker.mend()
+    said.append(attempt(lambda: step(subject, engine, 2)))
+    said.append(attempt(lambda: engine.save_checkpoint(f"{folder}/saved")))
+    engine.destroy()
+    return said
+
+
+def test_a_write_that_fails_when_its_step_is_over_is_told_by_the_next(tmp_path: Path) -> None:
+    for first, second, save in run_ranks(late, 2, str(tmp_path)):
+        assert first == ""
+        assert second.startswith("StorageError: ") and "rank 0: writing" in second and "EIO" in second
+        assert "load the last checkpoint" in second and "as they were" not in second
+        assert save.startswith("CheckpointError: nothing is saved") and "EIO" in save
+    assert list(tmp_path.iterdir()) == []
 
 
 def failing_save(folder: str) -> list[str]:

@@ -26,11 +26,13 @@ class PatientTier(DiskTier):
 
     Attributes:
         failure: the first transfer that failed since `take_failure`.
+        torn: extents of which a part was not written, and why: what they should hold is lost.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.failure: StorageError | None = None
+        self.torn: dict[Extent, StorageError] = {}
         self._nowhere: set[Extent] = set()  # for which there was no space
 
     def take_failure(self) -> StorageError | None:
@@ -59,6 +61,7 @@ class PatientTier(DiskTier):
 
     def free(self, extent: Extent) -> None:
         """As `DiskTier.free`."""
+        self.torn.pop(extent, None)
         if extent in self._nowhere:
             self._nowhere.discard(extent)
         else:
@@ -67,7 +70,12 @@ class PatientTier(DiskTier):
     def write(self, extent: Extent, offset: int, source: torch.Tensor) -> Pending:
         """As `DiskTier.write`."""
         self._check(extent)
-        return _Patient(lambda: super(PatientTier, self).write(extent, offset, source), self._note)
+
+        def failed(error: StorageError) -> None:
+            self.torn.setdefault(extent, error)
+            self._note(error)
+
+        return _Patient(lambda: super(PatientTier, self).write(extent, offset, source), failed)
 
     def read(self, extent: Extent, offset: int, into: torch.Tensor) -> Pending:
         """As `DiskTier.read`; `into` is NaN where that fails."""

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 
 from windlass.base.errors import StorageError
 from windlass.comm.groups import Group
 from windlass.storage.patient import PatientTier
+from windlass.storage.staging import Staging
+from windlass.storage.transfer import Extent
 
 UNTOUCHED = "parameters and optimizer states are as they were"
 HALF_DONE = (
@@ -21,19 +25,22 @@ class Health:
 
     Args:
         disk: of this rank; None where nothing rests on one, on all ranks: nothing is asked then.
+        staging: knows of writes that nobody waits for.
         data: all of them.
 
     Attributes:
         lost: why what the model has is no state to go on from; empty while all is well. The same on all ranks.
+        passing: extents of what is made anew for every step (gradients): no state is lost with them.
     """
 
-    def __init__(self, disk: PatientTier | None, data: Group, device: torch.device) -> None:
-        self._disk, self._data, self._device = disk, data, device
+    def __init__(self, disk: PatientTier | None, staging: Staging | None, data: Group, device: torch.device) -> None:
+        self._disk, self._staging, self._data, self._device = disk, staging, data, device
         self.lost = ""
+        self.passing: Callable[[], set[Extent]] = set
 
     def bad_here(self) -> float:
         """1 if a transfer of this rank failed and not all ranks were told yet, else 0."""
-        return float(self._disk is not None and self._disk.failure is not None)
+        return float(self._disk is not None and (self._torn() is not None or self._disk.failure is not None))
 
     def check(self, what: str, *, then: str = UNTOUCHED, loses: bool = False) -> None:
         """All ranks ask each other whether a transfer failed. Collective where anything rests on disk.
@@ -41,7 +48,7 @@ class Health:
         Args:
             what: cannot be done, or was not.
             then: what that means for the model.
-            loses: nothing can go on after it.
+            loses: nothing can go on after it. So it is in any case where states or parameters were not written.
 
         Raises:
             StorageError: one failed; on all ranks, with the words of those where it did.
@@ -56,27 +63,30 @@ class Health:
 
     def tell(self, what: str, *, then: str = UNTOUCHED, loses: bool = False) -> None:
         """Raise what `check` raises, where all ranks know that a transfer failed. Collective."""
+        torn = self._torn()
         error = self._disk.take_failure() if self._disk is not None else None
-        words: list[str] = [""] * self._data.size
-        mine = str(error) if error is not None else ""
+        error = torn or error
+        mine = (str(error) if error is not None else "", torn is not None)
+        told = [mine] * self._data.size
         if self._data.size > 1:
-            dist.all_gather_object(words, mine, group=self._data.process_group)
-        else:
-            words = [mine]
-        said = "; ".join(f"rank {self._data.ranks[index]}: {word}" for index, word in enumerate(words) if word)
-        if loses:
+            dist.all_gather_object(told, mine, group=self._data.process_group)
+        said = "; ".join(f"rank {self._data.ranks[index]}: {words}" for index, (words, _) in enumerate(told) if words)
+        if loses or any(tears for _, tears in told):
             self.lost, then = f"{what} ({said})", HALF_DONE
         raise StorageError(f"{what}: {said}. As for the model: {then}") from error
 
     def check_alone(self, what: str, *, loses: bool = False) -> None:
         """As `check`, for what ranks do each by itself."""
+        torn = self._torn()
         error = self._disk.take_failure() if self._disk is not None else None
+        error = torn or error
         if error is not None:
+            loses = loses or torn is not None
             self.lost = f"{what} ({error})" if loses else self.lost
             raise StorageError(f"{what}: {error}. As for the model: {HALF_DONE if loses else UNTOUCHED}") from error
 
     def forget(self) -> None:
-        """A failure that matters to nobody is not told again."""
+        """A failed reading that matters to nobody is not told again."""
         if self._disk is not None:
             self._disk.take_failure()
 
@@ -84,3 +94,12 @@ class Health:
         """Raises StorageError if the model has no state to go on from."""
         if self.lost:
             raise StorageError(f"{what} is refused: {self.lost}; {HALF_DONE}")
+
+    def _torn(self) -> StorageError | None:
+        """Why a part of the state was not written, if one was not."""
+        if self._staging is not None:
+            self._staging.room(0)  # finds out which writes are over
+        if self._disk is None or not self._disk.torn:
+            return None
+        passing = self.passing()
+        return next((error for extent, error in self._disk.torn.items() if extent not in passing), None)

@@ -21,6 +21,7 @@ from windlass.optim.elementwise import is_elementwise, prefer_fused, state_bytes
 from windlass.storage.slot import Home
 from windlass.storage.space import page_up
 from windlass.storage.tier import DiskTier
+from windlass.storage.transfer import Extent
 from windlass.zero import registry
 from windlass.zero.access import Released, mark_present
 from windlass.zero.chunk import pipelined
@@ -107,7 +108,7 @@ class ShardedModel:
                 self._builder.slot,
             ),
         )
-        self.health = Health(homes.disk, mesh.data, device)
+        self.health = Health(homes.disk, homes.staging, mesh.data, device)
         whole = optimizer is not None and not is_elementwise(optimizer)
         at_once = min(settings.sub_group, pipelined(self.slots))
         if not whole:  # else ranks take part in each other's batches, which must be the same on all
@@ -132,6 +133,7 @@ class ShardedModel:
         self.parking = Parking(self.units, self.slots, self.masters, device, self.ledger)
         foresight = Foresight(settings.ahead, self._live(), settings.reuse, homes.read_ahead)
         self.runtime = Runtime(self.units, blocks, foresight)
+        self.health.passing = self._passing
         self.gradients.landed = self._landed
         self.runtime.on_backward_end.append(self.gradients.end_backward)
         if homes.param is Home.NVME:
@@ -167,6 +169,10 @@ class ShardedModel:
         disk.reserve(sum(page_up(nbytes) for nbytes in sizes))
         self.health.check("initialize cannot begin", then="nothing was changed")
 
+    def _passing(self) -> set[Extent]:
+        extents = (slot.rests.extent for slot in self.slots if slot.rests is not None)
+        return {extent for extent in extents if extent is not None}
+
     def after_forward(self) -> None:
         """The outermost forward ended: whatever it read from disk was read. Collective where parameters rest there.
 
@@ -178,9 +184,17 @@ class ShardedModel:
         try:
             self.health.check("this forward could not read parameters, and its results are wrong")
         except StorageError:
-            self.runtime.release_all()  # what was not read is NaN
-            self.health.forget()  # what was on its way when they went
+            self._read_again()
             raise
+
+    def _read_again(self) -> None:
+        """What was brought from disk, or is on its way from there, may be NaN: whoever needs it reads it anew."""
+        self.runtime.release_all()
+        for unit in self.units:
+            if unit.rests is not None:
+                unit.rests.forget()
+        self.masters.residence.forget_ahead()
+        self.health.forget()
 
     @property
     def slots(self) -> list[GradientSlot]:
@@ -224,7 +238,10 @@ class ShardedModel:
         verdict = self._agree(flags or [])
         if verdict.flags.pop() > 0:
             self.forget_gradients()
-            self.health.tell("this step was not made, and its gradients are dropped")
+            try:
+                self.health.tell("this step was not made, and its gradients are dropped")
+            finally:
+                self._read_again()
         norm = verdict.norm / scale
         if not verdict.finite and (skip_overflow or (bad := self.first_bad())):
             self.forget_gradients()
@@ -247,7 +264,7 @@ class ShardedModel:
                         written.append(self.masters.write_back(chunk))
         finally:  # where a step fails half-way, too, what was updated arrives
             _wait(written)
-        try:
+        try:  # of its last writes, which go on in the next forward, the next check hears
             self.health.check("this step was made in part", loses=True)
         except StorageError:
             self.forget_gradients()
@@ -352,12 +369,16 @@ class ShardedModel:
 
     def _tell_what_is_lost(self) -> None:
         """The model is given back, and not all of its parameters are what they should be: nobody shall miss that."""
-        if self.health.lost:
-            logger.error("the model that destroy() gives back has parameters of no single step: %s", self.health.lost)
+        if self.homes.staging is not None:
+            self.homes.staging.settle()
+        lost = self.health.lost
+        if lost:
+            logger.error("the model that destroy() gives back has parameters of no single step: %s", lost)
         try:
             self.health.check("the model that destroy() gives back is not whole", then="what was not read is NaN")
         except StorageError as error:
-            logger.error("%s", error)
+            if not lost:
+                logger.error("%s", error)
 
     def _attach(self, blocks: list[Block]) -> None:
         places = []
