@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -335,3 +336,49 @@ def test_a_rule_counts_its_steps_and_hooks_run_once_a_step(sub_group: int, stage
         assert error < 1e-6, where
         assert one["hooks"] == ["before", True] * 3
         assert one["counts"] == [3, 3]
+
+
+class Diary(torch.optim.Optimizer):
+    """Keeps in its state what is no tensor, and steps by it."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                state = self.state[p]
+                if not state:
+                    state.update(kind="plain", seen=[], pair=[torch.ones(2), torch.ones(3)], nothing=None, count=0)
+                state["count"] += 1
+                state["seen"].append(float(p.grad.abs().max()))
+                state["pair"][0].mul_(0.5)
+                assert state["kind"] == "plain" and state["nothing"] is None and type(state["count"]) is int
+                p.sub_(p.grad, alpha=group["lr"] * sum(state["seen"]) * float(state["pair"][0].sum()) / state["count"])
+
+
+def diaries(setting: Setting) -> float:
+    """How far a run that begins with the state dict of another is from that one."""
+    ends: list[dict[str, Any]] = []
+    saved: Any = None
+    for start in (0, 2):
+        model = oracle.build(specimen("mlp"))
+        config = ds_config(Recipe(), setting)
+        engine = windlass.initialize(model=model, optimizer=Diary(model.parameters()), config=config)[0]
+        if start:
+            engine.optimizer.load_state_dict(saved[0])
+            for name, p in model.named_parameters():
+                windlass.zero.set_full_param(p, saved[1][name])
+        for step in range(start, 4):
+            engine.backward(engine(**specimen("mlp").batch(Place(step, 0, dist.get_rank()))))
+            engine.step()
+            if step == 1:
+                saved = copy.deepcopy(engine.optimizer.state_dict()), whole_params(model)
+        ends.append(whole_params(model))
+        engine.destroy()
+    return relative_error(ends[1], ends[0])[0]
+
+
+def test_states_that_are_no_tensors_are_saved_and_loaded(stage: int) -> None:
+    assert run_ranks(diaries, 2, Setting(stage=stage)) == [0.0, 0.0]

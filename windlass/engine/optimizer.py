@@ -11,7 +11,7 @@ from windlass.base.errors import ModelError
 from windlass.optim.elementwise import prefer_fused
 from windlass.zero.sharded import ShardedModel
 from windlass.zero.update import check_parameters
-from windlass.zero.values import full_state, set_full_state, state_keys
+from windlass.zero.values import set_full_state, set_plain_state, state_keys, whole_state
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -74,7 +74,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             numbers = []
             for parameter in group["params"]:
-                found = {key: full_state(parameter, key) for key in state_keys(parameter)}
+                found = {key: whole_state(parameter, key) for key in state_keys(parameter)}
                 if found:
                     state[number] = found
                 numbers.append(number)
@@ -94,4 +94,5 @@ class ShardedOptimizer(torch.optim.Optimizer):
             group.update({key: value for key, value in saved.items() if key != "params"})
             for parameter, number in zip(group["params"], saved["params"], strict=True):
                 for key, value in state_dict["state"].get(number, {}).items():
-                    set_full_state(parameter, key, torch.as_tensor(value))
+                    set_state = set_full_state if isinstance(value, torch.Tensor) else set_plain_state
+                    set_state(parameter, key, value)

@@ -6,6 +6,7 @@ order.
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -65,6 +66,12 @@ def full_grad(parameter: nn.Parameter) -> torch.Tensor | None:
 
 def full_state(parameter: nn.Parameter, key: str) -> torch.Tensor | None:
     """The whole optimizer state `key` (`exp_avg`, `momentum_buffer`, `step`, ...); None before the first step."""
+    found = whole_state(parameter, key)
+    return found if found is None or isinstance(found, torch.Tensor) else torch.tensor(found)
+
+
+def whole_state(parameter: nn.Parameter, key: str) -> Any:
+    """As `full_state`, but what a rule keeps that is no tensor (a number, a name, a list) is given as it is."""
     place = require(parameter)
     found: list[Any] = [None] * place.model.group.size
     with place.model.masters.at_hand([place.unit]):
@@ -80,7 +87,7 @@ def full_state(parameter: nn.Parameter, key: str) -> torch.Tensor | None:
     shape = place.unit.shapes[place.index]
     first = parts[0][1]
     if not isinstance(first, torch.Tensor):
-        return torch.tensor(first)
+        return first
     if first.shape == shape and key not in COUNTS:
         return first.to(place.model.device)
     if first.dim() == 0:
@@ -155,6 +162,15 @@ def set_full_state(parameter: nn.Parameter, key: str, value: torch.Tensor) -> No
                 state[key] = value.detach().clone()
             else:
                 state[key] = value.detach().to(on, copy=True)
+
+
+def set_plain_state(parameter: nn.Parameter, key: str, value: Any) -> None:
+    """Set the optimizer state `key` to something that is no tensor, as `whole_state` gave it."""
+    place = require(parameter)
+    if isinstance(value, int | float) and isinstance(place.model.update, ElementwiseUpdate):
+        value = torch.tensor(float(value))  # old checkpoints of torch have plain counts, which its rules no longer take
+    for _, _, state in _state(place):
+        state[key] = copy.deepcopy(value)
 
 
 def local_param(parameter: nn.Parameter) -> torch.Tensor:
