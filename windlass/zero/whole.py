@@ -19,10 +19,10 @@ from torch import nn
 from windlass.comm.exchange import exchange
 from windlass.comm.groups import Group
 from windlass.comm.traffic import Traffic
-from windlass.zero.chunk import Chunk, batches
+from windlass.optim.cpu_optimizer import Format
+from windlass.zero.chunk import Chunk, Tenancy, batches
 from windlass.zero.residence import Residence
-from windlass.zero.unit import Unit
-from windlass.zero.update import clone_optimizer, run_groups
+from windlass.zero.update import clone_optimizer, formats_of, run_groups
 
 
 @dataclass(eq=False)
@@ -85,12 +85,17 @@ class WholeUpdate:
                         self._inner.state[owned.tensor] = _moved(given, chunk.device)
         optimizer.state.clear()
 
-    def entries(self) -> Iterator[tuple[Unit, int, int, int, dict[str, Any]]]:
-        """As `ElementwiseUpdate.entries`; an owner has the whole of a parameter's state, in the parameter's shape."""
+    def tenancies(self) -> Iterator[Tenancy]:
+        """As `ElementwiseUpdate.tenancies`; an owner has the whole of a parameter's state, in the parameter's shape."""
         for owned in self.owned:
             if owned.owner == self._group.index:
                 unit = owned.chunk.unit
-                yield unit, owned.index, 0, unit.layout.numels[owned.index], self._inner.state[owned.tensor]
+                numel, shape = unit.layout.numels[owned.index], unit.shapes[owned.index]
+                yield Tenancy(owned.chunk, owned.tensor, owned.index, 0, numel, shape)
+
+    def formats(self) -> dict[int, dict[str, Format]]:
+        """As `ElementwiseUpdate.formats`."""
+        return formats_of(self.optimizer, self._inner)
 
     def run(self, used: dict[int, list[bool]], divisor: float) -> Iterator[list[Chunk]]:
         """As `ElementwiseUpdate.run`. Collective."""
