@@ -16,6 +16,7 @@ from windlass.storage.slot import Home
 from windlass.storage.staging import Staging
 from windlass.storage.tier import DiskTier
 from windlass.zero.chunk import Chunk
+from windlass.zero.layout import Layout
 from windlass.zero.residence import Residence
 
 N = 24
@@ -30,7 +31,8 @@ def tier(tmp_path: Path) -> Iterator[DiskTier]:
 def residence_of(tier: DiskTier) -> tuple[Residence, Chunk]:
     """A chunk of two tenants on disk, as yet without states."""
     residence = Residence(torch.device("cpu"), Ledger(), tier, Staging(tier, 1 << 30), pin=False)
-    slot: Any = SimpleNamespace(unit=SimpleNamespace(names=["weight"]), holds=False)
+    unit = SimpleNamespace(names=["weight"], state_start=0, layout=Layout((N,), 1))
+    slot: Any = SimpleNamespace(unit=unit, holds=False)
     chunk = Chunk(slot, 0, N, Home.NVME)
     chunk.master = torch.arange(float(N))
     chunk.tenants = [nn.Parameter(torch.empty(0)) for _ in range(2)]
