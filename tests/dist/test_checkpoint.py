@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from tests import oracle
@@ -114,6 +115,28 @@ def test_tags_and_latest(tmp_path: Path) -> None:
         assert found["latest"] == 0.0 and found["named"] == 0.0
         assert "third" in found["missing"]
     assert (tmp_path / "saved" / "latest").read_text() == "first"
+
+
+def with_a_strange_state(folder: str) -> str:
+    """What is said where one rank's optimizer has a state that can be neither cut nor joined."""
+    engine = engine_for("mlp", Recipe(optimizer="AdamW"), Setting(stage=2), 0)
+    steps(engine, "mlp", Recipe(), 0, 1)
+    states = engine._sharded.update.residence.states
+    if dist.get_rank() == 0:
+        next(iter(states.values()))["odd"] = torch.zeros(3)
+    said = ""
+    try:
+        engine.save_checkpoint(folder)
+    except windlass_error("CheckpointError") as error:
+        said = str(error)
+    engine.destroy()
+    return said
+
+
+def test_a_state_that_cannot_be_cut_is_refused_by_name_on_all_ranks(tmp_path: Path) -> None:
+    for said in run_ranks(with_a_strange_state, 2, str(tmp_path)):
+        assert "rank 0: optimizer state 'odd' of '" in said and "has shape (3,): AdamW" in said
+    assert not list(tmp_path.iterdir())
 
 
 def saved_at(stage: int, folder: str) -> dict[str, Any]:

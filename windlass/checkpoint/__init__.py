@@ -2,23 +2,26 @@
 
 In reading order: fragment (a flat range as boxes), state (what is saved), plain (numbers, strings, lists as JSON),
 directory (names on disk, `latest`, temporary name and rename), index (`checkpoint.json`), tensor_file (one safetensors
-file), agree (one error for all ranks), shards and storage (planner and storage under `torch.distributed.checkpoint`),
-transfer (the two calls into it), save, load, read (whole tensors in one process).
+file), agree (one error for all ranks), shards, sources and storage (planner, what is read, and storage under
+`torch.distributed.checkpoint`), transfer (the two calls into it), save, load, read (whole tensors in one process).
 """
 
 from windlass.checkpoint.directory import read_latest, tags
 from windlass.checkpoint.load import load
-from windlass.checkpoint.read import read_full, read_plain
+from windlass.checkpoint.read import read_full, read_outline, read_plain
 from windlass.checkpoint.save import save
-from windlass.checkpoint.state import FlatShard, LoadedState, SavedState
+from windlass.checkpoint.state import Drawer, FlatShard, LoadedState, Resting, SavedState
 
 __all__ = [
     "FlatShard",
     "LoadedState",
+    "Drawer",
+    "Resting",
     "SavedState",
     "load",
     "read_full",
     "read_latest",
+    "read_outline",
     "read_plain",
     "save",
     "tags",

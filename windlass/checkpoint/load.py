@@ -16,7 +16,7 @@ from windlass.checkpoint import plain
 from windlass.checkpoint.agree import Ranks
 from windlass.checkpoint.directory import find
 from windlass.checkpoint.index import Index, read_index
-from windlass.checkpoint.state import RESERVED, Holding, LoadedState, Piece, SavedState, holdings
+from windlass.checkpoint.state import RESERVED, Holding, LoadedState, SavedState, holdings, whole
 from windlass.checkpoint.tensor_file import dtype_of
 
 
@@ -32,7 +32,8 @@ def load(
 ) -> LoadedState:
     """Fills the tensors of `into` in place from `directory`/`tag`. Every rank of the group must call it.
 
-    `into.shards` and `into.tensors` may be cut in any way and on any number of ranks; ranks need not cover a tensor.
+    `into.shards` and `into.tensors` may be cut in any way and on any number of ranks; ranks need not cover a tensor,
+    and ranges may overlap.
     Its plain data is not looked at: what the checkpoint holds is returned.
 
     Args:
@@ -91,7 +92,7 @@ class _Wanted:
 def _prepare(wanted: list[_Wanted], path: Path, into: SavedState, rank: int, cast: bool) -> tuple[list[str], list[str]]:
     """Puts what this rank is to read into `wanted`; returns the names it asks for, and those that are missing."""
     index = read_index(path)
-    held = holdings(into.shards, into.tensors)
+    held = holdings(into.shards, into.tensors, overlap=True)
     missing = [name for name in held if name not in index.tensors]
     present = {name: holding for name, holding in held.items() if name in index.tensors}
     problems = [text for name, holding in present.items() if (text := _problem(name, holding, index, cast))]
@@ -99,9 +100,7 @@ def _prepare(wanted: list[_Wanted], path: Path, into: SavedState, rank: int, cas
         rest = f"; and {len(problems) - 10} more" if len(problems) > 10 else ""
         raise CheckpointError(f"{path} does not fit: {'; '.join(problems[:10])}{rest}")
     set_aside = _set_aside(index, rank)
-    for name, tensor in set_aside.items():
-        shape = tuple(tensor.shape)
-        present[name] = Holding(shape, tensor.dtype, [Piece((0,) * len(shape), shape, tensor)])
+    present |= {name: whole(tensor) for name, tensor in set_aside.items()}
     wanted.append(_Wanted(index, present, set_aside))
     return list(held), missing
 

@@ -43,11 +43,24 @@ def read_full(
 
 def read_plain(directory: str | os.PathLike[str], tag: str | None = None) -> dict[str, Any]:
     """The plain data that all ranks share, with the tensors in it. Raises CheckpointError as `read_full` does."""
+    return read_outline(directory, tag)[0]
+
+
+def read_outline(
+    directory: str | os.PathLike[str], tag: str | None = None
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """The plain data, and every named tensor as one without memory (on the device `meta`) that has its shape and
+    dtype. Raises CheckpointError as `read_full` does."""
     _, path = find(directory, tag)
     index = read_index(path)
     tensors = dict(_whole_tensors(path, index, plain.tensor_names(index.plain)))
     decoded: dict[str, Any] = plain.decode(index.plain, tensors)
-    return decoded
+    described = {
+        name: torch.empty(record.shape, dtype=dtype_of(record.dtype), device="meta")
+        for name, record in index.tensors.items()
+        if not name.startswith(RESERVED)
+    }
+    return decoded, described
 
 
 def _whole_tensors(path: Path, index: Index, names: list[str]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -12,7 +12,7 @@ from windlass.base.errors import CheckpointError
 from windlass.checkpoint import plain
 from windlass.checkpoint.agree import Ranks
 from windlass.checkpoint.directory import begin, check_tag, commit, discard, write_latest
-from windlass.checkpoint.state import Holding, Piece, SavedState, holdings
+from windlass.checkpoint.state import Holding, SavedState, holdings, whole
 
 
 def save(
@@ -27,7 +27,7 @@ def save(
 
     Data lands under a hidden name, is fsynced and renamed once whole; `latest` is written after that. A checkpoint of
     the same tag is replaced; whatever goes wrong, former checkpoints stay good. Memory: one box of a tensor at a time,
-    and only for those that do not lie on the CPU.
+    and only for those that do not lie on the CPU; of what rests elsewhere, one drawer at a time.
 
     Args:
         process_group: the ranks that save together, gloo or nccl; the default group where None, and this process alone
@@ -64,8 +64,7 @@ def _prepare(held: dict[str, Holding], root: Path, tag: str, state: SavedState, 
     own, found_own = plain.encode(dict(state.rank_plain), f"rank/{rank}/")
     # Rank 0's plain data is kept; the others' is only looked at, so that a value that cannot be kept is always told.
     for name, tensor in ({**found, **found_own} if rank == 0 else found_own).items():
-        shape = tuple(tensor.shape)
-        held[name] = Holding(shape, tensor.dtype, [Piece((0,) * len(shape), shape, tensor.detach())])
+        held[name] = whole(tensor)
     return where, shared if rank == 0 else None, own
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -30,7 +29,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from windlass.base.errors import CheckpointError
 from windlass.checkpoint.fragment import flat_start
-from windlass.checkpoint.state import Holding, Piece
+from windlass.checkpoint.state import Drawer, Holding, Piece
 
 # [Note: shards through torch's planners]
 # torch has a private protocol by which an object shows itself as boxes to its default planners. Planners of our own
@@ -48,7 +47,7 @@ class ShardSavePlanner(SavePlanner):
         self, state_dict: dict[str, Holding], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
         self._held = state_dict
-        self._memory = _memory(state_dict)
+        self._pieces = {(name, piece.offsets): piece for name, held in state_dict.items() for piece in held.pieces}
 
     def create_local_plan(self) -> SavePlan:
         items = [_write_item(name, held, piece) for name, held in self._held.items() for piece in held.pieces]
@@ -83,7 +82,11 @@ class ShardSavePlanner(SavePlanner):
         return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
-        return self._memory[_where(write_item)]
+        return self._pieces[_where(write_item)].get()
+
+    def drawer_of(self, write_item: WriteItem) -> Drawer | None:
+        """What must be open for `resolve_data`."""
+        return self._pieces[_where(write_item)].drawer
 
 
 class ShardLoadPlanner(LoadPlanner):
@@ -94,16 +97,17 @@ class ShardLoadPlanner(LoadPlanner):
     ) -> None:
         assert metadata is not None
         self._held = state_dict
-        self._memory = _memory(state_dict)
         self._metadata = metadata
 
     def create_local_plan(self) -> LoadPlan:
         return LoadPlan([item for name, held in self._held.items() for item in self._read_items(name, held)])
 
-    def _read_items(self, name: str, held: Holding) -> Iterator[ReadItem]:
+    def _read_items(self, name: str, held: Holding) -> list[ReadItem]:
         record = self._metadata.state_dict_metadata[name]
         assert isinstance(record, TensorStorageMetadata)
-        yield from create_read_items_for_chunk_list(name, record, [_chunk(piece) for piece in held.pieces])
+        items = create_read_items_for_chunk_list(name, record, [_chunk(piece) for piece in held.pieces])
+        # torch finds them along one dimension; drawers shall be opened in the order of the pieces
+        return sorted(items, key=lambda item: item.dest_index.index or 0)
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         return global_plan
@@ -116,18 +120,22 @@ class ShardLoadPlanner(LoadPlanner):
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         """The part of this rank's memory that the item fills: a view."""
-        index = read_item.dest_index
-        view = self._memory[index.fqn, tuple(index.offset or ())]
+        view = self._piece(read_item).get()
         for dim, (offset, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
             view = view.narrow(dim, offset, length)
         return view
 
+    def drawer_of(self, read_item: ReadItem) -> Drawer | None:
+        """What must be open for `resolve_tensor`."""
+        return self._piece(read_item).drawer
+
+    def _piece(self, read_item: ReadItem) -> Piece:
+        index = read_item.dest_index
+        assert index.index is not None, f"torch has not said for which piece of {index.fqn!r} an item is"
+        return self._held[index.fqn].pieces[index.index]
+
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         """Nothing: `resolve_tensor` gave the memory itself."""
-
-
-def _memory(held: dict[str, Holding]) -> dict[Where, torch.Tensor]:
-    return {(name, piece.offsets): piece.tensor for name, holding in held.items() for piece in holding.pieces}
 
 
 def _chunk(piece: Piece) -> ChunkStorageMetadata:

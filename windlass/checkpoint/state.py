@@ -3,18 +3,43 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from windlass.base.errors import CheckpointError
-from windlass.checkpoint.fragment import boxes
+from windlass.checkpoint.fragment import Box, boxes
 
 # Tensors found inside plain data are stored under these prefixes, so no other tensor may use them.
 RESERVED = ("plain/", "rank/")
+
+
+# [Note: ranges at rest]
+# What rests on disk is not brought to memory to be saved, nor all at once to be loaded over. A shard may say where its
+# values rest instead of having them; the storage goes drawer by drawer, opens each once, and moves between it and the
+# checkpoint's files what belongs to it.
+
+
+class Drawer(Protocol):
+    """Where ranges rest together; they are in memory, all of them, while it is open."""
+
+    def open(self) -> AbstractContextManager[Any]:
+        """A context in which they are in memory. After a load, leaving it keeps what was filled in."""
+
+
+@dataclass(frozen=True)
+class Resting:
+    """Stands for a tensor `[numel]` that is in memory only while its drawer is open; `get` then gives it."""
+
+    numel: int
+    dtype: torch.dtype
+    drawer: Drawer
+    get: Callable[[], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -26,20 +51,18 @@ class FlatShard:
         shape: the shape of the whole tensor.
         start: the flat position of this range's first element.
         tensor: [elements of the range], contiguous; read by a save, filled in place by a load. It may be empty.
+            Or where such a tensor rests.
     """
 
     name: str
     shape: tuple[int, ...]
     start: int
-    tensor: torch.Tensor
+    tensor: torch.Tensor | Resting
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", tuple(self.shape))
-        if self.tensor.dim() != 1 or not self.tensor.is_contiguous():
-            raise CheckpointError(
-                f"the shard of {self.name!r} must be a contiguous 1-D tensor, got shape {tuple(self.tensor.shape)}, "
-                f"strides {self.tensor.stride()}; pass the flat range itself"
-            )
+        if isinstance(self.tensor, torch.Tensor):
+            self._check_flat(self.tensor)
         if not 0 <= self.start <= self.stop <= math.prod(self.shape):
             raise CheckpointError(
                 f"the shard of {self.name!r} covers elements [{self.start}, {self.stop}), but shape {self.shape} has "
@@ -47,12 +70,41 @@ class FlatShard:
             )
 
     @property
+    def numel(self) -> int:
+        return self.tensor.numel() if isinstance(self.tensor, torch.Tensor) else self.tensor.numel
+
+    @property
     def stop(self) -> int:
-        return self.start + self.tensor.numel()
+        return self.start + self.numel
 
     @property
     def dtype(self) -> torch.dtype:
         return self.tensor.dtype
+
+    @property
+    def drawer(self) -> Drawer | None:
+        """Where it rests; None for what is in memory."""
+        return None if isinstance(self.tensor, torch.Tensor) else self.tensor.drawer
+
+    def values(self) -> torch.Tensor:
+        """[elements of the range]: the very memory; of what rests, while its drawer is open."""
+        if isinstance(self.tensor, torch.Tensor):
+            return self.tensor.detach()
+        found = self.tensor.get().detach()
+        self._check_flat(found)
+        if (found.numel(), found.dtype) != (self.numel, self.dtype):
+            raise CheckpointError(
+                f"the shard of {self.name!r} was said to have {self.numel} elements of {self.dtype}, and has "
+                f"{found.numel()} of {found.dtype}"
+            )
+        return found
+
+    def _check_flat(self, tensor: torch.Tensor) -> None:
+        if tensor.dim() != 1 or not tensor.is_contiguous():
+            raise CheckpointError(
+                f"the shard of {self.name!r} must be a contiguous 1-D tensor, got shape {tuple(tensor.shape)}, "
+                f"strides {tensor.stride()}; pass the flat range itself"
+            )
 
 
 @dataclass
@@ -93,11 +145,12 @@ class LoadedState:
 
 @dataclass(frozen=True)
 class Piece:
-    """One box of a named tensor and the memory that holds it, shaped as the box."""
+    """One box of a named tensor; `get` gives the memory that holds it, shaped as the box, while its drawer is open."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-    tensor: torch.Tensor
+    get: Callable[[], torch.Tensor]
+    drawer: Drawer | None = None
 
 
 @dataclass
@@ -109,8 +162,19 @@ class Holding:
     pieces: list[Piece] = field(default_factory=list)
 
 
-def holdings(shards: Iterable[FlatShard], tensors: Mapping[str, torch.Tensor]) -> dict[str, Holding]:
+def whole(tensor: torch.Tensor) -> Holding:
+    """A tensor of which this rank holds all."""
+    shape, data = tuple(tensor.shape), tensor.detach()
+    return Holding(shape, tensor.dtype, [Piece((0,) * len(shape), shape, lambda: data)])
+
+
+def holdings(
+    shards: Iterable[FlatShard], tensors: Mapping[str, torch.Tensor], *, overlap: bool = False
+) -> dict[str, Holding]:
     """This rank's tensors as boxes, by name; the pieces are views, nothing is copied.
+
+    Args:
+        overlap: an element may be held twice, as a load allows.
 
     Raises:
         CheckpointError: a reserved name, a name with two shapes or dtypes, an element held twice.
@@ -126,13 +190,12 @@ def holdings(shards: Iterable[FlatShard], tensors: Mapping[str, torch.Tensor]) -
             )
         known.pieces += _pieces(shard)
         ends.setdefault(shard.name, []).append((shard.start, shard.stop))
-    for name, ranges in ends.items():
+    for name, ranges in ends.items() if not overlap else ():
         _check_disjoint(name, ranges)
     for name, tensor in tensors.items():
         if _allowed(name) in held:
             raise CheckpointError(f"{name!r} is given as a shard and as a whole tensor; give it once")
-        shape = tuple(tensor.shape)
-        held[name] = Holding(shape, tensor.dtype, [Piece((0,) * len(shape), shape, tensor.detach())])
+        held[name] = whole(tensor)
     return held
 
 
@@ -143,14 +206,17 @@ def _allowed(name: str) -> str:
 
 
 def _pieces(shard: FlatShard) -> list[Piece]:
-    data = shard.tensor.detach()
     if math.prod(shard.shape) == 0:
         # An empty tensor has no elements to hold, yet must be found again: one box of no elements stands for it.
-        return [Piece((0,) * len(shard.shape), shard.shape, data.view(shard.shape))]
+        return [Piece((0,) * len(shard.shape), shard.shape, lambda: shard.values().view(shard.shape), shard.drawer)]
     return [
-        Piece(box.offsets, box.sizes, data[box.start - shard.start : box.stop - shard.start].view(box.sizes))
+        Piece(box.offsets, box.sizes, partial(_box_of, shard, box), shard.drawer)
         for box in boxes(shard.shape, shard.start, shard.stop)
     ]
+
+
+def _box_of(shard: FlatShard, box: Box) -> torch.Tensor:
+    return shard.values()[box.start - shard.start : box.stop - shard.start].view(box.sizes)
 
 
 def _check_disjoint(name: str, ranges: list[tuple[int, int]]) -> None:

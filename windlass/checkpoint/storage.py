@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -31,8 +32,12 @@ from torch.futures import Future
 from windlass.base.errors import CheckpointError
 from windlass.checkpoint.directory import METADATA, disk_errors, require_space
 from windlass.checkpoint.index import FORMAT, FORMAT_VERSION, Chunk, Index, TensorRecord, read_index, to_text
-from windlass.checkpoint.shards import Where, data_of, nbytes_of
-from windlass.checkpoint.tensor_file import Entry, TensorFile, code_of, dtype_of, write_tensor_file
+from windlass.checkpoint.shards import ShardLoadPlanner, ShardSavePlanner, Where, data_of, nbytes_of
+from windlass.checkpoint.sources import Source, Sources
+from windlass.checkpoint.state import Drawer
+from windlass.checkpoint.tensor_file import Entry, TensorFileWriter, code_of, dtype_of
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -89,8 +94,13 @@ class SafetensorsWriter(StorageWriter):
     def _write(self, items: list[WriteItem], planner: SavePlanner) -> list[WriteResult]:
         named = {_entry_name(item): item for item in items}
         path = self.path / f"rank_{self._rank:05d}.safetensors"
-        entries = {name: _entry(item, planner) for name, item in named.items()}
-        sums = write_tensor_file(path, entries)
+        entries = {name: _entry(item) for name, item in named.items()}
+        sums: dict[str, int] = {}
+        with TensorFileWriter(path, entries) as file:
+            for drawer, names in _by_drawer(named.items(), lambda named_item: _drawer_of(planner, named_item[1])):
+                with drawer.open() if drawer is not None else nullcontext():
+                    for name, item in names:
+                        sums[name] = file.write(name, _resolved(planner, item))
         size = path.stat().st_size
         return [
             WriteResult(item.index, entries[name].nbytes, Written(path.name, size, name, sums[name]))
@@ -130,7 +140,7 @@ class SafetensorsReader(StorageReader):
     def __init__(self, path: str | os.PathLike[str], index: Index | None = None):
         self.path = Path(path)
         self._index = index
-        self._chunks: dict[Where, tuple[Chunk, torch.dtype]] = {}
+        self._chunks: dict[Where, Source] = {}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id is not None:
@@ -140,7 +150,7 @@ class SafetensorsReader(StorageReader):
         if self._index is None:
             self._index = read_index(self.path)
         self._chunks = {
-            (name, chunk.offsets): (chunk, dtype_of(record.dtype))
+            (name, chunk.offsets): Source(chunk, dtype_of(record.dtype))
             for name, record in self._index.tensors.items()
             for chunk in record.chunks
         }
@@ -156,20 +166,22 @@ class SafetensorsReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        by_chunk: dict[Where, list[ReadItem]] = defaultdict(list)
-        for item in plan.items:
-            by_chunk[item.storage_index.fqn, tuple(item.storage_index.offset or ())].append(item)
-        by_file: dict[str, list[tuple[Chunk, torch.dtype, list[ReadItem]]]] = defaultdict(list)
-        for where, items in by_chunk.items():
-            chunk, dtype = self._chunks[where]
-            by_file[chunk.file].append((chunk, dtype, items))
-        for file_name, wanted in by_file.items():
-            with TensorFile(self.path / file_name) as file:
-                for chunk, dtype, items in wanted:
-                    _read_chunk(file, chunk, dtype, items, planner)
+        with Sources(self.path, planner) as sources:
+            for item in plan.items:
+                sources.expect(self._source(item))
+            for drawer, items in _by_drawer(plan.items, lambda item: _drawer_of(planner, item)):
+                by_chunk: dict[Source, list[ReadItem]] = defaultdict(list)
+                for item in items:
+                    by_chunk[self._source(item)].append(item)
+                with drawer.open() if drawer is not None else nullcontext():
+                    for source in sorted(by_chunk, key=sources.position):
+                        sources.read(source, by_chunk[source])
         future: Future[None] = Future()
         future.set_result(None)
         return future
+
+    def _source(self, item: ReadItem) -> Source:
+        return self._chunks[item.storage_index.fqn, tuple(item.storage_index.offset or ())]
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -184,15 +196,29 @@ def _entry_name(item: WriteItem) -> str:
     return f"{item.index.fqn}@{','.join(map(str, data.chunk.offsets))}"
 
 
-def _entry(item: WriteItem, planner: SavePlanner) -> Entry:
+def _entry(item: WriteItem) -> Entry:
     data = data_of(item)
+    return Entry(data.properties.dtype, tuple(data.chunk.sizes))
 
-    def fetch() -> torch.Tensor:
-        tensor = planner.resolve_data(item)
-        assert isinstance(tensor, torch.Tensor)
-        return tensor
 
-    return Entry(data.properties.dtype, tuple(data.chunk.sizes), fetch)
+def _resolved(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
+    tensor = planner.resolve_data(item)
+    assert isinstance(tensor, torch.Tensor)
+    return tensor
+
+
+def _drawer_of(planner: SavePlanner | LoadPlanner, item: Any) -> Drawer | None:
+    """What must be open for an item; torch's own planners know of no drawers."""
+    return planner.drawer_of(item) if isinstance(planner, (ShardSavePlanner, ShardLoadPlanner)) else None
+
+
+def _by_drawer(items: Iterable[T], drawer_of: Callable[[T], Drawer | None]) -> list[tuple[Drawer | None, list[T]]]:
+    """Items by the drawer that must be open for them: first those that need none, then as drawers first appear."""
+    found: dict[int, tuple[Drawer | None, list[T]]] = {id(None): (None, [])}
+    for item in items:
+        drawer = drawer_of(item)
+        found.setdefault(id(drawer), (drawer, []))[1].append(item)
+    return list(found.values())
 
 
 def _record(name: str, found: object, written: dict[Where, Written]) -> TensorRecord:
@@ -218,24 +244,3 @@ def _described(record: TensorRecord) -> TensorStorageMetadata:
         torch.Size(record.shape),
         [ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)) for chunk in record.chunks],
     )
-
-
-def _read_chunk(
-    file: TensorFile, chunk: Chunk, dtype: torch.dtype, items: list[ReadItem], planner: LoadPlanner
-) -> None:
-    """Fills every destination that wants part of `chunk`; the whole chunk is read, since its crc32 covers all of it."""
-    if len(items) == 1 and tuple(items[0].lengths) == chunk.sizes:
-        target = planner.resolve_tensor(items[0]).detach()
-        if target.device.type == "cpu" and target.dtype == dtype and target.is_contiguous():
-            file.read_into(chunk.entry, target, chunk.crc32)
-            planner.commit_tensor(items[0], target)
-            return
-    whole = torch.empty(chunk.sizes, dtype=dtype)
-    file.read_into(chunk.entry, whole, chunk.crc32)
-    for item in items:
-        part = whole
-        for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-            part = part.narrow(dim, offset, length)
-        target = planner.resolve_tensor(item).detach()
-        target.copy_(part)
-        planner.commit_tensor(item, target)

@@ -7,8 +7,9 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
 from types import TracebackType
 
@@ -58,43 +59,72 @@ def dtype_of(code: str) -> torch.dtype:
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of a file that is to be written; `fetch` gives it when its turn comes, on any device."""
+    """One tensor of a file that is to be written."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    fetch: Callable[[], torch.Tensor]
 
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def write_tensor_file(path: Path, entries: Mapping[str, Entry]) -> dict[str, int]:
-    """Writes `entries` to `path`, durably and one at a time, and returns the crc32 of each one's bytes.
+class TensorFileWriter:
+    """A safetensors file that is being written, entry by entry in any order. Use it in a `with` statement: left without
+    an error, the file is whole and durable.
+
+    Args:
+        entries: all that it will hold, by name.
 
     Raises:
         CheckpointError: the disk is full or the path cannot be written.
     """
-    # Wide dtypes first, so that every entry is aligned.
-    order = sorted(entries, key=lambda name: -entries[name].dtype.itemsize)
-    header = _header({name: entries[name] for name in order})
-    needed = len(header) + sum(entry.nbytes for entry in entries.values())
-    sums: dict[str, int] = {}
-    with disk_errors(path, needed), open(path, "wb") as file:
-        file.write(header)
+
+    def __init__(self, path: Path, entries: Mapping[str, Entry]) -> None:
+        self.path, self._entries = path, entries
+        # Wide dtypes first, so that every entry is aligned.
+        order = sorted(entries, key=lambda name: -entries[name].dtype.itemsize)
+        header = _header({name: entries[name] for name in order})
+        self._at: dict[str, int] = {}
+        end = len(header)
         for name in order:
-            entry = entries[name]
-            tensor = entry.fetch().detach().to(device="cpu", dtype=entry.dtype).contiguous()
-            raw = _bytes_of(tensor)
-            file.write(raw)
-            sums[name] = zlib.crc32(raw)
-        file.flush()
-        os.fsync(file.fileno())
-    return sums
+            self._at[name] = end
+            end += entries[name].nbytes
+        self._needed = end
+        self._left = set(entries)
+        with disk_errors(path, end):
+            self._file = open(path, "wb")  # noqa: SIM115 (closed by __exit__)
+            self._file.write(header)
+
+    def write(self, name: str, tensor: torch.Tensor) -> int:
+        """Writes the entry `name`, which is `tensor` on any device, and returns the crc32 of its bytes."""
+        entry = self._entries[name]
+        if tuple(tensor.shape) != entry.shape:
+            raise CheckpointError(f"{name!r} was said to have shape {entry.shape} and has {tuple(tensor.shape)}")
+        here = tensor.detach().to(device="cpu", dtype=entry.dtype).contiguous()
+        raw = bytes_of(here)
+        with disk_errors(self.path, self._needed):
+            self._file.seek(self._at[name])
+            self._file.write(raw)
+        self._left.discard(name)
+        return zlib.crc32(raw)
+
+    def __enter__(self) -> TensorFileWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with disk_errors(self.path, self._needed), self._file:
+            if kind is None:
+                if self._left:
+                    raise CheckpointError(f"{self.path} lacks {sorted(self._left)[:8]}, which nobody wrote")
+                self._file.flush()
+                os.fsync(self._file.fileno())
 
 
 class TensorFile:
-    """A safetensors file, open for reading. Use it in a `with` statement.
+    """A safetensors file for reading. Use it in a `with` statement, or close it; a read opens it again.
 
     Raises:
         CheckpointError: it cannot be opened, or is not a safetensors file.
@@ -102,15 +132,18 @@ class TensorFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        try:
-            self._file = open(path, "rb")  # noqa: SIM115 (closed by __exit__)
-        except OSError as error:
-            raise CheckpointError(f"the checkpoint file {path} cannot be opened: {error.strerror}") from error
+        self._file: BufferedReader | None = None
         try:
             self._entries, self._data = self._read_header()
         except BaseException:
-            self._file.close()
+            self.close()
             raise
+
+    def close(self) -> None:
+        """Give the file handle back."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
     def __enter__(self) -> TensorFile:
         return self
@@ -118,7 +151,15 @@ class TensorFile:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._file.close()
+        self.close()
+
+    def _open(self) -> BufferedReader:
+        if self._file is None:
+            try:
+                self._file = open(self.path, "rb")  # noqa: SIM115 (closed by `close`)
+            except OSError as error:
+                raise CheckpointError(f"the checkpoint file {self.path} cannot be opened: {error.strerror}") from error
+        return self._file
 
     def read_into(self, entry: str, tensor: torch.Tensor, crc32: int) -> None:
         """Fills `tensor`, contiguous and on the CPU, with the whole entry, whose bytes must have this crc32.
@@ -127,27 +168,47 @@ class TensorFile:
             CheckpointError: no such entry, another size, or other bytes than were written. The tensor's values are
                 then undefined.
         """
-        begin, end = self._span(entry)
-        size = tensor.numel() * tensor.element_size()
+        self.check_size(entry, tensor.numel() * tensor.element_size())
+        raw = self.read_part(entry, 0, tensor)
+        self.check_sum(entry, zlib.crc32(raw), crc32)
+
+    def read_part(self, entry: str, offset: int, tensor: torch.Tensor) -> ctypes.Array[ctypes.c_ubyte]:
+        """Fills `tensor`, contiguous and on the CPU, with the entry's bytes from byte `offset` on, unchecked; returns
+        its memory as bytes. Raises CheckpointError where the file has fewer."""
+        begin, _ = self.span(entry)
+        raw = bytes_of(tensor)
+        if len(raw):
+            file = self._open()
+            file.seek(self._data + begin + offset)
+            if (count := file.readinto(raw)) != len(raw):
+                raise CheckpointError(
+                    f"the checkpoint file {self.path} is damaged: of {len(raw)} bytes of entry {entry!r} there are "
+                    f"{count}; restore it or load another checkpoint"
+                )
+        if not tensor.is_inference():
+            # Reading into the memory goes past autograd, which must know that what it saved is stale.
+            torch.autograd.graph.increment_version(tensor)
+        return raw
+
+    def check_size(self, entry: str, size: int) -> None:
+        """Raises CheckpointError unless the entry has `size` bytes."""
+        begin, end = self.span(entry)
         if end - begin != size:
             raise CheckpointError(
                 f"the checkpoint file {self.path} is damaged: entry {entry!r} has {end - begin} bytes, the index says "
                 f"{size}; restore it or load another checkpoint"
             )
-        raw = _bytes_of(tensor)
-        self._file.seek(self._data + begin)
-        count = self._file.readinto(raw) if size else 0
-        if not tensor.is_inference():
-            # Reading into the memory goes past autograd, which must know that what it saved is stale.
-            torch.autograd.graph.increment_version(tensor)
-        found = zlib.crc32(raw)
-        if count != size or found != crc32:
+
+    def check_sum(self, entry: str, found: int, crc32: int) -> None:
+        """Raises CheckpointError unless `found`, the crc32 of all bytes that were read, is that of the index."""
+        if found != crc32:
             raise CheckpointError(
                 f"the checkpoint file {self.path} is damaged: entry {entry!r} has crc32 {found:08x}, {crc32:08x} was "
                 "written; restore it or load another checkpoint"
             )
 
-    def _span(self, entry: str) -> tuple[int, int]:
+    def span(self, entry: str) -> tuple[int, int]:
+        """Where the entry lies among the data: its first byte, and the one after its last."""
         try:
             begin, end = self._entries[entry]["data_offsets"]
             return int(begin), int(end)
@@ -158,8 +219,9 @@ class TensorFile:
             ) from error
 
     def _read_header(self) -> tuple[dict[str, dict[str, list[int]]], int]:
-        length = int.from_bytes(self._file.read(8), "little")
-        text = self._file.read(length) if length <= _LONGEST_HEADER else b""
+        file = self._open()
+        length = int.from_bytes(file.read(8), "little")
+        text = file.read(length) if length <= _LONGEST_HEADER else b""
         try:
             entries = json.loads(text)
         except ValueError:
@@ -184,7 +246,7 @@ def _header(entries: Mapping[str, Entry]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _bytes_of(tensor: torch.Tensor) -> ctypes.Array[ctypes.c_ubyte]:
+def bytes_of(tensor: torch.Tensor) -> ctypes.Array[ctypes.c_ubyte]:
     """The tensor's memory as a buffer, without numpy, which is optional; the caller keeps the tensor alive."""
     size = tensor.numel() * tensor.element_size()
     if size == 0:

@@ -1,1 +1,2 @@
-"""The engine, in reading order: progress, optimizer, questions, buffers, blame, reporting, weights, saving, train."""
+"""The engine, in reading order: progress, optimizer, questions, buffers, blame, reporting, weights, pieces, states,
+filling, saving, train."""

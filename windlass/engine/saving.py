@@ -3,69 +3,67 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from windlass.base.errors import CheckpointError
 from windlass.base.log import logger
-from windlass.checkpoint import FlatShard, LoadedState, SavedState, load, read_latest, read_plain, save
+from windlass.checkpoint import LoadedState, SavedState, load, read_latest, read_outline, save
+from windlass.checkpoint.agree import Ranks
+from windlass.engine.filling import ChunkToFill, incoming
+from windlass.engine.pieces import ChunkToRead, parameters
+from windlass.engine.states import Outgoing, merged, outgoing
+from windlass.zero.chunk import Chunk
 from windlass.zero.health import HALF_DONE
 
 if TYPE_CHECKING:
     from windlass.engine.train import Engine
     from windlass.zero.sharded import ShardedModel
-    from windlass.zero.unit import Unit
 
 
 def save_engine(
     engine: Engine, directory: str, tag: str | None, client: dict[str, Any], save_latest: bool, trainable_only: bool
 ) -> bool:
-    """See `Engine.save_checkpoint`."""
+    """See `Engine.save_checkpoint`. Of what rests on disk one chunk is in memory at a time."""
     model = engine._sharded
     if model.health.lost:
         raise CheckpointError(f"nothing is saved: {model.health.lost}; what was saved before is whole. {HALF_DONE}")
     model.gradients.finish()
     model.take_back()
-    with model.masters.at_hand(model.units):
-        return _save(engine, directory, tag, client, save_latest, trainable_only)
+    drawers: dict[int, ChunkToRead] = {}
 
+    def drawer_of(chunk: Chunk) -> ChunkToRead:
+        return drawers.setdefault(id(chunk), ChunkToRead(model.masters, chunk))
 
-def _save(
-    engine: Engine, directory: str, tag: str | None, client: dict[str, Any], save_latest: bool, trainable_only: bool
-) -> bool:
-    model = engine._sharded
-    name = tag if tag is not None else f"global_step{engine.global_steps}"
-    shards = [shard for shard, _ in _parameters(engine, trainable_only)]
-    tensors = {} if trainable_only else _buffers(engine)
-    kinds: dict[str, dict[str, str]] = {}
-    for parameter, key, shape, start, value in _states(engine):
-        where = f"state/{parameter}/{key}"
-        if value.dim() and value.numel() and shape is not None:
-            shards.append(FlatShard(where, shape, start, value.reshape(-1)))
-        else:
-            tensors[where] = value
-        kind = "pieces" if where not in tensors else "whole"
-        kinds.setdefault(parameter, {})[key] = f"{kind} {str(value.dtype).removeprefix('torch.')}"
-    everywhere: list[dict[str, dict[str, str]]] = [{}] * model.mesh.data.size
-    torch.distributed.all_gather_object(everywhere, kinds, group=model.mesh.data.process_group)
-    merged: dict[str, dict[str, str]] = {}
-    for part in everywhere:
-        for parameter, keys in part.items():
-            merged.setdefault(parameter, {}).update(keys)
+    units = [unit for unit in model.units if unit.trainable or not trainable_only]
+    shards = list(parameters(model, units, drawer_of, keep=False))
+    states = Outgoing()
+
+    def look() -> dict[str, Any]:
+        if model.update is not None:
+            outgoing(model.update, drawer_of, states)
+        return states.about()
+
+    everywhere = Ranks.of(model.mesh.data.process_group).each("preparing to save", look)
     plain = {
         "engine": engine.progress.state_dict(),
         "layout": {"stage": model.policy.stage, "ranks": model.mesh.data.size},
-        "states": merged,
+        **merged(everywhere),
         "groups": _groups(engine),
         "loss_scale": engine._scaler.state_dict(),
         "schedule": _schedule(engine),
         "trainable_only": trainable_only,
         "client": client,
     }
-    state = SavedState(shards, tensors, plain, {"random": _random_state(engine.device)})
-    save(directory, name, state, process_group=model.mesh.data.process_group, save_latest=save_latest)
+    tensors = states.tensors | ({} if trainable_only else _buffers(engine))
+    state = SavedState([*shards, *states.shards], tensors, plain, {"random": _random_state(engine.device)})
+    name = tag if tag is not None else f"global_step{engine.global_steps}"
+    try:
+        save(directory, name, state, process_group=model.mesh.data.process_group, save_latest=save_latest)
+    except CheckpointError:  # on all ranks
+        model.health.check("nothing is saved, masters and optimizer states could not be read")
+        raise
     return True
 
 
@@ -78,12 +76,14 @@ def load_engine(
     if tag is None and read_latest(directory) is None:
         logger.warning(f"no checkpoint in {directory}: there is no file 'latest'; training starts afresh")
         return None, None
-    plain = read_plain(directory, tag)
+    ranks = Ranks.of(model.mesh.data.process_group)
+    outlines: list[tuple[dict[str, Any], dict[str, torch.Tensor]]] = []
+    ranks.each("looking at the checkpoint", lambda: outlines.append(read_outline(directory, tag)))
+    plain, saved = outlines[0]
     groups_too = optimizer and engine.optimizer is not None and bool(plain["groups"])
-    optimizer = groups_too and bool(plain["states"])  # SGD without momentum has none
     trainable_only = bool(plain["trainable_only"])
-    with model.editing([unit for unit in model.units if unit.trainable or not trainable_only]):
-        found = _fill(engine, directory, tag, plain, strict, optimizer)
+    with model.renewing([unit for unit in model.units if unit.trainable or not trainable_only]):
+        found = _fill(engine, directory, tag, plain, saved if groups_too else None, strict)
     engine.progress.load_state_dict(found.plain["engine"])
     engine._scaler.load_state_dict(found.plain["loss_scale"])
     if groups_too:
@@ -96,65 +96,56 @@ def load_engine(
 
 
 def _fill(
-    engine: Engine, directory: str, tag: str | None, plain: dict[str, Any], strict: bool, optimizer: bool
+    engine: Engine,
+    directory: str,
+    tag: str | None,
+    plain: dict[str, Any],
+    saved: dict[str, torch.Tensor] | None,
+    strict: bool,
 ) -> LoadedState:
-    """Read the checkpoint into the engine's own tensors, which are at hand."""
+    """Read the checkpoint into where the engine's tensors rest, chunk by chunk.
+
+    Args:
+        saved: every tensor of the checkpoint, without memory; None: leave optimizer states alone.
+    """
     trainable_only = bool(plain["trainable_only"])
     model = engine._sharded
-    shards, cuts = [], []
-    for shard, cut in _parameters(engine, trainable_only):
-        shards.append(shard)
-        cuts += [cut] if cut is not None else []
+    drawers: dict[int, ChunkToFill] = {}
+
+    def drawer_of(chunk: Chunk) -> ChunkToFill:
+        return drawers.setdefault(id(chunk), ChunkToFill(model.masters, chunk))
+
+    units = [unit for unit in model.units if unit.trainable or not trainable_only]
+    shards = list(parameters(model, units, drawer_of, keep=True))
     tensors = {} if trainable_only else _buffers(engine)
-    if optimizer:
-        _make_states(engine, plain["states"])
-        for parameter, key, shape, start, value in _states(engine):
-            where = f"state/{parameter}/{key}"
-            if plain["states"][parameter][key].startswith("pieces") and shape is not None:
-                shards.append(FlatShard(where, shape, start, value.reshape(-1)))
-            else:
-                tensors[where] = value
-    found = load(
+    if saved is not None:
+        ranks = Ranks.of(model.mesh.data.process_group)
+        ranks.each("preparing to load", lambda: incoming(model, plain, saved, drawer_of, tensors))
+    found = _load(
+        model,
         directory,
         tag,
-        SavedState(shards, tensors),
-        process_group=model.mesh.data.process_group,
-        strict=strict,
-        ignore=() if optimizer else ("state/",),
-        cast=True,
+        SavedState([*shards, *(shard for drawer in drawers.values() for shard in drawer.shards)], tensors),
+        strict,
+        () if saved is not None else ("state/",),
     )
-    for unit, values in cuts:
-        unit.write_cut(values)
+    for drawer in drawers.values():
+        if not drawer.opened:  # nothing of it is in the checkpoint, so it has no states either
+            with drawer.open():
+                pass
+    model.health.check("what was loaded could not be kept", loses=True)
     return found
 
 
-def _parameters(engine: Engine, trainable_only: bool) -> Iterator[tuple[FlatShard, tuple[Unit, torch.Tensor] | None]]:
-    """This rank's pieces of all parameters, masters where there are some. They alias the engine's memory, or else (the
-    cut of an untrained unit on disk) are to be written back with the last of its pieces."""
-    model = engine._sharded
-    for unit in model.units:
-        if trainable_only and not unit.trainable:
-            continue
-        pieces, cut = _pieces(model, unit)
-        for number, (index, start, flat) in enumerate(pieces):
-            shard = FlatShard(f"param/{unit.names[index]}", tuple(unit.shapes[index]), start, flat)
-            yield shard, (unit, cut) if cut is not None and number == len(pieces) - 1 else None
-
-
-def _pieces(model: ShardedModel, unit: Unit) -> tuple[list[tuple[int, int, torch.Tensor]], torch.Tensor | None]:
-    cut: torch.Tensor | None = None
-    if model.masters.of(unit):
-        found = [(index, start, flat) for index, start, _, flat in model.masters.pieces(unit)]
-        empty = model.masters.of(unit)[0].values()
-    else:
-        group = model.group
-        first, last = unit.layout.cut(group.index, group.size) if unit.released else (0, unit.layout.padded)
-        empty = unit.read_cut() if unit.released else unit.full
-        cut = empty if unit.released else None
-        pieces = unit.layout.pieces(first, last)
-        found = [(piece.index, piece.start, empty.narrow(0, piece.offset, piece.numel)) for piece in pieces]
-    found += [(index, 0, empty.new_empty(0)) for index, numel in enumerate(unit.layout.numels) if numel == 0]
-    return found, cut
+def _load(
+    model: ShardedModel, directory: str, tag: str | None, into: SavedState, strict: bool, ignore: tuple[str, ...]
+) -> LoadedState:
+    group = model.mesh.data.process_group
+    try:
+        return load(directory, tag, into, process_group=group, strict=strict, ignore=ignore, cast=True)
+    except CheckpointError:  # on all ranks
+        model.health.check("a checkpoint was loaded in part", loses=True)
+        raise
 
 
 def _buffers(engine: Engine) -> dict[str, torch.Tensor]:
@@ -164,38 +155,6 @@ def _buffers(engine: Engine) -> dict[str, torch.Tensor]:
             if buffer is not None and name not in module._non_persistent_buffers_set:
                 found[f"buffer/{prefix}.{name}" if prefix else f"buffer/{name}"] = buffer
     return found
-
-
-def _states(engine: Engine) -> Iterator[tuple[str, str, tuple[int, ...] | None, int, torch.Tensor]]:
-    """This rank's optimizer states: parameter, key, the parameter's shape if the state has it, start, tensor."""
-    update = engine._sharded.update
-    for unit, index, start, stop, state in update.entries() if update is not None else ():
-        for key, value in state.items():
-            tensor = value if isinstance(value, torch.Tensor) else torch.tensor(value)
-            elementwise = tensor.numel() == stop - start and (tensor.dim() > 0)
-            yield unit.names[index], key, tuple(unit.shapes[index]) if elementwise else None, start, tensor
-
-
-def _make_states(engine: Engine, saved: dict[str, dict[str, str]]) -> None:
-    """Make the states that the checkpoint has and this optimizer has not yet, to be filled."""
-    update = engine._sharded.update
-    for unit, index, start, stop, state in update.entries() if update is not None else ():
-        name = unit.names[index]
-        if name not in saved:
-            state.clear()
-            continue
-        whole = stop - start == unit.layout.numels[index] and type(update).__name__ == "WholeUpdate"
-        for key in [key for key in state if key not in saved[name]]:
-            del state[key]
-        for key, what in saved[name].items():
-            kind, dtype_text = what.split()
-            dtype = getattr(torch, dtype_text)
-            if kind == "pieces" and key not in state:
-                shape = unit.shapes[index] if whole else (stop - start,)
-                state[key] = torch.zeros(shape, dtype=dtype, device=engine._sharded.masters.of(unit)[0].device)
-            elif kind == "whole" and not isinstance(state.get(key), torch.Tensor):
-                on = engine.device if engine.device.type == "cuda" else torch.device("cpu")
-                state[key] = torch.zeros((), dtype=dtype, device=on)
 
 
 def _groups(engine: Engine) -> list[dict[str, Any]]:
@@ -220,7 +179,8 @@ def _take_groups(engine: Engine, saved: list[dict[str, Any]]) -> None:
             "or load with load_optimizer_states=False"
         )
     for group, one in zip(groups, saved, strict=True):
-        group.update({key: tuple(v) if isinstance(v, list) else v for key, v in one["values"].items()})
+        values = {key: value for key, value in one["values"].items() if key != "state_dtype"}  # states were converted
+        group.update({key: tuple(v) if isinstance(v, list) else v for key, v in values.items()})
 
 
 def _schedule(engine: Engine) -> dict[str, Any] | None:

@@ -307,6 +307,7 @@ class Engine(Questions, nn.Module):
 
     def full_state_dict(self, *, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
         """Whole parameters and buffers by name on the CPU of rank 0, empty on others. Collective."""
+        self._refuse_parked("full_state_dict")
         return full_state_dict(self._sharded, dtype=dtype)
 
     def save_16bit_model(
@@ -321,6 +322,7 @@ class Engine(Questions, nn.Module):
                 "the parameters of stage 3 for it"
             )
             return False
+        self._refuse_parked("save_16bit_model")
         return save_16bit_model(self._sharded, save_dir, save_filename, exclude_frozen_parameters)
 
     def save_checkpoint(
@@ -343,6 +345,7 @@ class Engine(Questions, nn.Module):
                 `step`); what was there before is whole.
             StorageError: what rests on disk can't be read.
         """
+        self._refuse_parked("save_checkpoint")
         return save_engine(self, save_dir, tag, client_state or {}, save_latest, exclude_frozen_parameters)
 
     def load_checkpoint(
@@ -365,6 +368,7 @@ class Engine(Questions, nn.Module):
         """
         if custom_load_fn is not None:
             raise ModelError("custom_load_fn is not supported; load the model's weights before initialize instead")
+        self._refuse_parked("load_checkpoint")
         optimizer_too = load_optimizer_states and not load_module_only
         return load_engine(self, load_dir, tag, load_module_strict, optimizer_too, load_lr_scheduler_states)
 

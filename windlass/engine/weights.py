@@ -2,40 +2,49 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from windlass.base.errors import CheckpointError, ModelError
+from windlass.checkpoint.directory import disk_errors
+from windlass.checkpoint.tensor_file import Entry, TensorFileWriter
 from windlass.zero.sharded import ShardedModel
 
 
-def full_state_dict(
-    model: ShardedModel, *, dtype: torch.dtype | None = None, trainable_only: bool = False
-) -> dict[str, torch.Tensor]:
+def full_state_dict(model: ShardedModel, *, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
     """See `Engine.full_state_dict`. A tied parameter appears under each of its names, as in a plain state dict."""
-    first = model.mesh.data.index == 0
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    _require_all_known(model, names)
+    first, names = model.mesh.data.index == 0, _names(model)
     found: dict[str, torch.Tensor] = {}
     for unit in model.units:
-        if trainable_only and not unit.trainable:
-            continue
         with model.runtime.holding([unit]):
             if not first:
                 continue
             for parameter, view in zip(unit.parameters, unit.views(), strict=True):
                 whole = view.detach().to("cpu", dtype if view.is_floating_point() else None, copy=True)
                 found.update(dict.fromkeys(names[id(parameter)], whole))
-    if first and not trainable_only:
-        for prefix, module in model.model.named_modules(remove_duplicate=False):
-            for name, buffer in module._buffers.items():
-                if buffer is not None and name not in module._non_persistent_buffers_set:
-                    found[f"{prefix}.{name}" if prefix else name] = buffer.detach().cpu().clone()
+    if first:
+        found |= {name: buffer.detach().cpu().clone() for name, buffer in _buffers(model)}
     return found
+
+
+def _names(model: ShardedModel) -> dict[int, list[str]]:
+    """All names of each parameter, by its id."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    _require_all_known(model, names)
+    return names
+
+
+def _buffers(model: ShardedModel) -> Iterator[tuple[str, torch.Tensor]]:
+    for prefix, module in model.model.named_modules(remove_duplicate=False):
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}" if prefix else name, buffer
 
 
 def _require_all_known(model: ShardedModel, names: dict[int, list[str]]) -> None:
@@ -52,28 +61,70 @@ def _require_all_known(model: ShardedModel, names: dict[int, list[str]]) -> None
 
 
 def save_16bit_model(model: ShardedModel, directory: str, filename: str, trainable_only: bool) -> bool:
-    """See `Engine.save_16bit_model`. Collective; raises on all ranks if rank 0 can't write."""
-    from safetensors.torch import save_file
-
-    state = full_state_dict(model, trainable_only=trainable_only)
-    problem = ""
-    if model.mesh.data.index == 0:
-        path = Path(directory) / filename
-        partial = path.with_name(path.name + ".partial")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            shared: dict[int, str] = {}
-            plain: dict[str, torch.Tensor] = {}
-            for name, tensor in state.items():  # a file holds each tensor once; loading ties the names again
-                if shared.setdefault(tensor.data_ptr() or id(tensor), name) == name:
-                    plain[name] = tensor.contiguous()
-            save_file(plain, partial, metadata={"format": "pt"})
-            partial.replace(path)
-        except OSError as error:
-            partial.unlink(missing_ok=True)
-            problem = f"cannot write {path}: {error}; free some space or choose another directory"
-    told = [problem]
+    """See `Engine.save_16bit_model`; one unit is whole at a time. Collective; all ranks raise if rank 0 can't write."""
+    names = _names(model)
+    units = [unit for unit in model.units if unit.trainable or not trainable_only]
+    writing = _Writing(Path(directory) / filename) if model.mesh.data.index == 0 else None
+    if writing is not None:
+        # A file holds each tensor once; loading ties the names again.
+        entries = {
+            names[id(parameter)][0]: Entry(unit.dtype, tuple(shape))
+            for unit in units
+            for parameter, shape in zip(unit.parameters, unit.shapes, strict=True)
+        }
+        buffers = {} if trainable_only else dict(_buffers(model))
+        writing.begin(entries | {name: Entry(buffer.dtype, tuple(buffer.shape)) for name, buffer in buffers.items()})
+        writing.add(buffers)
+    for unit in units:
+        with model.runtime.holding([unit]):
+            if writing is not None:
+                views = zip(unit.parameters, unit.views(), strict=True)
+                writing.add({names[id(parameter)][0]: view for parameter, view in views})
+    told = [writing.finish() if writing is not None else ""]
     dist.broadcast_object_list(told, model.mesh.data.ranks[0], group=model.mesh.data.process_group)
     if told[0]:
         raise CheckpointError(told[0])
     return True
+
+
+class _Writing:
+    """A file of whole tensors that is being written; what goes wrong is told at the end, since other ranks take part
+    in every gather until then."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._partial = path, path.with_name(path.name + ".partial")
+        self._file: TensorFileWriter | None = None
+        self._problem = ""
+
+    def begin(self, entries: dict[str, Entry]) -> None:
+        """All that it will hold."""
+        with self._telling(), disk_errors(self._partial, 0):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = TensorFileWriter(self._partial, entries)
+
+    def add(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Write these."""
+        with self._telling():
+            if (file := self._file) is not None:
+                for name, tensor in tensors.items():
+                    file.write(name, tensor)
+
+    def finish(self) -> str:
+        """Give the file its name; returns what went wrong, if anything did."""
+        with self._telling(), disk_errors(self._path, 0):
+            if self._file is not None:
+                with self._file:
+                    pass
+                self._partial.replace(self._path)
+        return self._problem
+
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        try:
+            yield
+        except CheckpointError as error:
+            self._problem, file, self._file = str(error), self._file, None
+            with suppress(CheckpointError, OSError):  # the first error is the one to tell
+                if file is not None:
+                    file.__exit__(type(error), error, None)
+                self._partial.unlink()

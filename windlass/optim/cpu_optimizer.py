@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -16,10 +17,24 @@ from windlass.kernels import reference
 from windlass.kernels.dispatch import prefer_huge_pages, update
 from windlass.kernels.piece import Piece, scales_of
 from windlass.kernels.rules import Rule
+from windlass.optim import coded
 
 _STATE_DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "8bit": torch.uint8}
 _NO_TENSORS: Mapping[torch.Tensor, torch.Tensor] = MappingProxyType({})
-_NEAREST = 1 << 19  # the noise with which `encode` rounds to nearest
+
+
+@dataclass(frozen=True)
+class Format:
+    """How a state with one value an element is kept: its dtype, uint8 for codes of 8 bits that come with scales, and
+    whether values may be negative."""
+
+    dtype: torch.dtype
+    signed: bool
+
+    @property
+    def coded(self) -> bool:
+        """Whether the values are codes, with scales beside them."""
+        return self.dtype == torch.uint8
 
 
 class CPUOptimizer(torch.optim.Optimizer):
@@ -53,6 +68,14 @@ class CPUOptimizer(torch.optim.Optimizer):
     @abstractmethod
     def _rule(self, group: dict[str, Any], step: int, first: bool) -> Rule:
         """The update of a parameter of `group` at its step number `step` (from 1); `first`: its states are fresh."""
+
+    def formats(self, group: dict[str, Any]) -> dict[str, Format]:
+        """How the states of a parameter of `group` are kept, by name."""
+        dtype = self._kept_as(group)
+        return {name: Format(dtype, signed) for name, signed in self._names(group)}
+
+    def _kept_as(self, group: dict[str, Any]) -> torch.dtype:
+        return _STATE_DTYPES[group.get("state_dtype", self.defaults["state_dtype"])]
 
     _counts = True  # whether a parameter's state has `step`
 
@@ -134,7 +157,7 @@ class CPUOptimizer(torch.optim.Optimizer):
     def _make(
         self, state: dict[str, Any], name: str, signed: bool, parameter: torch.Tensor, group: dict[str, Any]
     ) -> None:
-        dtype = _STATE_DTYPES[group.get("state_dtype", self.defaults["state_dtype"])]
+        dtype = self._kept_as(group)
         moment = torch.empty(parameter.shape, dtype=dtype, device=parameter.device)
         prefer_huge_pages(moment)
         state[name] = moment.zero_()
@@ -179,13 +202,10 @@ class CPUOptimizer(torch.optim.Optimizer):
 
 def _write(state: dict[str, Any], name: str, values: torch.Tensor, signed: bool) -> None:
     """Store fp32 values in the state's own format, to nearest."""
-    if state[name].dtype != torch.uint8:
+    if state[name].dtype == torch.uint8:
+        coded.write(values.reshape(-1), state[name].view(-1), state[f"{name}_scale"], signed)
+    else:
         state[name].copy_(values)
-        return
-    flat = values.reshape(-1)
-    codes, scales = reference.encode(flat, torch.full_like(flat, _NEAREST, dtype=torch.int64), signed)
-    state[name].view(-1).copy_(codes)
-    state[f"{name}_scale"].copy_(scales)
 
 
 def _state_dtype(owner: str, given: str | torch.dtype) -> str:

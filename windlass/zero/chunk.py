@@ -70,6 +70,31 @@ class Chunk:
         return self.master
 
 
+@dataclass(frozen=True)
+class Tenancy:
+    """A tenant of a chunk, and of what its state is: elements `[start, stop)` of one of the unit's parameters.
+
+    Attributes:
+        shape: of a state that has one value an element.
+    """
+
+    chunk: Chunk
+    tenant: nn.Parameter
+    index: int
+    start: int
+    stop: int
+    shape: torch.Size
+
+    @property
+    def name(self) -> str:
+        """The parameter's."""
+        return self.chunk.unit.names[self.index]
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        return self.chunk.unit.parameters[self.index]
+
+
 def chunks_of(slots: list[GradientSlot], limit: int) -> list[Chunk]:
     """The chunks of all trainable units in model order, none of more than `limit` elements (rounded up to a cache
     line)."""

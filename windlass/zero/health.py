@@ -85,6 +85,12 @@ class Health:
             self.lost = f"{what} ({error})" if loses else self.lost
             raise StorageError(f"{what}: {error}. As for the model: {HALF_DONE if loses else UNTOUCHED}") from error
 
+    def stop_here(self) -> None:
+        """Raises StorageError if a transfer of this rank failed and not all ranks were told yet; they are to be told
+        after this."""
+        if self._disk is not None and self._disk.failure is not None:
+            raise StorageError(str(self._disk.failure)) from self._disk.failure
+
     def forget(self) -> None:
         """A failed reading that matters to nobody is not told again."""
         if self._disk is not None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import nn
 
 from windlass.base.memory import Ledger, copy_to_device, copy_to_host, host_empty, separate
 from windlass.base.pending import DONE, Pending
@@ -117,12 +118,48 @@ class Masters:
             for piece in chunk.pieces():
                 yield piece.index, piece.start, piece.stop, chunk.values().narrow(0, piece.offset, piece.numel)
 
-    def span(self, unit: Unit) -> torch.Tensor:
-        """The masters of this rank's state span `[state_stop - state_start]`, which must be at hand."""
-        if unit.index in self._wholes:
-            return self._wholes[unit.index]
-        parts = [chunk.values() for chunk in self.of(unit)]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+    def read_span(self, unit: Unit) -> torch.Tensor:
+        """The masters of this rank's state span `[state_stop - state_start]`, only to be read: where they rest in
+        memory, or a copy of what is on disk. Collective where anything rests there.
+
+        Raises:
+            StorageError: they can't be read; on all ranks.
+        """
+        self._health.refuse("reading master weights")
+        chunks = self.of(unit)
+        if all(chunk.home is not Home.NVME for chunk in chunks):
+            with self.residence.at_hand(chunks):
+                parts = [chunk.values() for chunk in chunks]
+            whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+        else:
+            whole = torch.empty(unit.state_stop - unit.state_start, dtype=chunks[0].dtype)
+            for chunk in chunks:
+                with self.residence.at_hand([chunk], changes=False):
+                    whole[chunk.start : chunk.stop].copy_(chunk.values())
+        self._health.check("master weights could not be read")
+        return whole
+
+    @contextmanager
+    def opened(
+        self, chunk: Chunk, refilled: dict[nn.Parameter, dict[str, torch.Tensor]] | None = None, *, changes: bool
+    ) -> Iterator[None]:
+        """One chunk in memory, on this rank alone; parameters follow what is changed.
+
+        Args:
+            refilled: which states it shall have; see `Residence.refilled`. By default those that it has.
+            changes: are kept.
+
+        Raises:
+            StorageError: it can't be read. All ranks are to be asked then (`Health.check`).
+        """
+        if refilled is not None:
+            bringing = self.residence.refilled(chunk, refilled, came=self._health.stop_here)
+        else:
+            bringing = self.residence.at_hand([chunk], changes=changes, came=self._health.stop_here)
+        with bringing:
+            yield
+            if changes:
+                self.write_back(chunk).wait()
 
     def apart(self, unit: Unit) -> bool:
         """Whether the masters of a unit are other memory than its parameters."""

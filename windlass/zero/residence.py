@@ -51,6 +51,9 @@ class _Entry:
         return record[self.offset : self.offset + self.nbytes].view(self.dtype).view(self.shape)
 
 
+_Found = tuple[nn.Parameter | None, str, torch.Tensor]  # what is to be laid out, as in _Entry
+
+
 @dataclass
 class _Record:
     """What a chunk keeps on disk."""
@@ -138,17 +141,18 @@ class Residence:
 
     @contextmanager
     def at_hand(
-        self, chunks: list[Chunk], *, changes: bool = True, came: Callable[[], None] = lambda: None
+        self, chunks: list[Chunk], *, changes: bool = True, came: Callable[[], None] = lambda: None, room: int = 0
     ) -> Iterator[None]:
         """Masters and states of `chunks` in memory, all at once.
 
         Args:
             changes: what is changed is kept; else what is on disk stays as it is.
             came: called when all of it is here. If it raises, nothing goes back to the disk.
+            room: bytes of the memory in which a chunk on disk comes, at least.
         """
         away = [chunk for chunk in chunks if chunk.master is None]
         for chunk in away:
-            self._set_out(chunk)
+            self._set_out(chunk, room=room)
         for chunk in chunks:
             self._arrive(chunk)
         try:
@@ -164,6 +168,41 @@ class Residence:
                 (self._leave if changes else self._drop)(chunk)
             if self._staging is not None:
                 self._staging.settle()
+
+    @contextmanager
+    def refilled(
+        self,
+        chunk: Chunk,
+        states: dict[nn.Parameter, dict[str, torch.Tensor]],
+        *,
+        came: Callable[[], None] = lambda: None,
+    ) -> Iterator[None]:
+        """A chunk at hand to be filled with other values, which are kept.
+
+        Args:
+            states: by tenant and key, what states it shall have besides counts, described by tensors without memory.
+                Others are dropped, those that it has not are made, zero.
+            came: as in `at_hand`.
+        """
+        wanted = [(tenant, key, like) for tenant, state in states.items() for key, like in state.items()]
+        master: _Found = (None, "", torch.empty(chunk.numel, dtype=chunk.dtype, device="meta"))
+        with self.at_hand([chunk], came=came, room=_end(_lay_out([master, *wanted]))):
+            for tenant in chunk.tenants:
+                state, likes = self.states.setdefault(tenant, {}), states.get(tenant, {})
+                for key in [key for key, value in state.items() if rests(value) and not _alike(value, likes.get(key))]:
+                    del state[key]
+                state.update({key: like for key, like in likes.items() if key not in state})
+            self._make(chunk)
+            yield
+
+    def described(self, chunk: Chunk, tenant: nn.Parameter) -> dict[str, Any]:
+        """The state of a tenant; what of it is on disk now is described by tensors without memory."""
+        state = dict(self.states.get(tenant, {}))
+        if chunk.master is None:
+            for entry in self._records[id(chunk)].entries:
+                if entry.tenant is tenant:
+                    state[entry.key] = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
+        return state
 
     def need(self, chunk: Chunk, dtype: torch.dtype) -> int:
         """Bytes that the record of a chunk with masters of `dtype` will take on disk, states included."""
@@ -207,15 +246,15 @@ class Residence:
 
     # in
 
-    def _set_out(self, chunk: Chunk) -> None:
+    def _set_out(self, chunk: Chunk, *, room: int = 0) -> None:
         """Start to bring masters and states to hand, where they are not there and not on their way."""
         if chunk.home is not Home.NVME or id(chunk) in self._visits:
             return
         record = self._records[id(chunk)]
         assert record.extent is not None and self._tier is not None and self._staging is not None
-        buffer = self._staging.take(record.nbytes, torch.uint8)
+        buffer = self._staging.take(max(record.nbytes, room), torch.uint8)
         try:
-            pending = self._tier.read(record.extent, 0, buffer)
+            pending = self._tier.read(record.extent, 0, buffer[: record.nbytes])
         except BaseException:
             self._staging.give_back(buffer)
             raise
@@ -256,6 +295,22 @@ class Residence:
             else:
                 self.states[entry.tenant][entry.key] = entry.place(buffer)
 
+    def _make(self, chunk: Chunk) -> None:
+        """Zeros for states that are only described, in the memory in which the rest came if they fit there."""
+        found = self._found(chunk)
+        laid = _lay_out(found)
+        visit = self._visits.get(id(chunk))
+        record = visit.record if visit is not None else None
+        if record is not None and not (_end(laid) <= record.numel() and _stay(laid, found, record)):
+            record = None
+        for entry, (tenant, key, tensor) in zip(laid, found, strict=True):
+            if tenant is not None and tensor.device.type == "meta":
+                if record is None:
+                    made = torch.empty(entry.shape, dtype=entry.dtype, device=chunk.device)
+                else:
+                    made = entry.place(record)
+                self.states[tenant][key] = made.zero_()
+
     # out
 
     def _leave(self, chunk: Chunk) -> None:
@@ -269,7 +324,7 @@ class Residence:
         found = self._found(chunk)
         record = self._records.setdefault(id(chunk), _Record())
         laid = _lay_out(found)
-        nbytes = laid[-1].offset + laid[-1].nbytes
+        nbytes = _end(laid)
         if record.extent is None or nbytes > record.extent.nbytes:
             if record.extent is not None:
                 self._tier.free(record.extent)
@@ -278,7 +333,7 @@ class Residence:
         record.entries, record.nbytes = laid, nbytes
         buffer = visit.record if visit is not None else None
         target = buffer
-        if target is None or target.numel() != nbytes or not _stay(laid, found, target):
+        if target is None or target.numel() < nbytes or not _stay(laid, found, target):
             target = self._staging.take(nbytes, torch.uint8)
         for entry, (_, _, tensor) in zip(laid, found, strict=True):
             place = entry.place(target)
@@ -291,7 +346,7 @@ class Residence:
         chunk.master = None
         for tenant in chunk.tenants:
             tenant.data = tenant.data.new_empty(0)  # or the buffer could not go
-        self._staging.give_back(target, self._tier.write(record.extent, 0, target))
+        self._staging.give_back(target, self._tier.write(record.extent, 0, target[:nbytes]))
 
     def _drop_gradient(self, visit: _Visit) -> None:
         visit.gradient_pending.wait()
@@ -320,12 +375,12 @@ class Residence:
             if visit.chunk.master is None:
                 self._drop(visit.chunk)
 
-    def _found(self, chunk: Chunk) -> list[tuple[nn.Parameter | None, str, torch.Tensor]]:
+    def _found(self, chunk: Chunk) -> list[_Found]:
         """What a chunk has to take home: its master weights, and every tensor of its tenants' state but scalars."""
-        found: list[tuple[nn.Parameter | None, str, torch.Tensor]] = [(None, "", chunk.values())]
+        found: list[_Found] = [(None, "", chunk.values())]
         for tenant in chunk.tenants:
             for key, value in self.states.get(tenant, {}).items():
-                if isinstance(value, torch.Tensor) and value.dim() > 0 and value.numel() > 0:
+                if rests(value):
                     found.append((tenant, key, value.contiguous()))
         return found
 
@@ -339,7 +394,20 @@ class Residence:
                 self._ledger.hold(f"optimizer states of {chunk.name}", held)
 
 
-def _lay_out(found: list[tuple[nn.Parameter | None, str, torch.Tensor]]) -> list[_Entry]:
+def rests(value: Any) -> bool:
+    """Whether a value of a state goes where the master weights go: all tensors do but scalars."""
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.numel() > 0
+
+
+def _alike(value: torch.Tensor, like: torch.Tensor | None) -> bool:
+    return like is not None and (value.shape, value.dtype) == (like.shape, like.dtype) and value.is_contiguous()
+
+
+def _end(laid: list[_Entry]) -> int:
+    return laid[-1].offset + laid[-1].nbytes
+
+
+def _lay_out(found: list[_Found]) -> list[_Entry]:
     entries, end = [], 0
     for tenant, key, tensor in found:
         nbytes = tensor.numel() * tensor.element_size()
@@ -348,12 +416,14 @@ def _lay_out(found: list[tuple[nn.Parameter | None, str, torch.Tensor]]) -> list
     return entries
 
 
-def _stay(laid: list[_Entry], found: list[tuple[nn.Parameter | None, str, torch.Tensor]], record: torch.Tensor) -> bool:
+def _stay(laid: list[_Entry], found: list[_Found], record: torch.Tensor) -> bool:
     """Whether every tensor that lies in the record already lies where it belongs: moving them there could overwrite
     others."""
     storage = record.untyped_storage().data_ptr()
     return all(
-        tensor.untyped_storage().data_ptr() != storage or tensor.data_ptr() == entry.place(record).data_ptr()
+        tensor.device.type == "meta"
+        or tensor.untyped_storage().data_ptr() != storage
+        or tensor.data_ptr() == entry.place(record).data_ptr()
         for entry, (_, _, tensor) in zip(laid, found, strict=True)
     )
 

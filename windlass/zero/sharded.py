@@ -330,9 +330,15 @@ class ShardedModel:
         """Inside, masters, optimizer states and (of what is not trained) cuts of `units` may be set; afterwards the
         parameters are renewed from them. Collective."""
         trained = [unit for unit in units if self.masters.of(unit)]
-        with self.masters.at_hand(trained, changes=True):
+        with self.renewing(units), self.masters.at_hand(trained, changes=True):
             yield
             _wait([self.masters.write_back(chunk) for unit in trained for chunk in self.masters.of(unit)])
+
+    @contextmanager
+    def renewing(self, units: list[Unit]) -> Iterator[None]:
+        """As `editing`, but whoever is inside brings to hand what it sets, and writes it back itself. Collective."""
+        yield
+        trained = [unit for unit in units if self.masters.of(unit)]
         self._bring(trained)
         for unit in units:
             if unit.released and unit not in trained:

@@ -10,21 +10,19 @@ from __future__ import annotations
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
 from contextlib import nullcontext
-from typing import Any
 
 import torch
 from torch import nn
 
 from windlass.base.errors import ModelError
 from windlass.optim.cpu import as_native
-from windlass.optim.cpu_optimizer import CPUOptimizer
+from windlass.optim.cpu_optimizer import CPUOptimizer, Format
 from windlass.optim.elementwise import COUNTS, supports_grad_scale
 from windlass.storage.slot import Home
-from windlass.zero.chunk import Chunk, batches
+from windlass.zero.chunk import Chunk, Tenancy, batches
 from windlass.zero.layout import Piece
 from windlass.zero.masters import Masters
 from windlass.zero.turn import Turn
-from windlass.zero.unit import Unit
 
 
 class Segment:
@@ -93,13 +91,17 @@ class ElementwiseUpdate:
                 self._take_over_state(chunk)
         optimizer.state.clear()
 
-    def entries(self) -> Iterator[tuple[Unit, int, int, int, dict[str, Any]]]:
-        """This rank's optimizer states: `(unit, parameter, start, stop, state)` for each piece that it steps. Those on
-        disk must be at hand."""
+    def tenancies(self) -> Iterator[Tenancy]:
+        """Whose optimizer states this rank has: one for each piece that it steps."""
         for chunk in self.chunks:
             for segment in self._of_chunk[id(chunk)]:
                 piece = segment.piece
-                yield chunk.unit, piece.index, piece.start, piece.stop, self._inner.state[segment.tensor]
+                shape = torch.Size([piece.numel])
+                yield Tenancy(chunk, segment.tensor, piece.index, piece.start, piece.stop, shape)
+
+    def formats(self) -> dict[int, dict[str, Format]]:
+        """How states are kept where the rule says so: by id of a parameter, then by name."""
+        return formats_of(self.optimizer, self._inner)
 
     def run(self, used: dict[int, list[bool]], divisor: float) -> Iterator[list[Chunk]]:
         """Update batch after batch; yields each once its masters are new.
@@ -218,6 +220,13 @@ def state_dtype(optimizer: torch.optim.Optimizer, dtype: torch.dtype, chunk: Chu
     """
     like_the_parameter = dtype == chunk.unit.dtype and dtype.itemsize < chunk.dtype.itemsize
     return chunk.dtype if like_the_parameter and not isinstance(optimizer, CPUOptimizer) else dtype
+
+
+def formats_of(optimizer: torch.optim.Optimizer, inner: torch.optim.Optimizer) -> dict[int, dict[str, Format]]:
+    """How `inner`, which steps for `optimizer`, keeps states; empty for a rule that does not say."""
+    if not isinstance(inner, CPUOptimizer):
+        return {}
+    return {id(p): inner.formats(group) for group in optimizer.param_groups for p in group["params"]}
 
 
 def check_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:

@@ -14,11 +14,15 @@ import torch.distributed as dist
 from torch import nn
 
 from windlass.base.errors import ModelError
+from windlass.kernels.piece import scales_of
+from windlass.optim import coded
+from windlass.optim.cpu_optimizer import Format
 from windlass.optim.elementwise import COUNTS
 from windlass.storage.slot import Home
 from windlass.zero import born
 from windlass.zero.registry import Place, require
 from windlass.zero.update import ElementwiseUpdate, state_dtype
+from windlass.zero.whole import WholeUpdate
 
 
 def full_param(parameter: nn.Parameter) -> torch.Tensor:
@@ -33,8 +37,7 @@ def full_param(parameter: nn.Parameter) -> torch.Tensor:
         with place.model.runtime.holding([place.unit]):
             return place.unit.parameter_view(place.unit.full, place.index).detach().clone()
     place.model.take_back()
-    with masters.at_hand([place.unit]):
-        return _assemble(place, masters.span(place.unit))
+    return _assemble(place, masters.read_span(place.unit))
 
 
 def full_grad(parameter: nn.Parameter) -> torch.Tensor | None:
@@ -78,7 +81,7 @@ def whole_state(parameter: nn.Parameter, key: str) -> Any:
         mine = [
             (start, value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value)
             for start, _, state in _state(place)
-            if (value := state.get(key)) is not None
+            if (value := _read(place, state, key)) is not None
         ]
     dist.all_gather_object(found, mine, group=place.model.group.process_group)
     parts = sorted((part for entry in found for part in entry), key=lambda part: part[0])
@@ -92,7 +95,7 @@ def whole_state(parameter: nn.Parameter, key: str) -> Any:
         return first.to(place.model.device)
     if first.dim() == 0:
         return first
-    if not isinstance(place.model.update, ElementwiseUpdate):  # of the rule's own shape, and whole with one owner
+    if isinstance(place.model.update, WholeUpdate):  # its owner has all of it, whatever it is
         return first.to(place.model.device)
     if not place.model.policy.state:
         parts = found[0]
@@ -107,8 +110,9 @@ def whole_state(parameter: nn.Parameter, key: str) -> Any:
 def state_keys(parameter: nn.Parameter) -> list[str]:
     """Names of the optimizer states that any rank has of `parameter`."""
     place = require(parameter)
+    scales = {f"{key}_scale" for key in _coded(place)}
     with place.model.masters.at_hand([place.unit]):
-        mine = [key for _, _, state in _state(place) for key in state]
+        mine = [key for _, _, state in _state(place) for key in state if key not in scales]
     found: list[list[str]] = [[]] * place.model.group.size
     dist.all_gather_object(found, mine, group=place.model.group.process_group)
     return list(dict.fromkeys(key for keys in found for key in keys))
@@ -157,11 +161,11 @@ def set_full_state(parameter: nn.Parameter, key: str, value: torch.Tensor) -> No
     with place.model.masters.at_hand([place.unit], changes=True):
         for start, stop, state in _state(place):
             if isinstance(update, ElementwiseUpdate) and value.shape == shape and key not in COUNTS:
-                state[key] = value.detach().reshape(-1)[start:stop].to(on, copy=True)
+                _write(place, state, key, value.detach().reshape(-1)[start:stop].to(on, copy=True))
             elif value.dim() == 0 and (key in COUNTS or value.shape != shape):
                 state[key] = value.detach().clone()
             else:
-                state[key] = value.detach().to(on, copy=True)
+                _write(place, state, key, value.detach().to(on, copy=True))
 
 
 def set_plain_state(parameter: nn.Parameter, key: str, value: Any) -> None:
@@ -200,11 +204,11 @@ def local_grad(parameter: nn.Parameter) -> torch.Tensor | None:
 
 
 def local_state(parameter: nn.Parameter, key: str) -> torch.Tensor | None:
-    """This rank's piece of the optimizer state `key`; None if it has none. A view of it, unless it is on disk or
-    updated in several chunks."""
+    """This rank's piece of the optimizer state `key`; None if it has none. A view of it, unless it is on disk,
+    updated in several chunks or kept in 8 bits."""
     place = require(parameter)
     with place.model.masters.at_hand([place.unit], alone=True):
-        found = [state[key] for _, _, state in _state(place) if state.get(key) is not None]
+        found = [value for _, _, state in _state(place) if (value := _read(place, state, key)) is not None]
         if not found:
             return None
         if not isinstance(found[0], torch.Tensor):
@@ -255,7 +259,7 @@ def set_local_state(parameter: nn.Parameter, key: str, value: torch.Tensor) -> N
                 state[key] = value.detach().clone()
             return
         for (_, state), part in zip(states, _split(value, [size for size, _ in states]), strict=True):
-            state[key] = part.detach().to(on, copy=True)
+            _write(place, state, key, part.detach().to(on, copy=True))
 
 
 def _joined(place: Place, pieces: list[torch.Tensor]) -> torch.Tensor:
@@ -287,10 +291,39 @@ def _state(place: Place) -> list[tuple[int, int, dict[str, Any]]]:
     if update is None:
         return []
     return [
-        (start, stop, state)
-        for unit, index, start, stop, state in update.entries()
-        if unit is place.unit and index == place.index
+        (tenancy.start, tenancy.stop, update.residence.states[tenancy.tenant])
+        for tenancy in update.tenancies()
+        if tenancy.chunk.unit is place.unit and tenancy.index == place.index
     ]
+
+
+def _coded(place: Place) -> dict[str, Format]:
+    """The states of a parameter that are kept in 8 bits."""
+    update = place.model.update
+    found = update.formats().get(id(place.unit.parameters[place.index]), {}) if update is not None else {}
+    return {key: kept for key, kept in found.items() if kept.coded}
+
+
+def _read(place: Place, state: dict[str, Any], key: str) -> Any:
+    """A state's value; of one in 8 bits what its codes mean, in float32."""
+    value, kept = state.get(key), _coded(place).get(key)
+    if kept is None or value is None:
+        return value
+    wide = torch.empty(value.shape)
+    scales = coded.Scales(0, value.numel(), 0, state[f"{key}_scale"])
+    coded.read(value.reshape(-1), 0, [scales], kept.signed, wide.view(-1))
+    return wide
+
+
+def _write(place: Place, state: dict[str, Any], key: str, value: torch.Tensor) -> None:
+    """Set a state's value; of one in 8 bits, to the nearest code."""
+    kept = _coded(place).get(key)
+    if kept is None:
+        state[key] = value
+        return
+    state[key] = torch.empty(value.shape, dtype=torch.uint8)
+    state[f"{key}_scale"] = torch.empty(scales_of(value.numel()))
+    coded.write(value.reshape(-1), state[key].view(-1), state[f"{key}_scale"], kept.signed)
 
 
 def _assemble(place: Place, span: torch.Tensor, *, start: int | None = None) -> torch.Tensor:

@@ -19,12 +19,12 @@ from torch import nn
 from windlass.comm.exchange import exchange
 from windlass.comm.groups import Group
 from windlass.comm.traffic import Traffic
+from windlass.optim.cpu_optimizer import Format
 from windlass.optim.elementwise import COUNTS
-from windlass.zero.chunk import Chunk, batches
+from windlass.zero.chunk import Chunk, Tenancy, batches
 from windlass.zero.residence import Residence
 from windlass.zero.turn import Turn
-from windlass.zero.unit import Unit
-from windlass.zero.update import clone_optimizer, state_dtype
+from windlass.zero.update import clone_optimizer, formats_of, state_dtype
 
 
 @dataclass(eq=False)
@@ -87,12 +87,17 @@ class WholeUpdate:
                         self._inner.state[owned.tensor] = _moved(given, owned, optimizer)
         optimizer.state.clear()
 
-    def entries(self) -> Iterator[tuple[Unit, int, int, int, dict[str, Any]]]:
-        """As `ElementwiseUpdate.entries`; an owner has the whole of a parameter's state, in the parameter's shape."""
+    def tenancies(self) -> Iterator[Tenancy]:
+        """As `ElementwiseUpdate.tenancies`; an owner has the whole of a parameter's state, in the parameter's shape."""
         for owned in self.owned:
             if owned.owner == self._group.index:
                 unit = owned.chunk.unit
-                yield unit, owned.index, 0, unit.layout.numels[owned.index], self._inner.state[owned.tensor]
+                numel, shape = unit.layout.numels[owned.index], unit.shapes[owned.index]
+                yield Tenancy(owned.chunk, owned.tensor, owned.index, 0, numel, shape)
+
+    def formats(self) -> dict[int, dict[str, Format]]:
+        """As `ElementwiseUpdate.formats`."""
+        return formats_of(self.optimizer, self._inner)
 
     def run(self, used: dict[int, list[bool]], divisor: float) -> Iterator[list[Chunk]]:
         """As `ElementwiseUpdate.run`. Collective."""

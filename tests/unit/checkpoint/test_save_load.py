@@ -211,5 +211,5 @@ def test_shards_are_views_not_copies() -> None:
     flat = torch.zeros(10)
     held = holdings([FlatShard("x", (5, 3), 2, flat)], {})
     for piece in held["x"].pieces:
-        piece.tensor.fill_(1)
+        piece.get().fill_(1)
     assert flat.eq(1).all()

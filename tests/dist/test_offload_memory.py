@@ -1,0 +1,134 @@
+"""What rests on disk is saved, loaded and exported a chunk (or a unit) at a time: counted, not measured."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.dist.harness import run_ranks
+from tests.dist.laws import ADAMW, Setting, ds_config, specimen, start
+from tests.dist.test_offload import LATE, homes
+from tests.models import Place
+from tests.oracle import Recipe
+
+SUB_GROUP = 8000
+MARGIN = 64 << 10  # counts, random states, what ranks tell each other
+
+
+class Live(TorchDispatchMode):
+    """Bytes of memory that came while this is on and has not gone: tensors' and staging buffers'.
+
+    Attributes:
+        peak: the most at any time.
+        chunks: the most chunks at hand at any time.
+    """
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self._model, self._tensors = model, {}
+        self._buffers = 0
+        self.peak = self.chunks = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        before = {one.untyped_storage()._cdata for one in args if isinstance(one, torch.Tensor)}
+        for one in result if isinstance(result, (tuple, list)) else [result]:
+            if isinstance(one, torch.Tensor) and one.device.type == "cpu":
+                storage = one.untyped_storage()
+                if storage._cdata not in before and storage._cdata not in self._tensors:
+                    self._tensors[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        self._look()
+        return result
+
+    def _look(self) -> None:
+        self._tensors = {key: one for key, one in self._tensors.items() if not one[0].expired()}
+        self.peak = max(self.peak, self._buffers + sum(nbytes for _, nbytes in self._tensors.values()))
+        self.chunks = max(self.chunks, sum(chunk.master is not None for chunk in self._model.masters.chunks))
+
+    def _gone(self, nbytes: int) -> None:
+        self._buffers -= nbytes
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Count inside."""
+        from windlass.storage import tier
+
+        real = tier.aligned_buffer
+
+        def counted(nbytes: int) -> tuple[torch.Tensor, object]:
+            tensor, owner = real(nbytes)
+            self._buffers += nbytes
+            weakref.finalize(owner, self._gone, nbytes).atexit = False
+            self._look()
+            return tensor, owner
+
+        with mock.patch.object(tier, "aligned_buffer", counted), self:
+            yield
+
+
+def engine_on_disk(folder: str) -> Any:
+    zero = (
+        *homes("nvme", "nvme", folder, gradients="nvme"),
+        ("sub_group_size", SUB_GROUP),
+        ("stage3_gather_16bit_weights_on_model_save", True),
+    )
+    recipe = Recipe(optimizer="AdamW", optimizer_params=ADAMW)
+    return start(specimen("four_blocks"), ds_config(recipe, Setting(stage=3, zero=zero)))
+
+
+def forget_buffers(model: Any) -> None:
+    """Staging buffers that wait for their next use go."""
+    staging = model.homes.staging
+    staging.settle()
+    staging._total -= sum(buffer.numel() for buffer in staging._free)
+    staging._free.clear()
+
+
+def counted(folder: str) -> dict[str, Any]:
+    """The most memory that each of these takes, on this rank."""
+    subject = specimen("four_blocks")
+    found: dict[str, Any] = {}
+    engine = engine_on_disk(folder)
+    for step in range(2):
+        subject.train(engine, subject.batch(Place(step, 0, dist.get_rank())), engine.backward)
+        engine.step()
+    model = engine._sharded
+    for what, call in {
+        "save": lambda: engine.save_checkpoint(folder),
+        "export": lambda: engine.save_16bit_model(folder),
+        "load": lambda: engine.load_checkpoint(folder),
+    }.items():
+        forget_buffers(model)  # what the steps kept would hide what a save takes
+        live = Live(model)
+        with live.counting():
+            call()
+        found[what] = (live.peak, live.chunks)
+    engine.destroy()
+    fresh = engine_on_disk(folder)
+    forget_buffers(fresh._sharded)
+    live = Live(fresh._sharded)
+    with live.counting():
+        fresh.load_checkpoint(folder)
+    found["load into a fresh engine"] = (live.peak, live.chunks)
+    found["unit"] = max(unit["elements"] for unit in fresh.report()["units"]) * 4
+    found["all"] = sum(unit["elements"] for unit in fresh.report()["units"]) * 12 // dist.get_world_size()
+    fresh.destroy()
+    return found
+
+
+def test_one_chunk_is_in_memory_at_a_time(tmp_path: Any) -> None:
+    for found in run_ranks(counted, 2, str(tmp_path), env=LATE, transport="gloo"):
+        chunk, unit = SUB_GROUP * (4 + 8), found.pop("unit")
+        assert found.pop("all") > 2 * (chunk + unit + MARGIN)
+        for what, (peak, chunks) in found.items():
+            assert chunks <= 1, what
+            assert peak <= (unit if what == "export" else chunk + unit) + MARGIN, what
+        assert found["save"][1] == found["load"][1] == 1

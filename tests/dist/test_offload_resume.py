@@ -1,0 +1,407 @@
+"""A run that was saved, ended and taken up again is the run that was never interrupted, wherever its slots rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests import oracle
+from tests.dist.harness import run_ranks
+from tests.dist.laws import ADAMW, Setting, ds_config, specimen, whole_params
+from tests.dist.test_offload import LATE, homes
+from tests.models import Place, cast
+from tests.oracle import Recipe, relative_error
+
+SCHEDULE = {"type": "WarmupLR", "params": {"warmup_min_lr": 0.0, "warmup_num_steps": 6}}
+SMALL = (("sub_group_size", 100),)  # parameters in several chunks, and chunks with parts of several
+FOLDER = "FOLDER"  # stands for the test's own
+
+
+def at(stage: int, state: str = "none", param: str = "none", *more: tuple[str, Any], **optimizer: Any) -> Setting:
+    """A setting with these homes."""
+    return Setting(stage=stage, zero=(*homes(state, param, FOLDER, **optimizer), *more))
+
+
+class Counting(torch.optim.Optimizer):
+    """A stranger that works element by element, and counts in a plain number."""
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                state["count"] = state.get("count", 0) + 1
+                state["mean"] = state.get("mean", torch.zeros_like(p)).lerp(p.grad, 0.1)
+                p.sub_(state["mean"] / (1 - 0.9 ** state["count"]), alpha=group["lr"])
+
+
+class Rows(torch.optim.Optimizer):
+    """A stranger that keeps what is neither of an element nor of a parameter: a norm a row."""
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state, flat = self.state[p], p.grad.reshape(-1, p.shape[-1] if p.dim() else 1)
+                state["rows"] = state.get("rows", torch.zeros(flat.shape[0], 1)).lerp(flat.norm(dim=1, keepdim=True), 0.5)
+                p.sub_((flat / (1e-3 + state["rows"])).view(p.shape), alpha=group["lr"])
+
+
+def optimizer(kind: str) -> Callable[[Any], torch.optim.Optimizer]:
+    """Optimizers as clients hand them in."""
+    import windlass
+
+    made: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+        "counting": Counting,
+        "rows": Rows,
+        "adamw": lambda params: torch.optim.AdamW(params, lr=1e-2),
+        "adafactor": lambda params: torch.optim.Adafactor(params, lr=1e-2),
+        "lamb 8bit": lambda params: windlass.optim.CPULamb(params, lr=1e-2, state_dtype="8bit"),
+    }
+    for bits in ("fp32", "bf16", "8bit"):
+        made[f"adam {bits}"] = lambda params, bits=bits: windlass.optim.CPUAdam(params, lr=1e-2, state_dtype=bits)
+    return made[kind]
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is trained, from which homes it is saved, and into which it is loaded.
+
+    Attributes:
+        client: an optimizer of `optimizer`, instead of the recipe's.
+        other_client: that of the second run; the same by default.
+        trained: the second engine takes a step of its own before it loads, so that it has states to lose.
+        steps: before the save; two more follow.
+    """
+
+    first: Setting
+    second: Setting
+    recipe: Recipe = Recipe(optimizer="AdamW", optimizer_params=ADAMW)
+    name: str = "mlp"
+    client: str = ""
+    other_client: str = ""
+    trained: bool = False
+    steps: int = 2
+
+    @property
+    def same(self) -> bool:
+        """Whether the second run is to be the first one bit by bit."""
+        return self.first == self.second and self.client == (self.other_client or self.client)
+
+
+def engine_for(case: Case, setting: Setting, client: str, seed: int, folder: str) -> Any:
+    import windlass
+
+    zero = tuple(
+        (key, {k: folder if v == FOLDER else v for k, v in value.items()} if isinstance(value, dict) else value)
+        for key, value in setting.zero
+    )
+    config = {**ds_config(case.recipe, replace(setting, zero=zero)), "scheduler": SCHEDULE}
+    if case.recipe.precision == "fp16":
+        config["fp16"] = {"enabled": True, "initial_scale_power": 10, "loss_scale_window": 2}
+    more = {}
+    if client:
+        del config["optimizer"], config["scheduler"]
+        more["optimizer"] = optimizer(client)
+    model = oracle.build(specimen(case.name), seed + dist.get_rank())
+    return windlass.initialize(model=model, config=config, **more)[0]
+
+
+def steps(engine: Any, case: Case, first: int, last: int) -> list[float]:
+    losses = []
+    for step in range(first, last):
+        for micro in range(case.recipe.accumulation):
+            batch = cast(specimen(case.name).batch(Place(step, micro, dist.get_rank())), case.recipe.dtype)
+            losses.append(float(specimen(case.name).train(engine, batch, engine.backward)))
+            engine.step()
+    return losses
+
+
+def snapshot(engine: Any) -> dict[str, Any]:
+    """Whole masters and optimizer states, and all that is counted."""
+    from windlass.zero.values import full_state, state_keys
+
+    found: dict[str, Any] = {f"param {name}": value for name, value in whole_params(engine.module).items()}
+    for name, parameter in engine.module.named_parameters():
+        if parameter.requires_grad:
+            found |= {f"{key} {name}": full_state(parameter, key) for key in state_keys(parameter)}
+    found["counts"] = torch.tensor([engine.global_steps, engine.micro_steps, engine.loss_scale(), *engine.get_lr()])
+    return found
+
+
+def differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
+    """Names under which two snapshots differ in any bit."""
+    names = [name for name in a if name not in b or not torch.equal(a[name], b[name])]
+    return names + [name for name in b if name not in a]
+
+
+def save_and_go_on(case: Case, folder: str) -> dict[str, Any]:
+    """Train, save, train two steps more."""
+    engine = engine_for(case, case.first, case.client, 0, folder)
+    steps(engine, case, 0, case.steps)
+    engine.save_checkpoint(folder)
+    saved = snapshot(engine)
+    losses = steps(engine, case, 2, 4)
+    after = snapshot(engine)
+    engine.destroy()
+    return {"saved": saved, "losses": losses, "after": after}
+
+
+def take_up(case: Case, folder: str) -> dict[str, Any]:
+    """Another engine from other weights loads and trains the last two steps."""
+    engine = engine_for(case, case.second, case.other_client or case.client, 50, folder)
+    if case.trained:
+        steps(engine, case, 7, 8)
+    engine.load_checkpoint(folder)
+    loaded = snapshot(engine)
+    losses = steps(engine, case, 2, 4)
+    after = snapshot(engine)
+    engine.destroy()
+    return {"saved": loaded, "losses": losses, "after": after}
+
+
+def complaints(case: Case, wanted: dict[str, Any], found: dict[str, Any], *, same_ranks: bool = True) -> list[str]:
+    said = [f"loaded: {name}" for name in differences(wanted["saved"], found["saved"])]
+    if case.same and same_ranks:
+        said += [f"after: {name}" for name in differences(wanted["after"], found["after"])]
+        if wanted["losses"] != found["losses"]:
+            said.append(f"losses {wanted['losses']} and {found['losses']}")
+    elif case.recipe.precision == "fp32" and same_ranks:
+        params = [{k: v for k, v in one["after"].items() if k.startswith("param")} for one in (wanted, found)]
+        error, where = relative_error(params[1], params[0])
+        if not error <= 1e-5:
+            said.append(f"after: {where} off by {error:.1e}")
+    return said
+
+
+def in_turn(cases: list[Case], folder: str) -> list[str]:
+    """Every case on these ranks; all that is wrong."""
+    said = []
+    for number, case in enumerate(cases):
+        place = f"{folder}/{number}"
+        try:
+            found = complaints(case, save_and_go_on(case, place), take_up(case, place))
+        except Exception as error:
+            error.add_note(f"under {case}")
+            raise
+        said += [f"{case}: {', '.join(found[:4])}"] if found else []
+    return said
+
+
+def hold(cases: list[Case], ranks: int, transport: str, folder: Any, env: dict[str, str] = LATE) -> None:
+    for said in run_ranks(
+        in_turn, ranks, cases, str(folder), env=env, transport=transport, timeout=120.0 + 30 * len(cases)
+    ):
+        assert not said, "\n".join(said[:8])
+
+
+SAME = [
+    at(1, "cpu"),
+    at(2, "nvme", "none", *SMALL),
+    at(3, "cpu", "cpu"),
+    at(3, "nvme", "nvme", *SMALL),
+    at(3, "nvme", "none", gradients="nvme"),
+    at(3, "cpu", "none", ratio=0.5),
+]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_taken_up_in_the_same_homes_bitwise(ranks: int, transport: str, tmp_path: Any) -> None:
+    if ranks == 1 and transport == "shm":
+        pytest.skip("one rank has nobody to share memory with")
+    settings = SAME if ranks == 2 and transport == "gloo" else SAME[1::2]
+    cases = [Case(one, one, name="unused_by_step", trained=n % 2 == 0) for n, one in enumerate(settings)]
+    cases.append(Case(settings[-1], settings[-1], trained=True, steps=0))  # there are no states to load: none may stay
+    hold(cases, ranks, transport, tmp_path)
+
+
+ACROSS = [
+    (at(3), at(3, "nvme", "nvme", *SMALL)),
+    (at(3, "nvme", "nvme", *SMALL), at(1, "cpu")),
+    (at(2, "cpu"), at(3, "nvme", "cpu", ratio=0.5)),
+    (at(1, "nvme"), at(2)),
+]
+
+
+def test_taken_up_in_other_homes_and_stages(tmp_path: Any) -> None:
+    hold([Case(one, other, trained=True) for one, other in ACROSS], 2, "shm", tmp_path)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_taken_up_in_sixteen_bits(precision: str, tmp_path: Any) -> None:
+    recipe = Recipe(precision=precision, optimizer="AdamW", optimizer_params=ADAMW)
+    both = at(3, "nvme", "nvme", *SMALL)
+    hold([Case(both, both, recipe, "lora"), Case(at(2, "cpu"), both, recipe)], 2, "gloo", tmp_path)
+
+
+OPTIMIZERS: list[dict[str, Any]] = [
+    {"recipe": Recipe(optimizer="SGD", optimizer_params=(("lr", 0.05), ("momentum", 0.9)))},
+    {"recipe": Recipe(optimizer="Lion", optimizer_params=(("lr", 1e-3),))},
+    {"recipe": Recipe(optimizer="Lamb", optimizer_params=(("lr", 1e-2),))},
+    {"recipe": Recipe(optimizer="Adagrad", optimizer_params=(("lr", 1e-2),))},
+    {"recipe": Recipe(optimizer="Muon", optimizer_params=(("lr", 1e-2),))},
+    {"client": "counting", "name": "tied"},
+    {"client": "rows", "name": "tied"},
+    {"client": "adafactor"},
+    {"client": "adam fp32"},
+    {"client": "adam bf16"},
+    {"client": "adam 8bit"},
+    {"client": "lamb 8bit"},
+]
+
+
+def with_optimizers(settings: list[Setting], second: Setting | None = None) -> list[Case]:
+    """A case for each optimizer, in the settings in turn."""
+    found = []
+    for number, what in enumerate(OPTIMIZERS):
+        one = settings[number % len(settings)]
+        found.append(Case(one, second or one, trained=number % 3 == 0, **what))
+    return found
+
+
+def test_any_optimizer_is_taken_up(tmp_path: Any) -> None:
+    hold(with_optimizers([at(2, "cpu", "none", *SMALL), at(3, "nvme", "nvme", *SMALL)]), 2, "gloo", tmp_path)
+
+
+@pytest.mark.slow
+def test_any_optimizer_is_taken_up_in_other_homes(transport: str, tmp_path: Any) -> None:
+    cases = with_optimizers([at(2), at(1, "nvme", "none", *SMALL)], at(3, "nvme", "cpu", *SMALL))
+    hold([case for case in cases if "8bit" not in case.client], 2, transport, tmp_path)
+
+
+def close(wanted: dict[str, Any], found: dict[str, Any]) -> list[str]:
+    """Names under which two snapshots differ by more than half a step of 8-bit codes; only moments may differ."""
+    said = [name for name in wanted if name not in found or found[name].shape != wanted[name].shape]
+    for name in wanted.keys() - said:
+        a, b = wanted[name].double(), found[name].double()
+        moment = name.startswith("exp_avg")
+        most = a.abs() / 16 * 1.001 + a.abs().max() * 2.0**-14 if moment else 0.0 * a
+        said += [name] if bool(((a - b).abs() > most).any()) else []
+    return said + [name for name in found if name not in wanted]
+
+
+def recoded(cases: list[Case], folder: str) -> list[tuple[list[str], list[str]]]:
+    """For each case what is not the same, and what is not even close, after a load in another cut or format."""
+    found = []
+    for number, case in enumerate(cases):
+        place = f"{folder}/{number}"
+        wanted, loaded = save_and_go_on(case, place)["saved"], take_up(case, place)["saved"]
+        wanted.pop("counts"), loaded.pop("counts")
+        found.append((differences(wanted, loaded), close(wanted, loaded)))
+    return found
+
+
+def test_states_in_8_bits_are_cut_and_converted(tmp_path: Any) -> None:
+    one, other = at(2, "cpu"), at(3, "nvme", "nvme", *SMALL)
+    cases = [
+        Case(one, other, client="adam 8bit", trained=True),
+        Case(other, one, client="adam fp32", other_client="adam 8bit"),
+        Case(other, one, client="adam 8bit", other_client="adam fp32", trained=True),
+        Case(one, other, client="adam 8bit", other_client="adamw"),
+        Case(one, at(1), client="lamb 8bit"),
+    ]
+    for found in run_ranks(recoded, 2, cases, str(tmp_path), env=LATE, transport="gloo", timeout=240):
+        assert [not_close for _, not_close in found] == [[]] * len(cases)
+        changed = [bool(not_same) for not_same, _ in found]
+        assert changed == [True, True, False, False, False]  # what is decoded only, or whole, is exact
+
+
+def through_a_state_dict(case: Case, folder: str) -> list[str]:
+    """What is not close after a plain state dict went from one engine to another."""
+    engine = engine_for(case, case.first, case.client, 0, folder)
+    steps(engine, case, 0, 2)
+    wanted, state = snapshot(engine), engine.optimizer.state_dict()
+    engine.destroy()
+    other = engine_for(case, case.second, case.client, 0, folder)
+    steps(other, case, 0, 1)
+    other.optimizer.load_state_dict(state)
+    found = snapshot(other)
+    other.destroy()
+    moments = [{k: v for k, v in one.items() if not k.startswith(("param", "counts"))} for one in (wanted, found)]
+    dtypes = {entry["exp_avg"].dtype for entry in state["state"].values()}
+    keys = {key for entry in state["state"].values() for key in entry}
+    assert dtypes == {torch.float32} and keys == {"step", "exp_avg", "exp_avg_sq"}
+    return close(*moments)
+
+
+def test_states_in_8_bits_in_a_plain_state_dict(tmp_path: Any) -> None:
+    case = Case(at(2, "cpu"), at(3, "nvme", "none", *SMALL), client="adam 8bit")
+    for said in run_ranks(through_a_state_dict, 2, case, str(tmp_path), env=LATE, transport="gloo"):
+        assert not said
+
+
+def saved_while_parked(folder: str) -> str:
+    case = Case(at(2), at(2))
+    engine = engine_for(case, case.first, "", 0, folder)
+    steps(engine, case, 0, 1)
+    engine.offload_states()
+    said = ""
+    try:
+        engine.save_checkpoint(folder)
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+    engine.reload_states()
+    engine.save_checkpoint(folder)
+    engine.destroy()
+    return said
+
+
+def test_states_that_are_offloaded_for_a_while_are_not_saved(tmp_path: Any) -> None:
+    (said,) = run_ranks(saved_while_parked, 1, str(tmp_path), env=LATE)
+    assert said == "ModelError: save_checkpoint: states are offloaded; call engine.reload_states() first"
+
+
+def each(take: Callable[[Case, str], dict[str, Any]], cases: list[Case], folder: str) -> list[dict[str, Any]]:
+    return [take(case, f"{folder}/{number}") for number, case in enumerate(cases)]
+
+
+def across_ranks(cases: list[Case], before: int, after: int, folder: Any) -> None:
+    """Saved by so many ranks, loaded by others: masters, states and counts bit by bit."""
+    wanted = run_ranks(each, before, save_and_go_on, cases, str(folder), env=LATE, timeout=240)[0]
+    found = run_ranks(each, after, take_up, cases, str(folder), env=LATE, timeout=240)[0]
+    for case, one, other in zip(cases, wanted, found, strict=True):
+        said = complaints(case, one, other, same_ranks=False)
+        said = [text for text in said if text != "loaded: counts"] if after != before else said
+        assert not said, f"{case}: {said[:4]}"
+
+
+WORLDS: list[dict[str, Any]] = [
+    {"name": "unused_by_step"},
+    {"client": "rows", "name": "tied"},
+    {"client": "adam bf16"},
+    {"recipe": Recipe(precision="bf16", optimizer="AdamW", optimizer_params=ADAMW)},
+]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [(1, 2), (2, 1), pytest.param(2, 4, marks=pytest.mark.slow)], ids=["1 to 2", "2 to 1", "2 to 4"]
+)
+def test_taken_up_by_other_ranks(before: int, after: int, tmp_path: Any) -> None:
+    small = at(3, "nvme", "nvme", *SMALL)
+    cases = [Case(small, at(2, "cpu"), **what) for what in WORLDS[::2]]
+    cases += [Case(at(1, "cpu"), small, **what) for what in WORLDS[1::2]]
+    across_ranks(cases, before, after, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_every_home_taken_up_in_every_other(ranks: int, transport: str, tmp_path: Any) -> None:
+    settings = [*SAME, at(1, "nvme"), at(2, "cpu"), at(3), at(3, "nvme", "cpu"), at(3, "cpu", "nvme"), at(1), at(2)]
+    pairs = enumerate(product(settings, settings))
+    hold([Case(one, other, trained=n % 2 == 0) for n, (one, other) in pairs], ranks, transport, tmp_path)

@@ -1,0 +1,137 @@
+"""Chunks on disk: what is read, kept and made, and in how much memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from windlass.base.memory import Ledger
+from windlass.storage.slot import Home
+from windlass.storage.staging import Staging
+from windlass.storage.tier import DiskTier
+from windlass.zero.chunk import Chunk
+from windlass.zero.layout import Layout
+from windlass.zero.residence import Residence
+
+N = 24
+
+
+@pytest.fixture
+def tier(tmp_path: Path) -> Iterator[DiskTier]:
+    with DiskTier([tmp_path]) as disk:
+        yield disk
+
+
+def residence_of(tier: DiskTier) -> tuple[Residence, Chunk]:
+    """A chunk of two tenants on disk, as yet without states."""
+    residence = Residence(torch.device("cpu"), Ledger(), tier, Staging(tier, 1 << 30), pin=False)
+    unit = SimpleNamespace(names=["weight"], state_start=0, layout=Layout((N,), 1))
+    slot: Any = SimpleNamespace(unit=unit, holds=False)
+    chunk = Chunk(slot, 0, N, Home.NVME)
+    chunk.master = torch.arange(float(N))
+    chunk.tenants = [nn.Parameter(torch.empty(0)) for _ in range(2)]
+    for tenant in chunk.tenants:
+        residence.states[tenant] = {}
+    residence.settle(chunk)
+    return residence, chunk
+
+
+def read(residence: Residence, chunk: Chunk) -> tuple[torch.Tensor, list[dict[str, torch.Tensor]]]:
+    with residence.at_hand([chunk], keep=False):
+        states = [{key: value.clone() for key, value in residence.states[t].items()} for t in chunk.tenants]
+        return chunk.values().clone(), states
+
+
+def test_states_that_come_late_destroy_none_that_are_there(tier: DiskTier) -> None:
+    residence, chunk = residence_of(tier)
+    with residence.at_hand([chunk]):
+        residence.states[chunk.tenants[1]]["mean"] = torch.full((N,), 2.0)
+    with residence.at_hand([chunk]):
+        residence.states[chunk.tenants[0]]["mean"] = torch.full((N,), 1.0)
+    master, states = read(residence, chunk)
+    assert torch.equal(master, torch.arange(float(N)))
+    assert [state["mean"].unique().tolist() for state in states] == [[1.0], [2.0]]
+
+
+def test_states_that_go_leave_the_others(tier: DiskTier) -> None:
+    residence, chunk = residence_of(tier)
+    with residence.at_hand([chunk]):
+        for number, tenant in enumerate(chunk.tenants):
+            residence.states[tenant] |= {
+                "mean": torch.full((N,), number + 1.0),
+                "square": torch.full((N,), number + 3.0),
+            }
+    with residence.at_hand([chunk]):
+        del residence.states[chunk.tenants[0]]["mean"]
+    _, states = read(residence, chunk)
+    assert [{k: v.unique().tolist() for k, v in state.items()} for state in states] == [
+        {"square": [3.0]},
+        {"mean": [2.0], "square": [4.0]},
+    ]
+
+
+def test_what_is_only_read_is_not_written(tier: DiskTier) -> None:
+    residence, chunk = residence_of(tier)
+    read(residence, chunk)  # what was written first has arrived
+    before = tier.achieved().disk_write_bytes
+    with residence.at_hand([chunk], keep=False):
+        chunk.values().zero_()
+    assert chunk.master is None and tier.achieved().disk_write_bytes == before
+    assert torch.equal(read(residence, chunk)[0], torch.arange(float(N)))
+
+
+def test_states_are_known_without_being_read(tier: DiskTier) -> None:
+    residence, chunk = residence_of(tier)
+    with residence.at_hand([chunk]):
+        residence.states[chunk.tenants[0]] |= {"mean": torch.ones(N, dtype=torch.bfloat16), "step": torch.tensor(3.0)}
+    read(residence, chunk)
+    before = tier.achieved().disk_read_bytes
+    found = residence.described(chunk, chunk.tenants[0])
+    assert tier.achieved().disk_read_bytes == before
+    assert (found["mean"].device.type, found["mean"].dtype, found["mean"].shape) == ("meta", torch.bfloat16, (N,))
+    assert found["step"].item() == 3
+    assert residence.described(chunk, chunk.tenants[1]) == {}
+
+
+def like(dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(N, dtype=dtype, device="meta")
+
+
+def test_a_chunk_is_refilled_in_one_piece_of_memory(tier: DiskTier) -> None:
+    residence, chunk = residence_of(tier)
+    with residence.refilled(chunk, {tenant: {"mean": like(), "square": like()} for tenant in chunk.tenants}):
+        assert torch.equal(chunk.values(), torch.arange(float(N)))
+        for number, tenant in enumerate(chunk.tenants):
+            state = residence.states[tenant]
+            assert not state["mean"].any() and state["mean"].device.type == "cpu"
+            base = chunk.values().untyped_storage().data_ptr()
+            assert {value.untyped_storage().data_ptr() for value in state.values()} == {base}
+            state["mean"].fill_(number + 1)
+            state["square"].fill_(number + 3)
+    _, states = read(residence, chunk)
+    assert [{k: v.unique().tolist() for k, v in state.items()} for state in states] == [
+        {"mean": [1.0], "square": [3.0]},
+        {"mean": [2.0], "square": [4.0]},
+    ]
+
+
+def test_a_refilled_chunk_has_the_states_it_shall_have_and_no_others(tier: DiskTier) -> None:
+    residence, chunk = residence_of(tier)
+    first, second = chunk.tenants
+    with residence.at_hand([chunk]):
+        residence.states[first] |= {"old": torch.ones(N), "kept": torch.full((N,), 5.0), "step": torch.tensor(2.0)}
+        residence.states[second] |= {"kept": torch.full((N,), 6.0)}
+    with residence.refilled(
+        chunk, {first: {"kept": like(), "new": like(torch.uint8)}, second: {"kept": like(torch.uint8)}}
+    ):
+        residence.states[first]["new"].fill_(7)
+    _, states = read(residence, chunk)
+    assert set(states[0]) == {"kept", "new", "step"} and set(states[1]) == {"kept"}
+    assert states[0]["kept"].unique().tolist() == [5.0] and states[0]["new"].unique().tolist() == [7]
+    assert states[1]["kept"].dtype == torch.uint8 and not states[1]["kept"].any()

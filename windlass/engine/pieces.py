@@ -1,0 +1,95 @@
+"""This rank's parameters as a checkpoint holds them: pieces that rest in chunks, or in the cut of an untrained unit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+from windlass.checkpoint import Drawer, FlatShard, Resting
+from windlass.zero.chunk import Chunk
+from windlass.zero.layout import Piece
+from windlass.zero.masters import Masters
+from windlass.zero.sharded import ShardedModel
+from windlass.zero.unit import Unit
+
+
+class ChunkToRead:
+    """A chunk whose masters and states are saved."""
+
+    def __init__(self, masters: Masters, chunk: Chunk) -> None:
+        self._masters, self._chunk = masters, chunk
+
+    def open(self) -> AbstractContextManager[Any]:
+        """As `Drawer`."""
+        return self._masters.opened(self._chunk, changes=False)
+
+
+class UnitCut:
+    """What this rank keeps of an untrained unit.
+
+    Args:
+        keep: what is changed while it is open goes home.
+    """
+
+    def __init__(self, model: ShardedModel, unit: Unit, *, keep: bool) -> None:
+        self._unit, self._keep, self._health = unit, keep, model.health
+        group = model.group
+        self._span = unit.layout.cut(group.index, group.size) if unit.released else (0, unit.layout.padded)
+        self._values: torch.Tensor | None = None
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """As `Drawer`."""
+        unit = self._unit
+        self._values = unit.read_cut() if unit.released else unit.full
+        self._health.stop_here()
+        yield
+        if self._keep and unit.released:
+            unit.write_cut(self._values)
+        self._values = None
+
+    def pieces(self) -> Iterator[Piece]:
+        """The parts of parameters in it."""
+        return self._unit.layout.pieces(*self._span)
+
+    def get(self, piece: Piece) -> torch.Tensor:
+        """`[piece.numel]`, while it is open."""
+        assert self._values is not None
+        return self._values.narrow(0, piece.offset, piece.numel)
+
+
+def parameters(
+    model: ShardedModel, units: Iterable[Unit], drawer_of: Callable[[Chunk], Drawer], *, keep: bool
+) -> Iterator[FlatShard]:
+    """This rank's pieces of all parameters of `units`, masters where there are some.
+
+    Args:
+        drawer_of: where a chunk is opened.
+        keep: they are loaded over.
+    """
+    for unit in units:
+        chunks = model.masters.of(unit)
+        dtype = chunks[0].dtype if chunks else unit.dtype
+        for chunk in chunks:
+            for piece in chunk.pieces():
+                yield _shard(unit, piece, dtype, drawer_of(chunk), partial(_of_chunk, chunk, piece))
+        if not chunks:
+            cut = UnitCut(model, unit, keep=keep)
+            for piece in cut.pieces():
+                yield _shard(unit, piece, dtype, cut, partial(cut.get, piece))
+        for index, numel in enumerate(unit.layout.numels):
+            if numel == 0:
+                yield FlatShard(f"param/{unit.names[index]}", tuple(unit.shapes[index]), 0, torch.empty(0, dtype=dtype))
+
+
+def _shard(unit: Unit, piece: Piece, dtype: torch.dtype, drawer: Drawer, get: Callable[[], torch.Tensor]) -> FlatShard:
+    resting = Resting(piece.numel, dtype, drawer, get)
+    return FlatShard(f"param/{unit.names[piece.index]}", tuple(unit.shapes[piece.index]), piece.start, resting)
+
+
+def _of_chunk(chunk: Chunk, piece: Piece) -> torch.Tensor:
+    return chunk.values().narrow(0, piece.offset, piece.numel)
