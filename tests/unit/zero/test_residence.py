@@ -43,7 +43,7 @@ def residence_of(tier: DiskTier) -> tuple[Residence, Chunk]:
 
 
 def read(residence: Residence, chunk: Chunk) -> tuple[torch.Tensor, list[dict[str, torch.Tensor]]]:
-    with residence.at_hand([chunk], keep=False):
+    with residence.at_hand([chunk], changes=False):
         states = [{key: value.clone() for key, value in residence.states[t].items()} for t in chunk.tenants]
         return chunk.values().clone(), states
 
@@ -80,7 +80,7 @@ def test_what_is_only_read_is_not_written(tier: DiskTier) -> None:
     residence, chunk = residence_of(tier)
     read(residence, chunk)  # what was written first has arrived
     before = tier.achieved().disk_write_bytes
-    with residence.at_hand([chunk], keep=False):
+    with residence.at_hand([chunk], changes=False):
         chunk.values().zero_()
     assert chunk.master is None and tier.achieved().disk_write_bytes == before
     assert torch.equal(read(residence, chunk)[0], torch.arange(float(N)))
