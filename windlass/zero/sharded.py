@@ -330,6 +330,8 @@ class ShardedModel:
         """Inside, masters, optimizer states and (of what is not trained) cuts of `units` may be set; afterwards the
         parameters are renewed from them. Collective."""
         trained = [unit for unit in units if self.masters.of(unit)]
+        if self.group.size > 1 and any(unit.buffer.parts for unit in units):
+            dist.barrier(group=self.group.process_group)  # a peer may be in its backward still, and read them there
         with self.masters.at_hand(trained, changes=True):
             yield
             _wait([self.masters.write_back(chunk) for unit in trained for chunk in self.masters.of(unit)])
@@ -468,6 +470,9 @@ class ShardedModel:
                 pending.append(self.transport.gather(unit.buffer, elements=unit.numel))
         for one in pending:
             one.wait()
+        for unit in units:  # the caller may change parameters in place, which no peer must read then
+            if not unit.released and self.policy.state:
+                self.transport.settle(unit.buffer)
 
 
 def _wait(written: list[Pending]) -> None:
