@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -270,3 +271,42 @@ def test_there_is_a_gradient_only_between_backward_and_step() -> None:
         assert all(g is None for g in before.values())
         assert relative_error(between, wanted)[0] < 1e-6
         assert all(g is None for g in after.values())
+
+
+def two_layers() -> torch.nn.Sequential:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.Tanh(), torch.nn.Linear(64, 8))
+
+
+def edit_before_a_slow_peer(stage: int, way: str) -> dict[str, torch.Tensor]:
+    """Parameters after edits in place, made by rank 0 as soon as it may, while rank 1 is late."""
+    import windlass
+
+    engine = windlass.initialize(model=two_layers(), config=ds_config(Recipe(clipping=0.0), Setting(stage=stage)))[0]
+    late, weight = dist.get_rank() == 1, engine.module[2].weight
+    if late:
+        gather = engine._sharded.transport.gather
+        engine._sharded.transport.gather = lambda *args, **more: time.sleep(0.2) or gather(*args, **more)
+    for step in range(3):
+        out = engine(torch.linspace(-1, 1, 8).roll(step).repeat(2, 1))
+        if late:
+            out.register_hook(lambda gradient: time.sleep(0.2))
+        engine.backward((out - 1).square().mean())
+        if way == "set":
+            windlass.zero.set_full_param(weight, torch.full((8, 64), 0.1 * step))
+        engine.step()
+        if way == "in place":
+            with torch.no_grad():
+                for p in engine.module.parameters():
+                    p.mul_(0.5)
+    found = {name: p.detach().clone() for name, p in engine.module.named_parameters()} if way == "in place" else {}
+    found |= {f"master of {name}": value for name, value in whole_params(engine.module).items()}
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize(("stage", "way"), [(1, "in place"), (2, "in place"), (2, "set"), (3, "set")])
+def test_an_edit_does_not_reach_a_peer_that_is_late(stage: int, way: str) -> None:
+    wanted = run_ranks(edit_before_a_slow_peer, 2, stage, way, transport="gloo")[0]
+    for found in run_ranks(edit_before_a_slow_peer, 2, stage, way, transport="shm"):
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted)

@@ -337,6 +337,8 @@ class ShardedModel:
     @contextmanager
     def renewing(self, units: list[Unit]) -> Iterator[None]:
         """As `editing`, but whoever is inside brings to hand what it sets, and writes it back itself. Collective."""
+        if self.group.size > 1 and any(unit.buffer.parts for unit in units):
+            dist.barrier(group=self.group.process_group)  # a peer may be in its backward still, and read them there
         yield
         trained = [unit for unit in units if self.masters.of(unit)]
         self._bring(trained)
@@ -474,6 +476,9 @@ class ShardedModel:
                 pending.append(self.transport.gather(unit.buffer, elements=unit.numel))
         for one in pending:
             one.wait()
+        for unit in units:  # the caller may change parameters in place, which no peer must read then
+            if not unit.released and self.policy.state:
+                self.transport.settle(unit.buffer)
 
 
 def _wait(written: list[Pending]) -> None:
