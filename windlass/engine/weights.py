@@ -15,6 +15,7 @@ def full_state_dict(
     model: ShardedModel, *, dtype: torch.dtype | None = None, trainable_only: bool = False
 ) -> dict[str, torch.Tensor]:
     """See `Engine.full_state_dict`. A tied parameter appears under each of its names, as in a plain state dict."""
+    model.finish_update()
     first = model.mesh.data.index == 0
     names: dict[int, list[str]] = {}
     for name, parameter in model.model.named_parameters(remove_duplicate=False):

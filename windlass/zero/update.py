@@ -85,6 +85,7 @@ class ElementwiseUpdate:
         self._of_chunk = {id(chunk): [Segment(chunk, piece) for piece in chunk.pieces()] for chunk in chunks}
         self._batches = batches(chunks, sub_group)
         self._lowered: dict[torch.Tensor, torch.Tensor] = {}
+        self._now: list[dict[str, Any]] = []  # the groups of the update that runs
         for chunk in chunks:
             chunk.tenants = [segment.tensor for segment in self._of_chunk[id(chunk)]]
             with residence.at_hand([chunk]) if optimizer.state else nullcontext():
@@ -100,7 +101,7 @@ class ElementwiseUpdate:
                 yield chunk.unit, piece.index, piece.start, piece.stop, self._inner.state[segment.tensor]
 
     def run(self, used: dict[int, list[bool]], divisor: float) -> Iterator[list[Chunk]]:
-        """Update batch after batch; yields each once its masters are new.
+        """Update batch after batch, under the hyper-parameters of this moment; yields each once its masters are new.
 
         Args:
             used: by unit and parameter; the unused are skipped.
@@ -109,6 +110,12 @@ class ElementwiseUpdate:
         group_of = self._groups()
         scaled = self._inner if isinstance(self._inner, CPUOptimizer) else self.optimizer
         self._scales = supports_grad_scale(scaled)  # of the groups as they are now
+        # no elementwise rule writes into its groups, so that a copy will do
+        groups = self.optimizer.param_groups
+        self._now = [{key: _kept(value) for key, value in group.items() if key != "params"} for group in groups]
+        return self._run(used, divisor, group_of)
+
+    def _run(self, used: dict[int, list[bool]], divisor: float, group_of: dict[int, int]) -> Iterator[list[Chunk]]:
         for batch in self.residence.travel(self._batches):
             chosen: dict[int, list[Segment]] = defaultdict(list)
             for chunk in batch:
@@ -169,7 +176,7 @@ class ElementwiseUpdate:
         if self._lowered:
             inner.lowered = self._lowered  # type: ignore[attr-defined]
         for part in self._parts(chosen):
-            run_groups(self.optimizer, inner, part)
+            run_groups(self._now, inner, part)
         for name in ("grad_scale", "found_inf", "lowered"):
             inner.__dict__.pop(name, None)
         self._lowered = {}
@@ -203,14 +210,12 @@ class ElementwiseUpdate:
 
 
 def run_groups(
-    optimizer: torch.optim.Optimizer, inner: torch.optim.Optimizer, tensors: dict[int, list[nn.Parameter]]
+    groups: list[dict[str, Any]], inner: torch.optim.Optimizer, tensors: dict[int, list[nn.Parameter]]
 ) -> None:
-    """Step `inner` once on `tensors` (by group number) under the hyper-parameters of `optimizer`'s groups as they
-    are now.
+    """Step `inner` once on `tensors` (by group number) under the hyper-parameters of `groups`.
 
-    What a rule writes into its group comes back to the user's; gradients are dropped.
+    What a rule writes into its group comes back to them; gradients are dropped.
     """
-    groups = optimizer.param_groups
     inner.param_groups = [{**group, "params": tensors.get(number, [])} for number, group in enumerate(groups)]
     inner.step()
     for number, group in enumerate(inner.param_groups):
@@ -218,6 +223,11 @@ def run_groups(
     for stepped in tensors.values():
         for tensor in stepped:
             tensor.grad = None
+
+
+def _kept(value: Any) -> Any:
+    """A hyper-parameter as it is now: a learning rate may be a tensor, which schedules change in place."""
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
 def check_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:

@@ -25,7 +25,7 @@ def full_param(parameter: nn.Parameter) -> torch.Tensor:
     birth = born.find(parameter)
     if birth is not None:
         return birth.whole()
-    place = require(parameter)
+    place = _finished(parameter)
     masters = place.model.masters
     if not masters.of(place.unit):
         with place.model.runtime.holding([place.unit]):
@@ -64,7 +64,7 @@ def full_grad(parameter: nn.Parameter) -> torch.Tensor | None:
 
 def full_state(parameter: nn.Parameter, key: str) -> torch.Tensor | None:
     """The whole optimizer state `key` (`exp_avg`, `momentum_buffer`, `step`, ...); None before the first step."""
-    place = require(parameter)
+    place = _finished(parameter)
     found: list[Any] = [None] * place.model.group.size
     with place.model.masters.at_hand([place.unit]):
         mine = [
@@ -91,7 +91,7 @@ def full_state(parameter: nn.Parameter, key: str) -> torch.Tensor | None:
 
 def state_keys(parameter: nn.Parameter) -> list[str]:
     """Names of the optimizer states that any rank has of `parameter`."""
-    place = require(parameter)
+    place = _finished(parameter)
     with place.model.masters.at_hand([place.unit]):
         mine = [key for _, _, state in _state(place) for key in state]
     found: list[list[str]] = [[]] * place.model.group.size
@@ -134,7 +134,7 @@ def set_full_state(parameter: nn.Parameter, key: str, value: torch.Tensor) -> No
 
     A value of the parameter's shape is cut into this rank's pieces; any other (a step count) is kept as it is.
     """
-    place = require(parameter)
+    place = _finished(parameter)
     shape = place.unit.shapes[place.index]
     flat_pieces = isinstance(place.model.update, ElementwiseUpdate)
     on = _stepped_on(place)
@@ -151,7 +151,7 @@ def set_full_state(parameter: nn.Parameter, key: str, value: torch.Tensor) -> No
 def local_param(parameter: nn.Parameter) -> torch.Tensor:
     """This rank's piece of the master weight, flat; empty where other ranks have it all. A view of it, unless it is on
     disk or updated in several chunks."""
-    place = require(parameter)
+    place = _updated(parameter)
     masters = place.model.masters
     with masters.at_hand([place.unit], alone=True):
         pieces = [piece for index, _, _, piece in masters.pieces(place.unit) if index == place.index]
@@ -177,7 +177,7 @@ def local_grad(parameter: nn.Parameter) -> torch.Tensor | None:
 def local_state(parameter: nn.Parameter, key: str) -> torch.Tensor | None:
     """This rank's piece of the optimizer state `key`; None if it has none. A view of it, unless it is on disk or
     updated in several chunks."""
-    place = require(parameter)
+    place = _updated(parameter)
     with place.model.masters.at_hand([place.unit], alone=True):
         found = [state[key] for _, _, state in _state(place) if state.get(key) is not None]
         if not found:
@@ -217,7 +217,7 @@ def set_local_grad(parameter: nn.Parameter, value: torch.Tensor) -> None:
 
 def set_local_state(parameter: nn.Parameter, key: str, value: torch.Tensor) -> None:
     """Set this rank's piece of the optimizer state `key`."""
-    place = require(parameter)
+    place = _updated(parameter)
     on = _stepped_on(place)
     with place.model.masters.at_hand([place.unit], changes=True, alone=True):
         states = [(stop - start, state) for start, stop, state in _state(place)]
@@ -231,6 +231,20 @@ def set_local_state(parameter: nn.Parameter, key: str, value: torch.Tensor) -> N
             return
         for (_, state), part in zip(states, _split(value, [size for size, _ in states]), strict=True):
             state[key] = part.detach().to(on, copy=True)
+
+
+def _finished(parameter: nn.Parameter) -> Place:
+    """As `require`, with no update of the model under way. Collective."""
+    place = require(parameter)
+    place.model.finish_update()
+    return place
+
+
+def _updated(parameter: nn.Parameter) -> Place:
+    """As `require`, with masters and states as after the last step, whatever the other ranks do."""
+    place = require(parameter)
+    place.model.await_update()
+    return place
 
 
 def _joined(place: Place, pieces: list[torch.Tensor]) -> torch.Tensor:

@@ -111,7 +111,7 @@ class WholeUpdate:
                     owned.tensor.data = values[id(owned)].view(owned.parameter.shape)
                     owned.tensor.grad = gradients[id(owned)].view(owned.parameter.shape).div_(divisor)
                     tensors[group_of[id(owned.parameter)]].append(owned.tensor)
-            run_groups(self.optimizer, self._inner, tensors)
+            run_groups(self.optimizer.param_groups, self._inner, tensors)
             self._return(todo, values)
             for owned in todo:
                 owned.tensor.data = owned.tensor.data.new_empty(0)
