@@ -19,6 +19,8 @@ class Recipe:
     """What is trained and how, in words that both the oracle and an engine understand.
 
     `precision`: "fp32", or "bf16" or "fp16" for a 16-bit model with fp32 accumulation and fp32 master weights.
+    `delayed_from`: from this step on the model gets what a step made only at the end of the next one; None: at once.
+    `finished_after`: steps of those after which it gets that at once all the same.
     """
 
     ranks: int = 2
@@ -28,6 +30,12 @@ class Recipe:
     optimizer: str = "SGD"
     optimizer_params: tuple[tuple[str, Any], ...] = (("lr", 0.05), ("momentum", 0.9))
     clipping: float = 1.0
+    delayed_from: int | None = None
+    finished_after: tuple[int, ...] = ()
+
+    def delays(self, step: int) -> bool:
+        """Whether what this step makes is for the step after the next."""
+        return self.delayed_from is not None and step >= self.delayed_from and step not in self.finished_after
 
     @property
     def dtype(self) -> torch.dtype:
@@ -78,7 +86,7 @@ def train(
     rank's forward starts from rank 0's.
     """
     model = build(specimen) if model is None else model
-    if recipe.precision == "fp32":
+    if recipe.precision == "fp32" and recipe.delayed_from is None:
         named = _trainable(model)
         masters = [nn.Parameter(p.detach().float()) if p.dtype != torch.float32 else p for _, p in named]
     else:
@@ -102,7 +110,11 @@ def train(
             _restore(model, kept)
         trace.losses.append(losses)
         trace.grads.append({name: s for (name, _), s in zip(named, sums, strict=True)})
-        trace.norms.append(_step(named, masters, sums, optimizer, recipe.clipping))
+        _give(named, masters)  # what the step before made, if it was delayed
+        trace.norms.append(_step(masters, sums, optimizer, recipe.clipping))
+        if not recipe.delays(step):
+            _give(named, masters)
+    _give(named, masters)
     trace.params = {name: m.detach().clone() for (name, _), m in zip(named, masters, strict=True)}
     trace.model = {name: p.detach().clone() for name, p in model.named_parameters()}
     trace.buffers = {name: b.detach().clone() for name, b in model.named_buffers()}
@@ -133,24 +145,28 @@ def _move_gradients(named: list[tuple[str, nn.Parameter]], sums: list[Tensor | N
 
 
 def _step(
-    named: list[tuple[str, nn.Parameter]],
     masters: list[nn.Parameter],
     sums: list[Tensor | None],
     optimizer: torch.optim.Optimizer,
     clipping: float,
 ) -> float:
-    """Clip, step and copy back; the norm before clipping. A parameter without a gradient is left alone."""
+    """Clip and step; the norm before clipping. A parameter without a gradient is left alone."""
     for master, total in zip(masters, sums, strict=True):
         master.grad = None if total is None else total.clone()
     limit = clipping if clipping > 0 else float("inf")
     norm = float(nn.utils.clip_grad_norm_(masters, limit))
     optimizer.step()
+    for master in masters:
+        master.grad = None
+    return norm
+
+
+def _give(named: list[tuple[str, nn.Parameter]], masters: list[nn.Parameter]) -> None:
+    """Have the model compute with the masters as they are now."""
     with torch.no_grad():
         for (_, parameter), master in zip(named, masters, strict=True):
             if parameter is not master:
                 parameter.copy_(master)
-            master.grad = None
-    return norm
 
 
 def _restore(model: nn.Module, values: dict[str, Tensor]) -> None:

@@ -228,6 +228,7 @@ def _shard(
         transport=config.comm.transport,
         timeout=DEFAULT_TIMEOUT,
         homes=homes,
+        delayed=zero.offload_optimizer is not None and zero.offload_optimizer.delayed_update,
     )
     try:
         return ShardedModel(model, optimizer, settings, mesh, device, trains=optimizer is not None)

@@ -119,6 +119,7 @@ def recipe_of(row: Row) -> Recipe:
         precision="fp32" if row["precision"] == "autocast" else row["precision"],
         optimizer=optimizer,
         optimizer_params=tuple(params.items()),
+        delayed_from=0 if row["update"] == "delayed" else None,
     )
 
 
@@ -142,7 +143,10 @@ def homes_of(row: Row) -> list[tuple[str, Any]]:
     """The offload sections that the row asks for."""
     devices = {"host": {"device": "cpu"}, "nvme": {"device": "nvme", "nvme_path": gettempdir()}}
     sections = {"offload_optimizer": row["state_home"], "offload_param": row["param_home"]}
-    return [(name, devices[home]) for name, home in sections.items() if home != "device"]
+    found: dict[str, dict[str, Any]] = {n: dict(devices[home]) for n, home in sections.items() if home != "device"}
+    if row["update"] == "delayed":
+        found["offload_optimizer"]["delayed_update"] = True
+    return list(found.items())
 
 
 def described(row: Row) -> Row:

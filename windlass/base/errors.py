@@ -40,5 +40,9 @@ class LossError(WindlassError, ArithmeticError):
     """A loss or gradient that is not finite, or a loss scale that cannot fall further."""
 
 
+class UpdateError(WindlassError, RuntimeError):
+    """An update that went on behind the next forward and backward failed; its own error is the cause."""
+
+
 class StorageError(WindlassError, RuntimeError):
     """The disk tier cannot hold or return what it was given: no space, no permission, a short read, a lost device."""

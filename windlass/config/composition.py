@@ -101,6 +101,10 @@ AXES: dict[str, dict[str, Value]] = {
         "off": Value("communication after computation"),
         "on": Value("communication while computing"),
     },
+    "update": {
+        "at once": Value("the next forward computes with what a step made"),
+        "delayed": Value("a step runs on the host while the next forward and backward do"),
+    },
 }
 
 EXCEPTIONS: dict[frozenset[Choice], str] = {
@@ -118,6 +122,9 @@ EXCEPTIONS: dict[frozenset[Choice], str] = {
     frozenset({("stage", "0"), ("param_home", "nvme")}): "only stage 3 releases parameters",
     frozenset({("stage", "1"), ("param_home", "nvme")}): "only stage 3 releases parameters",
     frozenset({("stage", "2"), ("param_home", "nvme")}): "only stage 3 releases parameters",
+    frozenset({("stage", "0"), ("update", "delayed")}): "stage 0 keeps all states on every rank; use stage 1 or more",
+    frozenset({("state_home", "device"), ("update", "delayed")}): "a step on the device has nothing to hide behind",
+    frozenset({("optimizer", "whole"), ("update", "delayed")}): "whole parameters need other ranks amid an update",
 }
 """Pairs that do not work although both halves might; every pair of offered values that is not here works."""
 
@@ -204,6 +211,7 @@ def describe(config: Config, **facts: str) -> dict[str, str]:
         "transport": "shm" if config.comm.transport == "auto" else config.comm.transport,
         "backward": "engine",
         "overlap": "on" if zero.overlaps else "off",
+        "update": "delayed" if zero.offload_optimizer and zero.offload_optimizer.delayed_update else "at once",
     }
     for axis, value in facts.items():
         AXES[axis][value]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from windlass.config.offload import is_away
+from windlass.config.offload import OffloadOptimizer, is_away
 from windlass.config.problems import Kind, Problem, show
 from windlass.config.root import Config
 
@@ -54,9 +54,34 @@ def _offload(config: Config) -> Iterator[tuple[str, str]]:
         section = getattr(zero, name)
         if section is not None and section.device == "nvme" and not section.nvme_path:
             yield f"zero_optimization.{name}.nvme_path", 'absent, but "device" is "nvme"; add the path of a folder'
+    yield from _delay(zero.offload_optimizer)
     for old, new in (("cpu_offload", "offload_optimizer"), ("cpu_offload_param", "offload_param")):
         if getattr(zero, old) is not None and getattr(zero, new) is not None:
             yield f"zero_optimization.{old}", f"the older spelling of {new}, which is there too; delete {old}"
+
+
+def _delay(section: OffloadOptimizer | None) -> Iterator[tuple[str, str]]:
+    key = "zero_optimization.offload_optimizer"
+    if section is None:
+        return
+    if not section.delayed_update:
+        if section.delayed_update_start:
+            yield (
+                f"{key}.delayed_update_start",
+                f"{section.delayed_update_start}, but delayed_update is false, so nothing starts then; delete it",
+            )
+        return
+    if section.device == "none":
+        yield (
+            f"{key}.delayed_update",
+            'true, but "device" is "none": a step on the device has nothing to hide behind; write "cpu" or "nvme"',
+        )
+    if section.ratio != 1.0:
+        yield (
+            f"{key}.delayed_update",
+            f"true, but ratio {section.ratio} leaves a part of the step on the device, which would not be delayed; "
+            "write ratio 1.0 or false",
+        )
 
 
 def _two_cuts(config: Config) -> Iterator[tuple[str, str]]:

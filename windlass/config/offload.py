@@ -47,6 +47,10 @@ class OffloadOptimizer(Section):
     """The share of elements whose states leave the device, whole units, the first in model order."""
     gradients: Literal["cpu", "nvme"] = honoured("cpu", native=True)
     """Where reduced gradients wait for the step: nvme saves 4 bytes an element of host memory and moves 8 more."""
+    delayed_update: bool = honoured(False, native=True)
+    """The step runs while the next forward and backward do, which so compute with parameters that lack it."""
+    delayed_update_start: Count = honoured(0, native=True)
+    """So many steps are taken at once before updates are delayed."""
 
     buffer_count: Count = honoured(4)
     """nvme: parts of sub_group_size elements under way at once; left out, what a quarter of the free memory holds."""

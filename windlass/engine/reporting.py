@@ -117,12 +117,15 @@ def report(model: ShardedModel) -> dict[str, Any]:
 
     Returns:
         `disk`: `Rates` of the disk since the engine was made, all zero without one; `slots`: bytes by (slot, home),
-        slots being `param`, `grad`, `master` and the optimizer's states (`exp_avg`, ...); `payload_elements`:
-        parameters' elements that entered collectives in the last step, an all-reduce counted twice, `payload`: the same
-        by operation; `transit`: bytes of the ring that gradients pass through; `units`: for each unit its names,
-        elements, and bytes by slot; `gathered_elements` and `gathered`: what is whole now and need not be;
-        `padding_elements`.
+        slots being `param`, `grad`, `master` and the optimizer's states (`exp_avg`, ...), and where updates are delayed
+        `grad handed over` and `param to come`; `payload_elements`: parameters' elements that entered collectives in the
+        last step, an all-reduce counted twice, `payload`: the same by operation; `transit`: bytes of the ring that
+        gradients pass through; `units`: for each unit its names, elements, and bytes by slot; `gathered_elements` and
+        `gathered`: what is whole now and need not be; `padding_elements`; `delayed_update`: `seconds` that the last
+        finished one took behind the model and `waited`, those of them that a step had to wait for it; None where
+        updates are not delayed.
     """
+    model.await_update()
     slots: dict[tuple[str, str], int] = {}
     units: list[dict[str, Any]] = []
     by_unit: dict[int, dict[str, int]] = {unit.index: {} for unit in model.units}
@@ -147,8 +150,13 @@ def report(model: ShardedModel) -> dict[str, Any]:
         cut = model.policy.grad and (slot.shard is not None or slot.rests is not None)
         home = slot.rests.home if slot.rests is not None else Home.DEVICE
         count(slot.unit, "grad", home, (slot.numel if cut else slot.unit.layout.padded) * itemsize)
+        if slot.spare is not None:
+            count(slot.unit, "grad handed over", slot.spare.home, slot.spare.nbytes)
     for chunk, key, size in model.masters.residence.inventory(model.masters.chunks):
         count(chunk.unit, key, chunk.home, size)
+    for chunk in model.masters.chunks if model.delayed is not None else ():
+        if chunk.lowered is not None:
+            count(chunk.unit, "param to come", Home.HOST, chunk.lowered.nbytes)
     for unit in model.units:
         units.append({"names": unit.names, "elements": unit.numel, "released": unit.released, **by_unit[unit.index]})
     gathered = [u for u in model.units if u.released and u.presence is not Presence.RELEASED]
@@ -163,6 +171,7 @@ def report(model: ShardedModel) -> dict[str, Any]:
         else 0,
         "gathered": [unit.names[0] for unit in gathered],
         "gathered_elements": sum(unit.numel for unit in gathered),
+        "delayed_update": {"seconds": model.delayed.seconds, "waited": model.delayed.waited} if model.delayed else None,
         "padding_elements": sum(unit.layout.padded - unit.numel for unit in model.units),
     }
 

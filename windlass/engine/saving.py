@@ -27,6 +27,7 @@ def save_engine(
 ) -> bool:
     """See `Engine.save_checkpoint`. Of what rests on disk one chunk is in memory at a time."""
     model = engine._sharded
+    model.finish_update()
     if model.health.lost:
         raise CheckpointError(f"nothing is saved: {model.health.lost}; what was saved before is whole. {HALF_DONE}")
     model.gradients.finish()

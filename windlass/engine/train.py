@@ -136,6 +136,7 @@ class Engine(Questions, nn.Module):
             LossError: a gradient is not finite (under fp16 such a step is skipped instead). Nothing was updated.
             StorageError: a disk failed, on any rank: before the update, and nothing was updated; or within it, and the
                 model is of no use any more: then every call but `destroy` is refused. The text says which.
+            UpdateError: the update of the step before, which was delayed, failed on some rank.
         """
         assert self.optimizer is not None, "step needs an optimizer: pass one to initialize or name one in the config"
         self._refuse_parked("step")
@@ -153,9 +154,14 @@ class Engine(Questions, nn.Module):
         assert self.optimizer is not None
         fp16 = self._config.fp16.enabled
         changed = [float(self._buffers_of.changed())]
+        section = self._config.zero_optimization.offload_optimizer
         try:
             outcome = self._sharded.step(
-                self._config.gradient_clipping, self._scaler.scale, skip_overflow=fp16, flags=changed
+                self._config.gradient_clipping,
+                self._scaler.scale,
+                skip_overflow=fp16,
+                flags=changed,
+                delay=section is not None and self.global_steps >= section.delayed_update_start,
             )
         except StorageError:
             self._blame.clear()
@@ -208,6 +214,18 @@ class Engine(Questions, nn.Module):
             yield
         finally:
             self._no_sync = before
+
+    def finish_update(self) -> None:
+        """Finish the update of the last step, if it is under way (`offload_optimizer.delayed_update`), so that the next
+        forward computes with it. Collective; without such an update it does nothing.
+
+        Saving, `destroy`, `full_state_dict`, `GatheredParameters` and `windlass.zero.full_param` and its like do that
+        by themselves. A forward does not, evaluation included: it may be one rank's alone.
+
+        Raises:
+            UpdateError: the update failed on some rank.
+        """
+        self._sharded.finish_update()
 
     def eval_batch(self, batch: Any) -> Any:
         """The module's output for `batch` (a dict of keywords, a tuple of arguments, or one), without gradients."""
@@ -288,6 +306,7 @@ class Engine(Questions, nn.Module):
         """
         if str(getattr(device, "value", device)) not in ("cpu", "OffloadDeviceEnum.cpu"):
             raise ConfigError(f'offload_states: device is {device!r}; states can be taken to the "cpu"')
+        self._sharded.finish_update()
         taken = self._sharded.parking.take(KINDS if include is None else include, pin=pin_memory)
         logger.info(f"offload_states: {taken / 2**20:.1f} MiB of this rank's device memory are in host memory now")
 
@@ -373,7 +392,8 @@ class Engine(Questions, nn.Module):
         return load_engine(self, load_dir, tag, load_module_strict, optimizer_too, load_lr_scheduler_states)
 
     def destroy(self) -> None:
-        """Give the plain model back, whole, with no hooks. Collective at stage 3; doing it again does nothing."""
+        """Give the plain model back, whole, with no hooks. Collective at stage 3, and where an update is under way;
+        doing it again does nothing."""
         if not self._destroyed:
             self._destroyed = True
             self._collect_again()

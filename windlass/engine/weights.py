@@ -17,6 +17,7 @@ from windlass.zero.sharded import ShardedModel
 
 def full_state_dict(model: ShardedModel, *, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
     """See `Engine.full_state_dict`. A tied parameter appears under each of its names, as in a plain state dict."""
+    model.finish_update()
     first, names = model.mesh.data.index == 0, _names(model)
     found: dict[str, torch.Tensor] = {}
     for unit in model.units:

@@ -22,16 +22,20 @@ from windlass.zero.settings import Homes, Settings
 from windlass.zero.unit import Unit
 
 
-def effective(homes: Homes, device: torch.device) -> Homes:
-    """Homes that differ: where the device's memory is the host's, what rests in host memory rests on the device."""
+def effective(homes: Homes, device: torch.device, *, delayed: bool = False) -> Homes:
+    """Homes that differ: where the device's memory is the host's, what rests in host memory rests on the device.
+
+    Args:
+        delayed: updates are, so that master weights and handed-over gradients are other memory in any case.
+    """
     if separate(device):
         return homes
 
     def of(home: Home) -> Home:
         return Home.DEVICE if home is Home.HOST else home
 
-    gradient = Home.DEVICE if homes.gradient is Home.HOST else homes.gradient
-    return replace(homes, param=of(homes.param), state=of(homes.state), gradient=gradient, pin=False)
+    state, gradient = (homes.state, homes.gradient) if delayed else (of(homes.state), of(homes.gradient))
+    return replace(homes, param=of(homes.param), state=state, gradient=gradient, pin=False)
 
 
 def make_units(

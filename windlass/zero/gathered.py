@@ -62,6 +62,8 @@ class GatheredParameters:
             raise ModelError(f"{again.name!r} is inside another GatheredParameters already; leave that first")
         if any(id(p) in _open for p, _ in self._born):
             raise ModelError("a parameter is inside another GatheredParameters already; leave that first")
+        for model in {id(place.model): place.model for _, place in self._places}.values():
+            model.finish_update()
         for parameter, birth in self._born:
             _open.add(id(parameter))
             born.make_whole(parameter, birth)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from windlass.base.pending import DONE, Pending
 from windlass.comm.transport import Buffer
 from windlass.storage.slot import Slot
 from windlass.zero.unit import Unit
@@ -22,6 +23,8 @@ class GradientSlot:
         once.
         shard: `[state span]`, reduced, in the device's memory; a view of `buffer` where that is the unit's own.
         rests: the same where it leaves the device, or is kept on disk; `shard` is None then.
+        spare: a second place for what `rests` or `shard` has, where updates are delayed.
+        handed: whether `spare` has a gradient that an update under way steps; None: no update is under way.
         holds: `shard` (or what rests) has this step's gradient, or will once what is under way has landed.
         landed: a part of this step's gradient was sent to where it rests.
         written: parameters that have something in `buffer` or `aside`, not yet reduced.
@@ -37,6 +40,8 @@ class GradientSlot:
     aside: torch.Tensor | None = None
     shard: torch.Tensor | None = None
     rests: Slot | None = None
+    spare: Slot | None = None
+    handed: bool | None = None
     holds: bool = False
     landed: bool = False
     written: set[int] = field(default_factory=set)
@@ -56,6 +61,25 @@ class GradientSlot:
             return self.shard.numel()
         assert self.rests is not None
         return self.rests.numel
+
+    @property
+    def stepped(self) -> Slot | torch.Tensor | None:
+        """What an update steps: the reduced cut where it is now, or as it was handed over; None: no gradient."""
+        if self.handed is not None:
+            return self.spare if self.handed else None
+        return (self.rests if self.rests is not None else self.shard) if self.holds else None
+
+    def hand_over(self) -> Pending:
+        """Start to give the reduced cut to an update that goes on while the next gradient arrives."""
+        moving: Pending = DONE
+        assert self.spare is not None
+        if self.holds and self.rests is not None:
+            self.rests, self.spare = self.spare, self.rests
+        elif self.holds:
+            assert self.shard is not None
+            moving = self.spare.put(self.shard)
+        self.handed = self.holds
+        return moving
 
     def read(self) -> torch.Tensor:
         """The reduced cut in memory, wherever it rests; change it and give it to `write`."""

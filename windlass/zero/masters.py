@@ -30,6 +30,7 @@ class Masters:
         device: where the model computes.
         health: of the disk.
         state_bytes: see `Residence`.
+        delayed: updates are; see [Note: delayed update].
     """
 
     def __init__(
@@ -41,12 +42,15 @@ class Masters:
         ledger: Ledger,
         health: Health,
         state_bytes: Callable[[torch.dtype], int],
+        *,
+        delayed: bool = False,
     ) -> None:
         self.chunks = chunks_of(slots, limit)
         self.residence = Residence(device, ledger, homes.disk, homes.staging, pin=homes.pin, state_bytes=state_bytes)
         self._health = health
         self.residence.arrived = self.take_edits
         self._device, self._ledger, self._pin, self._staging = device, ledger, homes.pin, homes.staging
+        self.delayed = delayed
         self._of_unit: dict[int, list[Chunk]] = {}
         for chunk in self.chunks:
             self._of_unit.setdefault(chunk.unit.index, []).append(chunk)
@@ -171,31 +175,38 @@ class Masters:
 
     def write_back(self, chunk: Chunk) -> Pending:
         """Start to cast new masters into this rank's span of the parameters, where they are not the same memory."""
-        unit, values = chunk.unit, chunk.values()
+        unit = chunk.unit
         lowered, chunk.lowered = chunk.lowered, None
+        values = chunk.values() if lowered is None else lowered
         if unit.rests is not None and unit.rests.home is not Home.DEVICE:
             if unit.rests.tensor is not None and _same(unit.rests.tensor[chunk.start : chunk.stop], values):
-                return DONE
+                return DONE  # the master weights themselves, or written there
             if unit.rests.tensor is None:
-                return self._store(chunk, values, lowered)
-            if lowered is not None:
-                return DONE  # written there
-            if chunk.home is Home.DEVICE and separate(self._device):
+                return self._store(chunk, lowered)
+            if lowered is None and chunk.home is Home.DEVICE and separate(self._device):
                 return unit.rests.put(values.to(unit.dtype, copy=True), chunk.start)  # masters may leave before it ends
             return unit.rests.store(values.to(unit.dtype), chunk.start)
         target = self._resting(unit)[chunk.start : chunk.stop]
         if _same(target, values):
             return DONE
         if chunk.home is Home.DEVICE or not separate(self._device):
-            target.copy_(values if lowered is None else lowered)
+            target.copy_(values)
             return DONE
-        return copy_to_device(target, lowered if lowered is not None else values.to(unit.dtype, copy=True))
+        return copy_to_device(target, values if lowered is not None else values.to(unit.dtype, copy=True))
 
-    def _store(self, chunk: Chunk, values: torch.Tensor, lowered: torch.Tensor | None) -> Pending:
+    def keep_lowered(self, chunk: Chunk) -> None:
+        """Keep a chunk's new parameters for a later `write_back`, unless its masters will do."""
+        if chunk.lowered is None and (chunk.home is Home.NVME or chunk.dtype != chunk.unit.dtype):
+            chunk.lowered = host_empty(chunk.numel, chunk.unit.dtype, pin=self._pin).copy_(chunk.values())
+
+    def _store(self, chunk: Chunk, lowered: torch.Tensor | None) -> Pending:
         """Start new parameters on their way to disk; whoever reads them there comes after them."""
         rests = chunk.unit.rests
         assert rests is not None and self._staging is not None
+        if lowered is not None and self.delayed:
+            return rests.store(lowered, chunk.start)
         if lowered is None:
+            values = chunk.values()
             lowered = self._staging.take(chunk.numel, chunk.unit.dtype)
             if chunk.home is Home.DEVICE and separate(self._device):
                 copy_to_host(lowered, values.to(chunk.unit.dtype)).wait()
@@ -206,18 +217,19 @@ class Masters:
 
     def lowering(self, chunk: Chunk) -> torch.Tensor:
         """Where an update in host memory shall write a chunk's parameters in the compute dtype `[stop - start]`: to
-        where they rest, if that is host memory too."""
+        where they rest, if that is host memory too and nobody computes with the old ones any more."""
         rests = chunk.unit.rests
-        if rests is not None and rests.home is Home.HOST and rests.tensor is not None:
+        if not self.delayed and rests is not None and rests.home is Home.HOST and rests.tensor is not None:
             return rests.tensor[chunk.start : chunk.stop]
-        if rests is not None and rests.home is Home.NVME and self._staging is not None:
+        if not self.delayed and rests is not None and rests.home is Home.NVME and self._staging is not None:
             return self._staging.take(chunk.numel, chunk.unit.dtype)
         return host_empty(chunk.numel, chunk.unit.dtype, pin=self._pin)
 
     def forget_lowered(self, chunk: Chunk) -> None:
         """Drop 16-bit copies that a step which failed has left."""
         rests = chunk.unit.rests
-        if chunk.lowered is not None and rests is not None and rests.home is Home.NVME and self._staging is not None:
+        on_disk = rests is not None and rests.home is Home.NVME
+        if chunk.lowered is not None and on_disk and not self.delayed and self._staging is not None:
             self._staging.give_back(chunk.lowered)
         chunk.lowered = None
 
@@ -236,6 +248,21 @@ class Masters:
                 place = slice(piece.offset, piece.offset + piece.numel)
                 chunk.values()[place].copy_(source[place])
 
+    def take_all_edits(self, units: list[Unit]) -> None:
+        """As `take_edits` for every chunk of `units`, now; what is changed later counts as a change of its own."""
+        with self.at_hand([unit for unit in units if self._edited(unit) is not None], changes=True, alone=True):
+            self.remember_versions(units)
+
+    def first_edited(self, units: list[Unit]) -> str | None:
+        """A parameter that was changed in place since the masters were what parameters are."""
+        return next((name for unit in units if (name := self._edited(unit)) is not None), None)
+
+    def _edited(self, unit: Unit) -> str | None:
+        if unit.released or not self.of(unit):
+            return None
+        named = zip(unit.names, unit.parameters, strict=True)
+        return next((n for n, p in named if p._version != self._versions.get(id(p))), None)
+
     def remember_versions(self, units: list[Unit]) -> None:
         """The masters are what the parameters are now."""
         self._versions = {id(p): p._version for unit in units for p in unit.parameters}
@@ -249,7 +276,7 @@ class Masters:
 
     def _same_memory(self, unit: Unit) -> torch.Tensor | None:
         """The parameters themselves, where they may serve as masters."""
-        if unit.dtype not in (torch.float32, torch.float64) or unit.state_home is Home.NVME:
+        if self.delayed or unit.dtype not in (torch.float32, torch.float64) or unit.state_home is Home.NVME:
             return None
         home = unit.rests.home if unit.rests is not None else Home.DEVICE
         if home is not unit.state_home:

@@ -24,7 +24,7 @@ from torch import nn
 
 from windlass.base.memory import Ledger, arena, copy_to_host, host_empty, separate
 from windlass.base.pending import DONE, Pending
-from windlass.storage.slot import Home
+from windlass.storage.slot import Home, Slot
 from windlass.storage.staging import Staging
 from windlass.storage.tier import DiskTier
 from windlass.storage.transfer import Extent
@@ -262,19 +262,19 @@ class Residence:
 
     def _bring_gradient(self, chunk: Chunk) -> None:
         """Start to bring the chunk's part of the reduced gradient to where its master weights are stepped."""
-        slot = chunk.slot
-        if not slot.holds:
+        whole = chunk.slot.stepped
+        if whole is None:
             return
         visit = self._visits.setdefault(id(chunk), _Visit(chunk, None, DONE))
-        if slot.rests is not None and slot.rests.tensor is None:
-            assert self._staging is not None
-            visit.gradient = visit.own = self._staging.take(chunk.numel, slot.rests.dtype)
-            visit.gradient_pending = slot.rests.load(visit.gradient, chunk.start)
+        rests = isinstance(whole, Slot)
+        source = whole.tensor if isinstance(whole, Slot) else whole
+        if source is None:
+            assert isinstance(whole, Slot) and self._staging is not None
+            visit.gradient = visit.own = self._staging.take(chunk.numel, whole.dtype)
+            visit.gradient_pending = whole.load(visit.gradient, chunk.start)
             return
-        source = slot.rests.tensor if slot.rests is not None else slot.shard
-        assert source is not None
         visit.gradient = source[chunk.start : chunk.stop]
-        if slot.rests is None and chunk.home is not Home.DEVICE and separate(self._device):
+        if not rests and chunk.home is not Home.DEVICE and separate(self._device):
             on_device, visit.gradient = visit.gradient, host_empty(chunk.numel, source.dtype, pin=self._pin)
             visit.gradient_pending = copy_to_host(visit.gradient, on_device)
 

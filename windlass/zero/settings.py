@@ -56,6 +56,7 @@ class Settings:
         sub_group: elements that are updated at once.
         ahead, live, reuse: see `Foresight`.
         homes: where slots rest.
+        delayed: updates may go on while the next forward and backward run; see [Note: delayed update].
     """
 
     policy: Policy
@@ -76,6 +77,7 @@ class Settings:
     transport: str
     timeout: timedelta
     homes: Homes = field(default_factory=Homes)
+    delayed: bool = False
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from windlass.base.errors import ModelError, StorageError
+from windlass.base.errors import ModelError, StorageError, UpdateError
 from windlass.base.log import logger
 from windlass.base.memory import Ledger, arena
 from windlass.base.pending import Pending
@@ -24,8 +24,9 @@ from windlass.storage.tier import DiskTier
 from windlass.storage.transfer import Extent
 from windlass.zero import registry
 from windlass.zero.access import Released, mark_present
-from windlass.zero.chunk import pipelined
+from windlass.zero.chunk import Chunk, pipelined
 from windlass.zero.construct import Builder, check_devices, effective, make_units
+from windlass.zero.delayed import Delayed
 from windlass.zero.foresight import Foresight
 from windlass.zero.gradient_slot import GradientSlot
 from windlass.zero.gradients import Gradients
@@ -71,9 +72,16 @@ class ShardedModel:
         check_devices(model, device)
         if optimizer is not None:
             check_parameters(optimizer, model)
+            if settings.delayed and not is_elementwise(optimizer):
+                raise ModelError(
+                    f"offload_optimizer.delayed_update with {type(optimizer).__name__}, which needs whole parameters, "
+                    "and so other ranks in the middle of an update: set delayed_update to false, or use an elementwise "
+                    "optimizer (Adam, AdamW, Lion, SGD, Adagrad, ...)"
+                )
         self.model, self.settings, self.mesh, self.device, self.trains = model, settings, mesh, device, trains
         policy = self.policy = settings.policy
-        homes = self.homes = effective(settings.homes, device)
+        late = settings.delayed and optimizer is not None
+        homes = self.homes = effective(settings.homes, device, delayed=late)
         self.ledger = Ledger()
         self.group = mesh.shard if policy.state else mesh.data
         self.transport, self.transport_reason = choose_transport(
@@ -121,6 +129,7 @@ class ShardedModel:
             self.ledger,
             self.health,
             lambda dtype: state_bytes(optimizer, dtype) if optimizer is not None and not whole else 0,
+            delayed=late,
         )
         try:
             self._reserve()
@@ -137,10 +146,14 @@ class ShardedModel:
         self.gradients.landed = self._landed
         self.runtime.on_backward_end.append(self.gradients.end_backward)
         if homes.param is Home.NVME:
-            self.runtime.held = lambda: self.health.check("parameters could not be gathered")
+            self.runtime.held = lambda: self.health.check("parameters could not be gathered", loses=self._under_way())
         self.update: ElementwiseUpdate | WholeUpdate | None = None
+        self.delayed: Delayed | None = None
         if optimizer is not None:
             self._use_optimizer(optimizer, at_once)
+        if late:
+            dtype, make = settings.accumulate, self._builder.slot
+            self.delayed = Delayed(self.slots, self.masters, self.units, device, homes.gradient, make, dtype)
         self._handles: list[RemovableHandle] = []
         self._closer = finalize(self, _close, mesh, self.ledger, homes.disk)
         self.health.check("initialize could not put the model on disk", loses=True)
@@ -165,7 +178,8 @@ class ShardedModel:
             if unit.released and unit.home is Home.NVME:
                 sizes.append(unit.layout.padded // size * unit.dtype.itemsize)
             if unit.trainable and unit.state_home is not Home.DEVICE and homes.gradient is Home.NVME:
-                sizes.append((unit.state_stop - unit.state_start) * self.settings.accumulate.itemsize)
+                nbytes = (unit.state_stop - unit.state_start) * self.settings.accumulate.itemsize
+                sizes += [nbytes, nbytes] if self.settings.delayed else [nbytes]
         disk.reserve(sum(page_up(nbytes) for nbytes in sizes))
         self.health.check("initialize cannot begin", then="nothing was changed")
 
@@ -182,7 +196,9 @@ class ShardedModel:
         if self.homes.param is not Home.NVME:
             return
         try:
-            self.health.check("this forward could not read parameters, and its results are wrong")
+            self.health.check(
+                "this forward could not read parameters, and its results are wrong", loses=self._under_way()
+            )
         except StorageError:
             self._read_again()
             raise
@@ -216,7 +232,15 @@ class ShardedModel:
                 traffic=self.transport.traffic,
             )
 
-    def step(self, limit: float, scale: float, *, skip_overflow: bool, flags: list[float] | None = None) -> Outcome:
+    def step(
+        self,
+        limit: float,
+        scale: float,
+        *,
+        skip_overflow: bool,
+        flags: list[float] | None = None,
+        delay: bool = False,
+    ) -> Outcome:
         """Reduce what is left, agree on the norm, update, and bring the new parameters to where they are used.
 
         Collective.
@@ -226,55 +250,67 @@ class ShardedModel:
             scale: the loss scale that is in the gradients.
             skip_overflow: expect gradients that are not finite now and then, and do not look for whose they are.
             flags: numbers that are added up over ranks on the way.
+            delay: only start the update, where the settings allow that; the next step, or `finish_update`, brings it.
 
         Raises:
             ModelError: there is no optimizer, or a parameter had no gradient and the settings say that it must have
             one.
+            UpdateError: the update of the step before failed on some rank; this step's gradient is dropped.
         """
         if self.update is None:
             raise ModelError("there is no optimizer to step: pass one to initialize, or name one in the configuration")
         self.require_trainable(p for group in self.update.optimizer.param_groups for p in group["params"])
         self.health.refuse("a step")
-        verdict = self._agree(flags or [])
+        trouble = self._await_result()
+        verdict = self._agree([float(trouble is not None), *(flags or [])])
         if verdict.flags.pop() > 0:
             self.forget_gradients()
+            self._drop_result()
             try:
                 self.health.tell("this step was not made, and its gradients are dropped")
             finally:
                 self._read_again()
+        self.runtime.release_all()  # what stayed after an evaluation holds the old values
+        self._finish_result(trouble, verdict.flags.pop(0))
         norm = verdict.norm / scale
         if not verdict.finite and (skip_overflow or (bad := self.first_bad())):
             self.forget_gradients()
             return Outcome(norm, applied=False, clip=1.0, flags=verdict.flags, bad="" if skip_overflow else bad)
         if not self.settings.ignore_unused:
             self._refuse_unused(verdict.used)
-        self.runtime.release_all()  # what stayed after an evaluation holds the old values
         self.gradients.spread()
         self.take_back()
         clip = clip_coefficient(norm, limit)
         used = {slot.unit.index: flags for slot, flags in zip(self.slots, verdict.used, strict=True)}
-        started: dict[int, Unit] = {}
-        written: list[Pending] = []
-        try:
-            for batch in self.update.run(used, scale / clip):
-                _wait(written)
-                for chunk in batch:
-                    if chunk.slot.holds:
-                        started[chunk.unit.index] = chunk.unit
-                        written.append(self.masters.write_back(chunk))
-        finally:  # where a step fails half-way, too, what was updated arrives
-            _wait(written)
-        try:  # of its last writes, which go on in the next forward, the next check hears
-            self.health.check("this step was made in part", loses=True)
-        except StorageError:
-            self.forget_gradients()
-            raise
-        self._bring(list(started.values()))
+        batches = _stepped(self.update.run(used, scale / clip))
+        if delay and self.delayed is not None:
+            self.masters.take_all_edits(self.units)
+            self.delayed.start(batches)
+        else:
+            self._put_to_use(batches)
         self.forget_gradients()
-        for unit in started.values():
-            torch.autograd.graph.increment_version(unit.parameters)
-        self.masters.remember_versions(self.units)
         return Outcome(norm, applied=True, clip=clip, flags=verdict.flags)
+
+    def await_update(self) -> None:
+        """Master weights and optimizer states are those after the last step when this returns; parameters may be those
+        before it."""
+        if self.delayed is not None:
+            self.delayed.wait()
+
+    def finish_update(self) -> None:
+        """All is as after the last step when this returns, parameters too. Collective, between a step and the next
+        forward, where an update is under way.
+
+        Raises:
+            UpdateError: it failed on some rank.
+        """
+        if self.delayed is None or not self.delayed.under_way:
+            return
+        trouble = self._await_result()
+        failed = torch.tensor([float(trouble is not None)], dtype=torch.float64, device=self.device)
+        if self.mesh.data.size > 1:  # which also says that no peer computes with the old parameters any more
+            dist.all_reduce(failed, group=self.mesh.data.process_group)
+        self._finish_result(trouble, failed.item())
 
     def require_trainable(self, parameters: Iterable[nn.Parameter]) -> None:
         """A frozen parameter has no gradient memory, so it cannot start to train.
@@ -329,6 +365,7 @@ class ShardedModel:
     def editing(self, units: list[Unit]) -> Iterator[None]:
         """Inside, masters, optimizer states and (of what is not trained) cuts of `units` may be set; afterwards the
         parameters are renewed from them. Collective."""
+        self.finish_update()
         trained = [unit for unit in units if self.masters.of(unit)]
         with self.renewing(units), self.masters.at_hand(trained, changes=True):
             yield
@@ -345,19 +382,25 @@ class ShardedModel:
         for unit in units:
             if unit.released and unit not in trained:
                 unit.updated()
-            if unit.frees and unit.presence is not Presence.RELEASED:  # what is whole now has the old values
-                unit.let_go(stale=True)
-                if unit.users:
-                    unit.await_present()
+        _renew(units)
         self.masters.remember_versions(self.units)
 
     def destroy(self) -> None:
-        """Give the plain model back: whole parameters of its own, no hooks. Collective at stage 3. Idempotent."""
+        """Give the plain model back: whole parameters of its own, no hooks. Collective at stage 3, and where an update
+        is under way, which is finished first. Idempotent."""
         if not self._handles and not self.units:
             return
+        try:
+            self.finish_update()
+        finally:
+            self._undo()
+
+    def _undo(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        if self.delayed is not None:
+            self.delayed.close()
         self.parking.bring_back()
         self.gradients.finish()
         for unit in self.units:
@@ -412,7 +455,7 @@ class ShardedModel:
 
     def _landed(self, slot: GradientSlot) -> None:
         """A reduced gradient is on its way home: what its step needs from disk sets out too."""
-        if self.steps_next():
+        if self.steps_next() and not self._under_way():
             self.masters.read_ahead(slot.unit)
 
     def _live(self) -> int:
@@ -463,6 +506,70 @@ class ShardedModel:
                 "in the loss, or set zero_optimization.ignore_unused_parameters to true"
             )
 
+    def _await_result(self) -> Exception | None:
+        """Wait for the update under way, if there is one: why this rank can't use it, if so."""
+        if self.delayed is None or not self.delayed.under_way:
+            return None
+        self.delayed.wait()
+        self.take_back()
+        return self.delayed.trouble()
+
+    def _under_way(self) -> bool:
+        return self.delayed is not None and self.delayed.under_way
+
+    def _drop_result(self) -> None:
+        """A disk failed, maybe in the update under way: nothing can be made of that. Collective.
+
+        Raises:
+            StorageError: there was one.
+        """
+        if self.delayed is not None and self.delayed.under_way:
+            self.delayed.finish(use=False)
+            self.health.tell("a delayed update was made in part", loses=True)
+
+    def _finish_result(self, trouble: Exception | None, failed: float) -> None:
+        """Use what the update under way made, unless it failed on any rank.
+
+        Args:
+            trouble: of this rank.
+            failed: number of ranks that have some.
+        """
+        if self.delayed is None or not self.delayed.under_way:
+            return
+        batches = self.delayed.finish(use=not failed)
+        if not failed:
+            self._put_to_use(batches)
+            return
+        self.forget_gradients()
+        raise trouble or UpdateError(
+            f"the delayed update of the step before can't be used, for a reason that {failed:.0f} of the other ranks "
+            "says; master weights no longer fit the parameters, so load the last checkpoint"
+        )
+
+    def _put_to_use(self, batches: Iterable[list[Chunk]]) -> None:
+        """Bring the new parameters of updated chunks to where they are used. Collective."""
+        updated: dict[int, Unit] = {}
+        written: list[Pending] = []
+        try:
+            for batch in batches:
+                _wait(written)
+                for chunk in batch:
+                    updated[chunk.unit.index] = chunk.unit
+                    written.append(self.masters.write_back(chunk))
+        finally:  # where a step fails half-way, too, what was updated arrives
+            _wait(written)
+        try:  # of its last writes, which go on in the next forward, the next check hears
+            self.health.check("this step was made in part", loses=True)
+        except StorageError:
+            self.forget_gradients()
+            raise
+        units = list(updated.values())
+        self._bring(units)
+        _renew(units)
+        for unit in units:
+            torch.autograd.graph.increment_version(unit.parameters)
+        self.masters.remember_versions(self.units)
+
     def _bring(self, units: list[Unit]) -> None:
         """Offer the updated cuts; parameters that are never released are whole again when this returns."""
         pending = []
@@ -479,6 +586,21 @@ class ShardedModel:
         for unit in units:  # the caller may change parameters in place, which no peer must read then
             if not unit.released and self.policy.state:
                 self.transport.settle(unit.buffer)
+
+
+def _stepped(batches: Iterable[list[Chunk]]) -> Iterator[list[Chunk]]:
+    """Of each batch the chunks that had a gradient, as long as it is at hand."""
+    for batch in batches:
+        yield [chunk for chunk in batch if chunk.gradient is not None]
+
+
+def _renew(units: list[Unit]) -> None:
+    """What is whole of `units` has old values: let it go, and gather it again where somebody uses it."""
+    for unit in units:
+        if unit.frees and unit.presence is not Presence.RELEASED:
+            unit.let_go(stale=True)
+            if unit.users:
+                unit.await_present()
 
 
 def _wait(written: list[Pending]) -> None:

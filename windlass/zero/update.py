@@ -104,16 +104,21 @@ class ElementwiseUpdate:
         return formats_of(self.optimizer, self._inner)
 
     def run(self, used: dict[int, list[bool]], divisor: float) -> Iterator[list[Chunk]]:
-        """Update batch after batch; yields each once its masters are new.
+        """Update batch after batch, under the hyper-parameters of this moment; yields each once its masters are new.
 
         Args:
             used: by unit and parameter; the unused are skipped.
             divisor: gradients are divided by it (loss scale over clip coefficient).
         """
-        turn = Turn(self.optimizer, self._inner)
+        turn = Turn(self.optimizer, self._inner, later=self._masters.delayed)
         group_of = self._groups()
         scaled = self._inner if isinstance(self._inner, CPUOptimizer) else self.optimizer
         self._scales = supports_grad_scale(scaled)  # of the groups as they are now
+        return self._run(turn, used, divisor, group_of)
+
+    def _run(
+        self, turn: Turn, used: dict[int, list[bool]], divisor: float, group_of: dict[int, int]
+    ) -> Iterator[list[Chunk]]:
         for batch in self.residence.travel(self._batches):
             chosen: dict[int, list[Segment]] = defaultdict(list)
             for chunk in batch:

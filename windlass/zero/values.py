@@ -31,7 +31,7 @@ def full_param(parameter: nn.Parameter) -> torch.Tensor:
     birth = born.find(parameter)
     if birth is not None:
         return birth.whole()
-    place = require(parameter)
+    place = _finished(parameter)
     masters = place.model.masters
     if not masters.of(place.unit):
         with place.model.runtime.holding([place.unit]):
@@ -75,7 +75,7 @@ def full_state(parameter: nn.Parameter, key: str) -> torch.Tensor | None:
 
 def whole_state(parameter: nn.Parameter, key: str) -> Any:
     """As `full_state`, but what a rule keeps that is no tensor (a number, a name, a list) is given as it is."""
-    place = require(parameter)
+    place = _finished(parameter)
     found: list[Any] = [None] * place.model.group.size
     with place.model.masters.at_hand([place.unit]):
         mine = [
@@ -109,7 +109,7 @@ def whole_state(parameter: nn.Parameter, key: str) -> Any:
 
 def state_keys(parameter: nn.Parameter) -> list[str]:
     """Names of the optimizer states that any rank has of `parameter`."""
-    place = require(parameter)
+    place = _finished(parameter)
     scales = {f"{key}_scale" for key in _coded(place)}
     with place.model.masters.at_hand([place.unit]):
         mine = [key for _, _, state in _state(place) for key in state if key not in scales]
@@ -153,7 +153,7 @@ def set_full_state(parameter: nn.Parameter, key: str, value: torch.Tensor) -> No
 
     A value of the parameter's shape is cut into this rank's pieces; any other (a step count) is kept as it is.
     """
-    place = require(parameter)
+    place = _finished(parameter)
     shape, on, update = place.unit.shapes[place.index], _stepped_on(place), place.model.update
     chunks = place.model.masters.of(place.unit)
     if update is not None and chunks and value.shape == shape and key not in COUNTS:
@@ -180,7 +180,7 @@ def set_plain_state(parameter: nn.Parameter, key: str, value: Any) -> None:
 def local_param(parameter: nn.Parameter) -> torch.Tensor:
     """This rank's piece of the master weight, flat; empty where other ranks have it all. A view of it, unless it is on
     disk or updated in several chunks."""
-    place = require(parameter)
+    place = _updated(parameter)
     masters = place.model.masters
     with masters.at_hand([place.unit], alone=True):
         pieces = [piece for index, _, _, piece in masters.pieces(place.unit) if index == place.index]
@@ -206,7 +206,7 @@ def local_grad(parameter: nn.Parameter) -> torch.Tensor | None:
 def local_state(parameter: nn.Parameter, key: str) -> torch.Tensor | None:
     """This rank's piece of the optimizer state `key`; None if it has none. A view of it, unless it is on disk,
     updated in several chunks or kept in 8 bits."""
-    place = require(parameter)
+    place = _updated(parameter)
     with place.model.masters.at_hand([place.unit], alone=True):
         found = [value for _, _, state in _state(place) if (value := _read(place, state, key)) is not None]
         if not found:
@@ -246,7 +246,7 @@ def set_local_grad(parameter: nn.Parameter, value: torch.Tensor) -> None:
 
 def set_local_state(parameter: nn.Parameter, key: str, value: torch.Tensor) -> None:
     """Set this rank's piece of the optimizer state `key`."""
-    place = require(parameter)
+    place = _updated(parameter)
     on = _stepped_on(place)
     with place.model.masters.at_hand([place.unit], changes=True, alone=True):
         states = [(stop - start, state) for start, stop, state in _state(place)]
@@ -260,6 +260,20 @@ def set_local_state(parameter: nn.Parameter, key: str, value: torch.Tensor) -> N
             return
         for (_, state), part in zip(states, _split(value, [size for size, _ in states]), strict=True):
             _write(place, state, key, part.detach().to(on, copy=True))
+
+
+def _finished(parameter: nn.Parameter) -> Place:
+    """As `require`, with no update of the model under way. Collective."""
+    place = require(parameter)
+    place.model.finish_update()
+    return place
+
+
+def _updated(parameter: nn.Parameter) -> Place:
+    """As `require`, with masters and states as after the last step, whatever the other ranks do."""
+    place = require(parameter)
+    place.model.await_update()
+    return place
 
 
 def _joined(place: Place, pieces: list[torch.Tensor]) -> torch.Tensor:

@@ -43,6 +43,10 @@ BUILT: dict[tuple[str, str], dict[str, Any]] = {
     ("transport", "gloo"): {"comm": {"transport": "gloo"}},
     ("transport", "nccl"): {"comm": {"transport": "nccl"}},
     ("overlap", "on"): {"zero_optimization": {"stage": 2}},
+    ("update", "at once"): {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}},
+    ("update", "delayed"): {
+        "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu", "delayed_update": True}}
+    },
     ("overlap", "off"): {"zero_optimization": {"stage": 3, "overlap_comm": False}},
 }
 

@@ -26,6 +26,23 @@ BROKEN: list[tuple[str, dict[str, Any]]] = [
         "zero_optimization.cpu_offload",
         {"zero_optimization": {"cpu_offload": True, "offload_optimizer": {"device": "cpu"}}},
     ),
+    (
+        "zero_optimization.offload_optimizer.delayed_update",
+        {"zero_optimization": {"stage": 1, "offload_optimizer": {"delayed_update": True}}},
+    ),
+    (
+        "zero_optimization.offload_optimizer.delayed_update",
+        {
+            "zero_optimization": {
+                "stage": 1,
+                "offload_optimizer": {"device": "cpu", "delayed_update": True, "ratio": 0.5},
+            }
+        },
+    ),
+    (
+        "zero_optimization.offload_optimizer.delayed_update_start",
+        {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu", "delayed_update_start": 3}}},
+    ),
     ("zero_optimization.mics_shard_size", {"zero_optimization": {"mics_shard_size": 2, "zero_hpz_partition_size": 2}}),
     (
         "zero_optimization.compute_grad_norm",

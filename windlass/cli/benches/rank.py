@@ -114,6 +114,7 @@ def training(work: TrainingWork) -> dict[str, Any]:
                     seconds[label].append(took)
                     now = _moved(trainees[label])
                     copied[label] = {key: now[key] - before[key] for key in now}  # alike in all steps but the first
+    reports = {label: one.engine.report() if one.engine else {} for label, one in trainees.items()}
     return {
         "memory_kind": watch.kind if watch else None,
         "memory": watch.stop() if watch else None,
@@ -121,9 +122,8 @@ def training(work: TrainingWork) -> dict[str, Any]:
         "seconds": seconds,
         "losses": losses,
         "copied": copied,
-        "transport": {
-            label: one.engine.report()["transport"] if one.engine else "none" for label, one in trainees.items()
-        },
+        "transport": {label: said.get("transport", "none") for label, said in reports.items()},
+        "delayed_update": {label: said.get("delayed_update") for label, said in reports.items()},
         "work": asdict(work),
     }
 

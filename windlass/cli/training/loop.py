@@ -119,6 +119,7 @@ class Trainer:
     def _measure(self) -> float:
         micro = self.engine.train_micro_batch_size_per_gpu()
         self._measured_at = self.step
+        self.engine.finish_update()  # what is measured is what would be saved
         self.bits_now = bits_per_byte(self.engine, self.held_out, micro, self.rank, self.world_size)
         return self.bits_now
 
