@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from tests import oracle
 from tests.dist.harness import run_ranks
-from tests.dist.laws import Setting, ds_config, specimen, whole_params
+from tests.dist.laws import ADAMW, Setting, ds_config, specimen, whole_params
 from tests.models import Place, cast
 from tests.oracle import Recipe, relative_error
 
@@ -119,7 +119,7 @@ def test_tags_and_latest(tmp_path: Path) -> None:
 
 def with_a_strange_state(folder: str) -> str:
     """What is said where one rank's optimizer has a state that can be neither cut nor joined."""
-    engine = engine_for("mlp", Recipe(optimizer="AdamW"), Setting(stage=2), 0)
+    engine = engine_for("mlp", Recipe(optimizer="AdamW", optimizer_params=ADAMW), Setting(stage=2), 0)
     steps(engine, "mlp", Recipe(), 0, 1)
     states = engine._sharded.update.residence.states
     if dist.get_rank() == 0:

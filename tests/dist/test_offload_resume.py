@@ -319,7 +319,8 @@ def test_states_in_8_bits_are_cut_and_converted(tmp_path: Any) -> None:
     for found in run_ranks(recoded, 2, cases, str(tmp_path), env=LATE, transport="gloo", timeout=240):
         assert [not_close for _, not_close in found] == [[]] * len(cases)
         changed = [bool(not_same) for not_same, _ in found]
-        assert changed == [True, True, False, False, False]  # what is decoded only, or whole, is exact
+        # what is only decoded is exact, and so is what is coded again in other blocks: scales are powers of two
+        assert changed == [False, True, False, False, False]
 
 
 def through_a_state_dict(case: Case, folder: str) -> list[str]:

@@ -279,20 +279,6 @@ def test_states_of_a_narrow_model_become_as_wide_as_its_masters(name: str) -> No
         assert not said
 
 
-def coded_states() -> None:
-    model = odd(torch.float32)
-    optimizer = windlass.optim.CPUAdam(model.parameters(), state_dtype="8bit")
-    engine = windlass.initialize(model=model, optimizer=optimizer, config=ds_config(Recipe(), Setting(stage=2)))[0]
-    engine.backward(engine(**specimen("odd_shapes").batch(Place(0, 0, 0))))
-    engine.step()
-    engine.optimizer.state_dict()
-
-
-def test_states_without_a_whole_are_refused_by_name() -> None:
-    with pytest.raises(RankError, match="exp_avg_scale.*state_dtype"):
-        run_ranks(coded_states, 2)
-
-
 class Counting(torch.optim.Optimizer):
     """Counts its steps in its groups and in an attribute, and steps by both."""
 
