@@ -3,9 +3,8 @@
 [Note: codes that are cut elsewhere] Blocks of 256 elements count from where a span starts, so a checkpoint keeps codes
 by element, and beside them the scales of each span as it was saved. A span that is loaded gets its own codes and
 looks up the scales that they were coded under. Where a block of it is a block that was saved, codes and scale are
-taken as they are, so training goes on bit by bit in the same cut (to code decoded values would not do: where noise
-rounded a block's largest value down, its scale is not to be found in its values). Elsewhere values are decoded and
-rounded to the nearest code under the new block's scale: off by at most a sixteenth, half a step.
+taken as they are, so training goes on bit by bit in the same cut. Elsewhere values are decoded and coded again under
+the new block's scale, a power of two as the old one: the same values, but for those far below the largest of the block.
 """
 
 from __future__ import annotations
