@@ -63,6 +63,7 @@ def _require_all_known(model: ShardedModel, names: dict[int, list[str]]) -> None
 
 def save_16bit_model(model: ShardedModel, directory: str, filename: str, trainable_only: bool) -> bool:
     """See `Engine.save_16bit_model`; one unit is whole at a time. Collective; all ranks raise if rank 0 can't write."""
+    model.finish_update()
     names = _names(model)
     units = [unit for unit in model.units if unit.trainable or not trainable_only]
     writing = _Writing(Path(directory) / filename) if model.mesh.data.index == 0 else None

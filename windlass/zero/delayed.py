@@ -118,7 +118,7 @@ class Delayed:
         """End the update, after `wait`: the chunks whose new parameters are to be brought; none unless it is of use."""
         running, self._running = self._running, None
         assert running is not None
-        self.seconds, self.waited = self._took, self._waits
+        self.seconds, self.waited = self._took, min(self._took, self._waits)
         for slot in self._slots:
             slot.handed = None
         if use:

@@ -50,7 +50,7 @@ class Masters:
         self._health = health
         self.residence.arrived = self.take_edits
         self._device, self._ledger, self._pin, self._staging = device, ledger, homes.pin, homes.staging
-        self.delayed = delayed
+        self._delayed = delayed
         self._of_unit: dict[int, list[Chunk]] = {}
         for chunk in self.chunks:
             self._of_unit.setdefault(chunk.unit.index, []).append(chunk)
@@ -203,7 +203,7 @@ class Masters:
         """Start new parameters on their way to disk; whoever reads them there comes after them."""
         rests = chunk.unit.rests
         assert rests is not None and self._staging is not None
-        if lowered is not None and self.delayed:
+        if lowered is not None and self._delayed:
             return rests.store(lowered, chunk.start)
         if lowered is None:
             values = chunk.values()
@@ -219,17 +219,16 @@ class Masters:
         """Where an update in host memory shall write a chunk's parameters in the compute dtype `[stop - start]`: to
         where they rest, if that is host memory too and nobody computes with the old ones any more."""
         rests = chunk.unit.rests
-        if not self.delayed and rests is not None and rests.home is Home.HOST and rests.tensor is not None:
+        if not self._delayed and rests is not None and rests.home is Home.HOST and rests.tensor is not None:
             return rests.tensor[chunk.start : chunk.stop]
-        if not self.delayed and rests is not None and rests.home is Home.NVME and self._staging is not None:
+        if not self._delayed and rests is not None and rests.home is Home.NVME and self._staging is not None:
             return self._staging.take(chunk.numel, chunk.unit.dtype)
         return host_empty(chunk.numel, chunk.unit.dtype, pin=self._pin)
 
     def forget_lowered(self, chunk: Chunk) -> None:
         """Drop 16-bit copies that a step which failed has left."""
-        rests = chunk.unit.rests
-        on_disk = rests is not None and rests.home is Home.NVME
-        if chunk.lowered is not None and on_disk and not self.delayed and self._staging is not None:
+        rests = chunk.unit.rests if not self._delayed else None
+        if chunk.lowered is not None and rests is not None and rests.home is Home.NVME and self._staging is not None:
             self._staging.give_back(chunk.lowered)
         chunk.lowered = None
 
@@ -276,7 +275,7 @@ class Masters:
 
     def _same_memory(self, unit: Unit) -> torch.Tensor | None:
         """The parameters themselves, where they may serve as masters."""
-        if self.delayed or unit.dtype not in (torch.float32, torch.float64) or unit.state_home is Home.NVME:
+        if self._delayed or unit.dtype not in (torch.float32, torch.float64) or unit.state_home is Home.NVME:
             return None
         home = unit.rests.home if unit.rests is not None else Home.DEVICE
         if home is not unit.state_home:

@@ -365,7 +365,6 @@ class ShardedModel:
     def editing(self, units: list[Unit]) -> Iterator[None]:
         """Inside, masters, optimizer states and (of what is not trained) cuts of `units` may be set; afterwards the
         parameters are renewed from them. Collective."""
-        self.finish_update()
         trained = [unit for unit in units if self.masters.of(unit)]
         with self.renewing(units), self.masters.at_hand(trained, changes=True):
             yield
@@ -374,6 +373,7 @@ class ShardedModel:
     @contextmanager
     def renewing(self, units: list[Unit]) -> Iterator[None]:
         """As `editing`, but whoever is inside brings to hand what it sets, and writes it back itself. Collective."""
+        self.finish_update()
         if self.group.size > 1 and any(unit.buffer.parts for unit in units):
             dist.barrier(group=self.group.process_group)  # a peer may be in its backward still, and read them there
         yield

@@ -28,20 +28,21 @@ class Turn:
     Args:
         optimizer: the user's.
         inner: the one that is stepped: its clone, or another class with the same results.
-        later: it may be taken after the groups have changed; learning rates that are tensors are copied for that, so
-            that a rule which writes into them is not heard.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, inner: torch.optim.Optimizer, *, later: bool = False) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, inner: torch.optim.Optimizer) -> None:
         self._optimizer, self._inner = optimizer, inner
         for hook in list(optimizer._optimizer_step_pre_hooks.values()):
             hook(optimizer, (), {})
         self._options = [_without(group, ("params",)) for group in optimizer.param_groups]
-        if later:
-            self._options = [{key: _copied(value) for key, value in options.items()} for options in self._options]
         self._own = self._attributes(optimizer)
         self._new_options: list[dict[str, Any]] = [{} for _ in self._options]
         self._new: dict[str, Any] = {}
+
+    def keep_options(self) -> None:
+        """Parts may be stepped later: options that are tensors (a learning rate) are those of now, too."""
+        for options in self._options:
+            options.update({k: v.detach().clone() for k, v in options.items() if isinstance(v, torch.Tensor)})
 
     def step(self, tensors: dict[int, list[nn.Parameter]]) -> None:
         """Step `tensors` (by group number); their gradients are dropped."""
@@ -87,10 +88,6 @@ class Turn:
 
 def _without(values: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
     return {key: value for key, value in values.items() if key not in names}
-
-
-def _copied(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
 def _changed(now: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:

@@ -110,7 +110,8 @@ class ElementwiseUpdate:
             used: by unit and parameter; the unused are skipped.
             divisor: gradients are divided by it (loss scale over clip coefficient).
         """
-        turn = Turn(self.optimizer, self._inner, later=self._masters.delayed)
+        turn = Turn(self.optimizer, self._inner)
+        turn.keep_options()
         group_of = self._groups()
         scaled = self._inner if isinstance(self._inner, CPUOptimizer) else self.optimizer
         self._scales = supports_grad_scale(scaled)  # of the groups as they are now

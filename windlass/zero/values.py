@@ -170,7 +170,7 @@ def set_full_state(parameter: nn.Parameter, key: str, value: torch.Tensor) -> No
 
 def set_plain_state(parameter: nn.Parameter, key: str, value: Any) -> None:
     """Set the optimizer state `key` to something that is no tensor, as `whole_state` gave it."""
-    place = require(parameter)
+    place = _updated(parameter)
     if isinstance(value, int | float) and isinstance(place.model.update, ElementwiseUpdate):
         value = torch.tensor(float(value))  # old checkpoints of torch have plain counts, which its rules no longer take
     for _, _, state in _state(place):
