@@ -25,19 +25,19 @@ _RESULTS = Path(__file__).parent / "results"
 _RANK = Path(__file__).parent / "rig" / "infinity_rank.py"
 _STATES = 16  # bytes a parameter: bf16 weight and gradient, float32 master weight and two moments
 _AT_LEAST = 3.0
-# Freed blocks go back to the system at once: pages cost time, but here memory is what is short.
+# Large blocks go back to the system when they are freed: pages cost time, but here memory is what is short.
 _MALLOC = {
     "WINDLASS_KEEP_FREED_MEMORY": "0",
     "MALLOC_ARENA_MAX": "1",
-    "MALLOC_MMAP_THRESHOLD_": str(1 << 18),
-    "MALLOC_TRIM_THRESHOLD_": str(1 << 18),
+    "MALLOC_MMAP_THRESHOLD_": str(4 << 20),
+    "MALLOC_TRIM_THRESHOLD_": str(16 << 20),
 }
 
 
 def main(
     hidden: Annotated[int, typer.Option(min=64, help="Width of the Llama, a multiple of 64.")] = 1280,
     layers: Annotated[int, typer.Option(min=1, help="Its blocks; 12.25 x hidden^2 parameters each.")] = 25,
-    cap: Annotated[str, typer.Option(help="Memory that a rank may take.")] = "1.25G",
+    cap: Annotated[str, typer.Option(help="Memory that a rank may take.")] = "1.2G",
     ranks: Annotated[int, typer.Option(min=1, help="Processes, one thread each.")] = 2,
     steps: Annotated[int, typer.Option(min=4, help="Optimizer steps.")] = 12,
     batch: Annotated[int, typer.Option(min=1, help="Sequences of a rank.")] = 2,
