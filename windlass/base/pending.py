@@ -54,3 +54,19 @@ class Step:
             self._block()
             self._finished = True  # before `finish`: what fails must not run a second time and add twice
             self._finish()
+
+
+class All:
+    """Finished once all parts are."""
+
+    def __init__(self, parts: list[Pending]) -> None:
+        self._parts = parts
+
+    def poll(self) -> bool:
+        self._parts = [part for part in self._parts if not part.poll()]
+        return not self._parts
+
+    def wait(self) -> None:
+        for part in self._parts:
+            part.wait()
+        self._parts = []

@@ -7,7 +7,7 @@ from enum import Enum
 import torch
 
 from windlass.base.memory import Then, copy_to_device, copy_to_host, host_empty, separate
-from windlass.base.pending import DONE, Pending
+from windlass.base.pending import DONE, All, Pending
 from windlass.storage.staging import Staging
 from windlass.storage.tier import DiskTier
 from windlass.storage.transfer import Extent
@@ -54,6 +54,7 @@ class Slot:
         self._pin, self._tier, self._staging = pin, tier, staging
         self.tensor: torch.Tensor | None = None
         self._ahead: tuple[torch.Tensor, Pending] | None = None
+        self._kept: list[tuple[int, torch.Tensor, Pending]] = []
         if home is Home.NVME:
             assert tier is not None
             self._extent = tier.allocate(self.nbytes, name)
@@ -73,11 +74,27 @@ class Slot:
             assert self._staging is not None
             if not self._staging.room(self.nbytes):
                 return False
-            self._ahead = self._begin(0, self.numel)
+            if not self._is_kept():
+                self._ahead = self._begin(0, self.numel)
         return True
 
+    def keep(self, staged: torch.Tensor, start: int, written: Pending) -> None:
+        """Have `staged`, of the staging memory, serve the next `fetch` of all that is here in place of a reading.
+
+        Args:
+            staged: the values of elements `[start, start + staged.numel())`, which `store` is writing.
+            written: when it has.
+        """
+        assert self._staging is not None
+        self._kept.append((start, staged, written))
+        self._staging.watch(written)
+
     def forget(self) -> None:
-        """What was read ahead is not what is on disk: drop it."""
+        """What was read ahead or kept is not what is on disk: drop it."""
+        kept, self._kept = self._kept, []
+        for _, staged, written in kept:
+            assert self._staging is not None
+            self._staging.give_back(staged, written)
         if self._ahead is not None:
             (staged, loaded), self._ahead = self._ahead, None
             loaded.wait()
@@ -98,6 +115,8 @@ class Slot:
             if into.data_ptr() != source.data_ptr():
                 into.copy_(source)
             return DONE
+        if into.numel() == self.numel and self._is_kept():
+            return self._deliver_kept(into)
         if not separate(self._device) and self._ahead is None:
             return self.load(into, start)
         staged, loaded = self._read(start, into.numel())
@@ -132,7 +151,9 @@ class Slot:
             self.tensor.narrow(0, start, source.numel()).copy_(source)
             return DONE
         assert self._tier is not None
-        self.forget()
+        stop = start + source.numel()
+        if self._ahead is not None or any(s < stop and start < s + k.numel() for s, k, _ in self._kept):
+            self.forget()
         return self._tier.write(self._extent, start * self.dtype.itemsize, source)
 
     def read(self) -> torch.Tensor:
@@ -147,6 +168,19 @@ class Slot:
         """Put back what `read` gave, changed."""
         if self.tensor is None or self.tensor.data_ptr() != whole.data_ptr():
             self.store(whole).wait()
+
+    def _is_kept(self) -> bool:
+        """Whether what was kept is all of it: pieces never overlap."""
+        return sum(staged.numel() for _, staged, _ in self._kept) == self.numel
+
+    def _deliver_kept(self, into: torch.Tensor) -> Pending:
+        assert self._staging is not None
+        kept, self._kept = self._kept, []
+        copies = []
+        for start, staged, written in kept:
+            copies.append(copy_to_device(into.narrow(0, start, staged.numel()), staged))
+            self._staging.give_back(staged, All([copies[-1], written]))
+        return All(copies)
 
     def _read(self, start: int, numel: int) -> tuple[torch.Tensor, Pending]:
         """Elements `[start, start + numel)` on their way from disk: what was read ahead, if it is all of them."""

@@ -33,6 +33,7 @@ class Staging:
         self._lent: dict[int, torch.Tensor] = {}  # by address
         self._free: list[torch.Tensor] = []
         self._leaving: list[tuple[Pending, torch.Tensor]] = []
+        self._watched: list[Pending] = []
 
     def room(self, nbytes: int) -> bool:
         """Whether `nbytes` more can be lent without waiting, and within the limit."""
@@ -71,8 +72,13 @@ class Staging:
         with self._lock:
             self._leaving.append((after, self._lent[_address(taken)]))
 
+    def watch(self, transfer: Pending) -> None:
+        """Have `settle` wait for a transfer whose buffer stays lent, and every call find out whether it failed."""
+        with self._lock:
+            self._watched.append(transfer)
+
     def settle(self) -> None:
-        """Wait until whatever uses returned buffers is finished.
+        """Wait until whatever uses returned buffers, and whatever is watched, is finished.
 
         Raises:
             StorageError: a transfer failed.
@@ -80,8 +86,18 @@ class Staging:
         with self._lock:
             while self._leaving:
                 self._return(*self._leaving.pop(0))
+            while self._watched:
+                self._watched.pop(0).wait()
 
     def _collect(self) -> None:
+        watched, self._watched = self._watched, []
+        for number, transfer in enumerate(watched):
+            try:
+                over = transfer.poll()
+            except BaseException:
+                self._watched += watched[number + 1 :]
+                raise
+            self._watched += [] if over else [transfer]
         still: list[tuple[Pending, torch.Tensor]] = []
         leaving, self._leaving = self._leaving, []
         for number, (pending, buffer) in enumerate(leaving):

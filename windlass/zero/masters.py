@@ -18,6 +18,8 @@ from windlass.zero.residence import Residence
 from windlass.zero.settings import Homes
 from windlass.zero.unit import Unit
 
+_KEPT = 0.5  # of the staging memory has to be free for new parameters to be kept there for the next forward
+
 
 class Masters:
     """What the optimizer steps: float32 weights, which are the parameters themselves where those are wide enough and
@@ -212,7 +214,11 @@ class Masters:
                 copy_to_host(lowered, values.to(chunk.unit.dtype)).wait()
             else:
                 lowered.copy_(values)
-        self._staging.give_back(lowered, rests.store(lowered, chunk.start))
+        written = rests.store(lowered, chunk.start)
+        if self._staging.room(int(_KEPT * self._staging.limit)):  # the next forward will want it
+            rests.keep(lowered, chunk.start, written)
+        else:
+            self._staging.give_back(lowered, written)
         return DONE
 
     def lowering(self, chunk: Chunk) -> torch.Tensor:

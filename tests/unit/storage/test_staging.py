@@ -104,3 +104,16 @@ def test_settle_waits_for_all(tier: DiskTier) -> None:
         staging.give_back(staging.take(10, torch.uint8), Step(None, lambda: None, lambda n=number: ended.append(n)))
     staging.settle()
     assert ended == [0, 1, 2]
+
+
+def test_what_is_watched_is_waited_for_and_its_failure_is_told(tier: DiskTier) -> None:
+    staging, well, failing = Staging(tier, 1 << 20), Under(), Under(StorageError("the disk is gone"))
+    staging.watch(well)
+    assert staging.room(1) and not well.waited
+    staging.settle()
+    assert well.waited
+    staging.watch(failing)
+    failing.over = True
+    with pytest.raises(StorageError, match="the disk is gone"):
+        staging.room(1)
+    assert staging.room(1)

@@ -1,0 +1,76 @@
+"""A slot on disk: what was read ahead or kept serves the next fetch, and nothing that was overwritten does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from windlass.storage import DiskTier, Home, Slot, Staging
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def tier(tmp_path: Path) -> Iterator[DiskTier]:
+    with DiskTier([tmp_path]) as found:
+        yield found
+
+
+def made(tier: DiskTier, numel: int = 1000) -> tuple[Slot, Staging]:
+    staging = Staging(tier, 1 << 20)
+    slot = Slot("parameters of a test", numel, torch.float32, Home.NVME, CPU, tier=tier, staging=staging)
+    slot.store(torch.arange(numel, dtype=torch.float32)).wait()
+    return slot, staging
+
+
+def fetched(slot: Slot, numel: int = 1000) -> torch.Tensor:
+    into = torch.full((numel,), float("nan"))
+    slot.fetch(into).wait()
+    return into
+
+
+def kept(slot: Slot, staging: Staging, start: int, stop: int, value: float) -> None:
+    values = staging.take(stop - start, torch.float32).fill_(value)
+    slot.keep(values, start, slot.store(values, start))
+
+
+def test_what_was_read_ahead_is_fetched_without_reading_again(tier: DiskTier) -> None:
+    slot, _ = made(tier)
+    assert slot.read_ahead()
+    before = tier.achieved().disk_read_bytes
+    assert torch.equal(fetched(slot), torch.arange(1000.0)) and slot.read_ahead()
+    slot.store(torch.ones(10), 5).wait()  # what lies in memory is of before
+    assert fetched(slot)[4:16].tolist() == [4.0, *[1.0] * 10, 15.0]
+    assert before <= tier.achieved().disk_read_bytes
+
+
+def test_pieces_that_were_kept_are_fetched_without_the_disk(tier: DiskTier) -> None:
+    slot, staging = made(tier)
+    kept(slot, staging, 600, 1000, 2.0)
+    kept(slot, staging, 0, 600, 1.0)
+    staging.settle()
+    before = tier.achieved().disk_read_bytes
+    assert slot.read_ahead()
+    assert torch.equal(fetched(slot), torch.tensor([1.0] * 600 + [2.0] * 400))
+    assert tier.achieved().disk_read_bytes == before
+    assert torch.equal(fetched(slot), torch.tensor([1.0] * 600 + [2.0] * 400))  # and it has arrived there
+    assert tier.achieved().disk_read_bytes > before
+
+
+def test_one_piece_that_was_kept_is_not_all(tier: DiskTier) -> None:
+    slot, staging = made(tier)
+    kept(slot, staging, 0, 600, 1.0)
+    assert fetched(slot)[599:601].tolist() == [1.0, 600.0]
+
+
+@pytest.mark.parametrize("how", ["store", "forget"])
+def test_what_was_kept_goes_when_it_is_overwritten(how: str, tier: DiskTier) -> None:
+    slot, staging = made(tier)
+    kept(slot, staging, 0, 1000, 1.0)
+    slot.store(torch.full((10,), 3.0), 0).wait() if how == "store" else slot.forget()
+    assert fetched(slot)[9:11].tolist() == ([3.0, 1.0] if how == "store" else [1.0, 1.0])
+    staging.settle()
+    assert staging.room(staging.limit)  # nothing is lent any more
