@@ -175,8 +175,12 @@ class Masters:
         """The masters of this rank's state span, where they are other memory than the parameters and not on disk."""
         return self._wholes.get(unit.index)
 
-    def write_back(self, chunk: Chunk) -> Pending:
-        """Start to cast new masters into this rank's span of the parameters, where they are not the same memory."""
+    def write_back(self, chunk: Chunk, *, keep: bool = False) -> Pending:
+        """Start to cast new masters into this rank's span of the parameters, where they are not the same memory.
+
+        Args:
+            keep: the next forward is near: what goes to disk stays in memory for it, where there is room.
+        """
         unit = chunk.unit
         lowered, chunk.lowered = chunk.lowered, None
         values = chunk.values() if lowered is None else lowered
@@ -184,7 +188,7 @@ class Masters:
             if unit.rests.tensor is not None and _same(unit.rests.tensor[chunk.start : chunk.stop], values):
                 return DONE  # the master weights themselves, or written there
             if unit.rests.tensor is None:
-                return self._store(chunk, lowered)
+                return self._store(chunk, lowered, keep=keep)
             if lowered is None and chunk.home is Home.DEVICE and separate(self._device):
                 return unit.rests.put(values.to(unit.dtype, copy=True), chunk.start)  # masters may leave before it ends
             return unit.rests.store(values.to(unit.dtype), chunk.start)
@@ -201,7 +205,7 @@ class Masters:
         if chunk.lowered is None and (chunk.home is Home.NVME or chunk.dtype != chunk.unit.dtype):
             chunk.lowered = host_empty(chunk.numel, chunk.unit.dtype, pin=self._pin).copy_(chunk.values())
 
-    def _store(self, chunk: Chunk, lowered: torch.Tensor | None) -> Pending:
+    def _store(self, chunk: Chunk, lowered: torch.Tensor | None, *, keep: bool) -> Pending:
         """Start new parameters on their way to disk; whoever reads them there comes after them."""
         rests = chunk.unit.rests
         assert rests is not None and self._staging is not None
@@ -215,7 +219,7 @@ class Masters:
             else:
                 lowered.copy_(values)
         written = rests.store(lowered, chunk.start)
-        if self._staging.room(int(_KEPT * self._staging.limit)):  # the next forward will want it
+        if keep and self._staging.room(int(_KEPT * self._staging.limit)):
             rests.keep(lowered, chunk.start, written)
         else:
             self._staging.give_back(lowered, written)

@@ -555,7 +555,7 @@ class ShardedModel:
                 _wait(written)
                 for chunk in batch:
                     updated[chunk.unit.index] = chunk.unit
-                    written.append(self.masters.write_back(chunk))
+                    written.append(self.masters.write_back(chunk, keep=True))
         finally:  # where a step fails half-way, too, what was updated arrives
             _wait(written)
         try:  # of its last writes, which go on in the next forward, the next check hears
