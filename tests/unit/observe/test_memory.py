@@ -18,12 +18,15 @@ SIZE = 64 << 20
 def test_touched_memory_is_seen() -> None:
     measures = [memory.rss, memory.pss] if memory.pss() is not None else [memory.rss]
     for measure in measures:
-        before = measure()
-        with mmap.mmap(-1, SIZE) as block:  # not from malloc, which may hand out pages that are resident already
-            block.write(b"1" * SIZE)
-            after = measure()
-        assert before is not None and after is not None
-        assert 0.9 * SIZE < after - before < 1.5 * SIZE
+        seen = []
+        for _ in range(5):  # what earlier tests left may be freed in between
+            before = measure()
+            with mmap.mmap(-1, SIZE) as block:  # not from malloc, which may hand out pages that are resident already
+                block.write(b"1" * SIZE)
+                after = measure()
+            assert before is not None and after is not None
+            seen.append(after - before)
+        assert any(0.9 * SIZE < rise < 1.5 * SIZE for rise in seen), seen
     peak, now = memory.peak_rss(), memory.rss()
     assert peak is not None and now is not None and peak >= 0.99 * now
 
