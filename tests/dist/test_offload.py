@@ -25,6 +25,7 @@ from tests.dist.laws import (
     whole_params,
 )
 from tests.models import Place, cast
+from tests.strangers import Foreign
 from tests.oracle import Recipe
 from windlass.base.errors import ModelError
 
@@ -506,28 +507,19 @@ def edits_between() -> dict[str, torch.Tensor]:
     return found
 
 
-class LateState(torch.optim.Optimizer):
+class LateState(Foreign):
     """Momentum that appears in the third step; from then on the order of the two states changes from step to step."""
 
-    def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                seen = state.pop("seen", torch.zeros_like(p)).add_(p.grad.abs())
-                state["count"] = state.get("count", 0) + 1
-                if state["count"] < 3:
-                    state["seen"], change = seen, p.grad
-                else:
-                    change = state.pop("momentum", torch.zeros_like(p)).mul_(0.9).add_(p.grad)
-                    kept = [("momentum", change), ("seen", seen)]
-                    state.update(kept if state["count"] % 2 else reversed(kept))
-                p.sub_(group["lr"] * (change / (1 + seen)))
+    def rule(self, p: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], lr: float) -> None:
+        seen = state.pop("seen", torch.zeros_like(p)).add_(gradient.abs())
+        state["count"] = state.get("count", 0) + 1
+        if state["count"] < 3:
+            state["seen"], change = seen, gradient
+        else:
+            change = state.pop("momentum", torch.zeros_like(p)).mul_(0.9).add_(gradient)
+            kept = [("momentum", change), ("seen", seen)]
+            state.update(kept if state["count"] % 2 else reversed(kept))
+        p.sub_(lr * (change / (1 + seen)))
 
 
 def late_states(state: str, folder: str) -> dict[str, torch.Tensor]:

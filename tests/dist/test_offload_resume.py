@@ -16,6 +16,7 @@ from tests.dist.harness import run_ranks
 from tests.dist.laws import ADAMW, Setting, ds_config, specimen, whole_params
 from tests.dist.test_offload import LATE, homes
 from tests.models import Place, cast
+from tests.strangers import Foreign
 from tests.oracle import Recipe, relative_error
 
 SCHEDULE = {"type": "WarmupLR", "params": {"warmup_min_lr": 0.0, "warmup_num_steps": 6}}
@@ -28,39 +29,28 @@ def at(stage: int, state: str = "none", param: str = "none", *more: tuple[str, A
     return Setting(stage=stage, zero=(*homes(state, param, FOLDER, **optimizer), *more))
 
 
-class Counting(torch.optim.Optimizer):
+class Counting(Foreign):
     """A stranger that works element by element, and counts in a plain number."""
 
     def __init__(self, params: Any, lr: float = 0.01) -> None:
-        super().__init__(params, {"lr": lr})
+        super().__init__(params, lr)
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                state["count"] = state.get("count", 0) + 1
-                state["mean"] = state.get("mean", torch.zeros_like(p)).lerp(p.grad, 0.1)
-                p.sub_(state["mean"] / (1 - 0.9 ** state["count"]), alpha=group["lr"])
+    def rule(self, p: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], lr: float) -> None:
+        state["count"] = state.get("count", 0) + 1
+        state["mean"] = state.get("mean", torch.zeros_like(p)).lerp(gradient, 0.1)
+        p.sub_(state["mean"] / (1 - 0.9 ** state["count"]), alpha=lr)
 
 
-class Rows(torch.optim.Optimizer):
+class Rows(Foreign):
     """A stranger that keeps what is neither of an element nor of a parameter: a norm a row."""
 
     def __init__(self, params: Any, lr: float = 0.01) -> None:
-        super().__init__(params, {"lr": lr})
+        super().__init__(params, lr)
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state, flat = self.state[p], p.grad.reshape(-1, p.shape[-1] if p.dim() else 1)
-                state["rows"] = state.get("rows", torch.zeros(flat.shape[0], 1)).lerp(flat.norm(dim=1, keepdim=True), 0.5)
-                p.sub_((flat / (1e-3 + state["rows"])).view(p.shape), alpha=group["lr"])
+    def rule(self, p: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], lr: float) -> None:
+        flat = gradient.reshape(-1, p.shape[-1] if p.dim() else 1)
+        state["rows"] = state.get("rows", torch.zeros(flat.shape[0], 1)).lerp(flat.norm(dim=1, keepdim=True), 0.5)
+        p.sub_((flat / (1e-3 + state["rows"])).view(p.shape), alpha=lr)
 
 
 def optimizer(kind: str) -> Callable[[Any], torch.optim.Optimizer]:

@@ -15,6 +15,7 @@ from tests import oracle
 from tests.dist.harness import RankError, run_ranks
 from tests.dist.laws import Setting, ds_config, hold_all, specimen, whole_params
 from tests.models import Place, cast
+from tests.strangers import Foreign
 from tests.oracle import Recipe, relative_error
 
 # eps well above the rounding of a gradient, where an optimizer divides by its size
@@ -70,24 +71,15 @@ def test_own_optimizers_equal_themselves_in_one_process(name: str, precision: st
     hold_all("mlp", recipe, STAGES, wanted=oracle.train(specimen("mlp"), recipe, factory))
 
 
-class Stranger(torch.optim.Optimizer):
+class Stranger(Foreign):
     """An optimizer nobody knows: steps by the gradient over its norm, counts its steps, keeps a vector of its own."""
 
-    def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                state["count"] = state.get("count", 0) + 1
-                rows = p.grad.reshape(p.shape[0], -1) if p.dim() else p.grad.reshape(1, 1)
-                state["rows"] = 0.5 * state.get("rows", torch.zeros(rows.shape[0])) + rows.norm(dim=1)
-                size = group["lr"] / state["count"] / (1 + float(state["rows"].norm()))
-                p.sub_(p.grad / (p.grad.norm() + 1e-3), alpha=size)
+    def rule(self, p: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], lr: float) -> None:
+        state["count"] = state.get("count", 0) + 1
+        rows = gradient.reshape(p.shape[0], -1) if p.dim() else gradient.reshape(1, 1)
+        state["rows"] = 0.5 * state.get("rows", torch.zeros(rows.shape[0])) + rows.norm(dim=1)
+        size = lr / state["count"] / (1 + float(state["rows"].norm()))
+        p.sub_(gradient / (gradient.norm() + 1e-3), alpha=size)
 
 
 def grouped(model: torch.nn.Module) -> list[dict[str, Any]]:
