@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 import torch
@@ -175,34 +175,3 @@ def _on_stream(target: torch.Tensor, source: torch.Tensor) -> Pending:
             torch.cuda.current_stream(device).wait_event(done)
 
     return Step(done.query if to_host else None, block, keep.clear)
-
-
-class Then:
-    """Pending work after other pending work: `start` runs once the first is finished, and its result is waited for.
-
-    Args:
-        first: what must be finished before.
-        start: starts the rest.
-    """
-
-    def __init__(self, first: Pending, start: Callable[[], Pending]) -> None:
-        self._now: Pending = first
-        self._start: Callable[[], Pending] | None = start
-
-    def poll(self) -> bool:
-        if not self._now.poll():
-            return False
-        if self._start is not None:
-            self._advance()
-        return self._now.poll()
-
-    def wait(self) -> None:
-        self._now.wait()
-        if self._start is not None:
-            self._advance()
-        self._now.wait()
-
-    def _advance(self) -> None:
-        start, self._start = self._start, None
-        assert start is not None
-        self._now = start()

@@ -70,3 +70,34 @@ class All:
         for part in self._parts:
             part.wait()
         self._parts = []
+
+
+class Then:
+    """Pending work after other pending work: `start` runs once the first is finished, and its result is waited for.
+
+    Args:
+        first: what must be finished before.
+        start: starts the rest.
+    """
+
+    def __init__(self, first: Pending, start: Callable[[], Pending]) -> None:
+        self._now: Pending = first
+        self._start: Callable[[], Pending] | None = start
+
+    def poll(self) -> bool:
+        if not self._now.poll():
+            return False
+        if self._start is not None:
+            self._advance()
+        return self._now.poll()
+
+    def wait(self) -> None:
+        self._now.wait()
+        if self._start is not None:
+            self._advance()
+        self._now.wait()
+
+    def _advance(self) -> None:
+        start, self._start = self._start, None
+        assert start is not None
+        self._now = start()

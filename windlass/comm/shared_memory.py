@@ -89,10 +89,8 @@ class SharedMemory:
             offers: list[tuple[int, int, int]] = [(0, 0, 0)] * group.size
             dist.all_gather_object(offers, (os.getpid(), own, size), group=group.process_group)
             problem, self.blocks = None, []
-            self._own: mmap.mmap | None = None
             try:
                 maps = [self._map(*offer, own=own) for offer in offers]
-                self._own = maps[group.index]
                 self.blocks = [torch.frombuffer(one, dtype=torch.uint8) for one in maps]
             except OSError as error:
                 problem = f"rank {dist.get_rank()} may not map a peer's memory ({error})"
@@ -102,11 +100,6 @@ class SharedMemory:
                 raise CommunicationError(problem)
         finally:
             os.close(own)
-
-    def discard(self, start: int, stop: int) -> None:
-        """Give the pages `[start, stop)` of this rank's own block back; they read as zeros afterwards."""
-        if self._own is not None and stop > start:
-            self._own.madvise(mmap.MADV_REMOVE, start, stop - start)
 
     @staticmethod
     def _map(pid: int, descriptor: int, size: int, *, own: int) -> mmap.mmap:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import mmap
 from datetime import timedelta
 
 import torch
 
-from windlass.base.pending import DONE, Pending, Step
+from windlass.base.pending import DONE, Pending, Step, Then
 from windlass.comm.groups import Group
 from windlass.comm.ordered_sum import ordered_sum
+from windlass.comm.pages import Pages
 from windlass.comm.shared_memory import Counters, SharedMemory
 from windlass.comm.traffic import Traffic
 from windlass.comm.transport import Buffer, Need, cut
+from windlass.comm.windows import COUNTERS, WINDOWS, Windows
 
 _ALIGN = 64
-_PAGE = mmap.PAGESIZE
 _PER_BUFFER = 2  # counters: published, gathered
 _PER_LANE = 3  # counters: offered, taken, and from which place of the ring
 
@@ -25,6 +25,8 @@ class ShmTransport:
 
     A rank raises `offered` (or `published`) once its part may be read and `taken` (or `gathered`) once it has read the
     others'; whoever wants to write the buffer again waits for its peers' `taken` (`settle`).
+
+    A transient buffer that is not `common` is this rank's alone, and gathered through `Windows`.
     """
 
     name = "shm"
@@ -36,24 +38,33 @@ class ShmTransport:
         self._lanes = 0  # where the lanes' counters begin
 
     def allocate(self, needs: list[Need], device: torch.device, *, lanes: int = 0) -> list[Buffer]:
-        """Buffers in shared memory, zeroed; those with `common` exist once. Collective."""
-        own = _sizes([n for n in needs if not n.common])
-        common = _sizes([n for n in needs if n.common])
-        memory = self._memory = SharedMemory(self.group, own[-1])
+        """Buffers, zeroed, in shared memory; those with `common` exist once, and of transient ones the windows."""
+        size = self.group.size
+        alone = [need for need in needs if need.transient and not need.common]
+        window = max((_bytes(need) // size for need in alone), default=0) if size > 1 else 0
+        starts = iter(_places([window] * WINDOWS + [_bytes(n) for n in needs if not n.common and not n.transient]))
+        own = [next(starts) for _ in range(WINDOWS)]
+        places = {False: starts, True: iter(_places([_bytes(n) for n in needs if n.common]))}
+        planned = [None if n.transient and not n.common else next(places[n.common]) for n in needs]
+        memory = SharedMemory(self.group, next(starts))
         # the common block lies in the first rank's memory; the others contribute an empty one
-        shared = SharedMemory(self.group, common[-1] if self.group.index == 0 else 1)
+        total = next(places[True])
+        shared = SharedMemory(self.group, total if self.group.index == 0 else 1)
         self._lanes, self._turns = _PER_BUFFER * len(needs), [0] * lanes
-        self._counters = Counters(self.group, max(1, self._lanes + _PER_LANE * lanes), self._timeout)
+        rest = self._lanes + _PER_LANE * lanes
+        self._counters = Counters(self.group, rest + COUNTERS, self._timeout)
+        shown = [[block[at : at + window] for block in memory.blocks] for at in own]
+        self._windows = Windows(self.group, shown, self._counters, rest, self.traffic)
         buffers: list[Buffer] = []
-        starts = {False: iter(own), True: iter(common)}
-        for number, need in enumerate(needs):
-            start = next(starts[need.common])
-            size = need.numel * need.dtype.itemsize
-            blocks = [shared.blocks[0]] * self.group.size if need.common else memory.blocks
-            parts = [block[start : start + size].view(need.dtype) for block in blocks]
+        for number, (need, start) in enumerate(zip(needs, planned, strict=True)):
+            if start is None:
+                pages = Pages(_bytes(need))
+                local = pages.bytes[: _bytes(need)].view(need.dtype)
+                buffers.append(Buffer(local, key=_PER_BUFFER * number, pages=pages))
+                continue
+            blocks = [shared.blocks[0]] * size if need.common else memory.blocks
+            parts = [block[start : start + _bytes(need)].view(need.dtype) for block in blocks]
             buffers.append(Buffer(parts[self.group.index], parts, need.common, _PER_BUFFER * number))
-            if need.transient and not need.common:
-                buffers[-1].pages = start, start + -(-size // _PAGE) * _PAGE
         return buffers
 
     def reduce(
@@ -73,9 +84,11 @@ class ShmTransport:
         buffer.published += 1
         self._counters.raise_to(buffer.key, buffer.published)
 
-    def gather(self, buffer: Buffer, *, elements: int) -> Pending:
+    def gather(self, buffer: Buffer, *, elements: int, ready: Pending = DONE) -> Pending:
         if self.group.size == 1:
-            return DONE
+            return ready
+        if buffer.pages is not None:
+            return self._windows.gather(buffer, ready, elements)
         turn, counters = buffer.published, self._counters
 
         def read() -> None:
@@ -88,9 +101,10 @@ class ShmTransport:
             counters.raise_to(buffer.key + 1, turn)
             self.traffic.add("gather", elements, moved)
 
-        return Step(
+        step = Step(
             lambda: counters.reached(buffer.key, turn), lambda: counters.wait(buffer.key, turn, "a gather"), read
         )
+        return step if ready is DONE else Then(ready, lambda: step)
 
     def settle(self, buffer: Buffer) -> None:
         what = "the release of a buffer"
@@ -99,12 +113,13 @@ class ShmTransport:
             self._counters.wait(self._lane(buffer.mark.lane) + 1, buffer.mark.turn, what)
 
     def vacate(self, buffer: Buffer) -> None:
-        self.settle(buffer)
         if buffer.pages is not None:
-            self._memory.discard(*buffer.pages)
+            buffer.pages.discard()
+        else:
+            self.settle(buffer)
 
     def occupy(self, buffer: Buffer) -> None:
-        return  # pages come back, as zeros, when they are touched
+        return  # pages come back when they are touched
 
     def offer(self, lane: int, buffer: Buffer) -> int:
         """Say that this rank's part of a lane's next sum may be read; returns the turn that peers must have offered."""
@@ -181,11 +196,13 @@ class ShmReduction:
         self._transport.traffic.add("reduce", self._elements if size > 1 else 0, moved)
 
 
-def _sizes(needs: list[Need]) -> list[int]:
-    """Where each need starts in a block, in bytes, and last the size of the block."""
-    starts, end = [], 0
-    for need in needs:
-        align = _PAGE if need.transient else _ALIGN
-        starts.append(-(-end // align) * align)
-        end = starts[-1] + -(-need.numel * need.dtype.itemsize // align) * align
-    return [*starts, end]
+def _bytes(need: Need) -> int:
+    return need.numel * need.dtype.itemsize
+
+
+def _places(sizes: list[int]) -> list[int]:
+    """Where each of these many bytes starts in a block, and last the size of the block."""
+    starts = [0]
+    for size in sizes:
+        starts.append(starts[-1] + -(-size // _ALIGN) * _ALIGN)
+    return starts

@@ -7,8 +7,9 @@ from typing import Protocol
 
 import torch
 
-from windlass.base.pending import Pending
+from windlass.base.pending import DONE, Pending
 from windlass.comm.groups import Group
+from windlass.comm.pages import Pages
 from windlass.comm.traffic import Traffic
 
 
@@ -69,7 +70,7 @@ class Buffer:
         ring: the parts of all buffers that this one may be exchanged with, itself among them.
         place: its place in `ring`; ranks may have the same gradient in different places.
         mark: shared by all cuts of one buffer.
-        pages: `[start, stop)` in this rank's shared memory, in bytes, that nothing else lies in; None: not so.
+        pages: the memory of `local` where it comes and goes and is this rank's alone; None: it stays.
     """
 
     local: torch.Tensor
@@ -80,7 +81,7 @@ class Buffer:
     ring: list[list[torch.Tensor]] = field(default_factory=list)
     place: int = 0
     mark: Mark = field(default_factory=Mark)
-    pages: tuple[int, int] | None = None
+    pages: Pages | None = None
 
     def first(self, numel: int) -> Buffer:
         """The first `numel` elements of it, as the same buffer."""
@@ -129,8 +130,9 @@ class Transport(Protocol):
         """Say that this rank's cut of `buffer` is final and may be read until the next `settle`."""
         ...
 
-    def gather(self, buffer: Buffer, *, elements: int) -> Pending:
-        """Bring the others' published cuts of `buffer`; this rank's own cut is in place already."""
+    def gather(self, buffer: Buffer, *, elements: int, ready: Pending = DONE) -> Pending:
+        """Bring the others' cuts of `buffer`. This rank's own is in place once `ready`; of a transient buffer it is
+        published by this, of others it has to be before."""
         ...
 
     def settle(self, buffer: Buffer) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from windlass.base.pending import DONE, Pending, Step
+from windlass.base.pending import DONE, Pending, Step, Then
 from windlass.comm.groups import Group
 from windlass.comm.ordered_sum import ordered_sum, sum_of_squares
 from windlass.comm.traffic import Traffic
@@ -59,9 +59,11 @@ class _Wire:
             return WholeReduction(self.group, buffer.local, out, add, factor, wire)
         return self._scatter(buffer.local, out, add, factor, wire)
 
-    def gather(self, buffer: Buffer, *, elements: int) -> Pending:
+    def gather(self, buffer: Buffer, *, elements: int, ready: Pending = DONE) -> Pending:
         if self.group.size == 1:
-            return DONE
+            return ready
+        if ready is not DONE:  # started when it is waited for, which is at the same point on all ranks
+            return Then(ready, lambda: self.gather(buffer, elements=elements))
         self._count("gather", elements, buffer.local.numel(), buffer.local.element_size())
         if not self.ways.together:
             works = list(_broadcasts(buffer.local, self.group))

@@ -6,8 +6,8 @@ from enum import Enum
 
 import torch
 
-from windlass.base.memory import Then, copy_to_device, copy_to_host, host_empty, separate
-from windlass.base.pending import DONE, All, Pending
+from windlass.base.memory import copy_to_device, copy_to_host, host_empty, separate
+from windlass.base.pending import DONE, All, Pending, Then
 from windlass.storage.staging import Staging
 from windlass.storage.tier import DiskTier
 from windlass.storage.transfer import Extent

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from windlass.base.errors import ModelError
-from windlass.base.memory import Ledger, Then
+from windlass.base.memory import Ledger
 from windlass.base.pending import DONE, Pending
 from windlass.comm.transport import Buffer, Need, Transport, cut
 from windlass.storage.slot import Home, Slot
@@ -166,12 +166,7 @@ class Unit:
             self._pending = self._regather.gather(self.buffer, elements=self.numel)
             return
         fetched = self.rests.fetch(self.own_full)
-        # what comes from elsewhere is offered when it is waited for, which is at the same point on all ranks
-        self._pending = self._offer() if self.home is Home.DEVICE else Then(fetched, self._offer)
-
-    def _offer(self) -> Pending:
-        self.transport.publish(self.buffer)
-        return self.transport.gather(self.buffer, elements=self.numel)
+        self._pending = self.transport.gather(self.buffer, elements=self.numel, ready=fetched)
 
     def await_present(self, *, backward: bool = False) -> None:
         """Gather if nobody has, wait, and point the parameters at their values."""
