@@ -93,7 +93,9 @@ def offload(
     rounds: Rounds = 3,
     steps: Steps = 3,
     bf16: Annotated[bool, typer.Option("--bf16", help="Parameters in bf16, master weights in fp32.")] = False,
-    device_bytes: Annotated[str, typer.Option(help="Memory of the emulated device, on a machine without one.")] = "64G",
+    device_bytes: Annotated[
+        str, typer.Option(help="Memory of the emulated device, on a machine without one; 0: none.")
+    ] = "64G",
     folder: Annotated[Path | None, typer.Option(help="On the disk to use. [the system's temporary folder]")] = None,
     rivals: Annotated[bool, typer.Option(help="DeepSpeed's rows too, where it is installed.")] = True,
     out: Out = _OUT,

@@ -4,6 +4,7 @@ each alone."""
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,6 +17,9 @@ from windlass.cli.benches.training import EQUAL_LOSS, Row, Sizes, measured, plai
 COMPUTE = "compute alone"
 PROMISED = 1.35
 """What a step of stage 3 may take with all on the host, in multiples of the compute alone."""
+ON_DISK, PROMISED_ON_DISK = "all on disk", 1.2
+"""And with all on disk, in multiples of the compute or of what its bytes take at the disk's rate, whichever is more."""
+_PROBE = 512 << 20
 _HOMES: dict[str, tuple[str, str]] = {
     "none": ("none", "none"),
     "optimizer on host": ("cpu", "none"),
@@ -39,7 +43,7 @@ def offload(
     """Compare homes at stages 1, 2 and 3, on an emulated device where there is no other.
 
     Args:
-        device_bytes: of the emulated device's memory, for all configurations together.
+        device_bytes: of the emulated device's memory, for all configurations together; "0": none is emulated.
         folder: on the disk to use; a temporary one by default.
         rivals: DeepSpeed too, where it is installed.
 
@@ -49,22 +53,62 @@ def offload(
     import torch
 
     cuda = torch.cuda.is_available()
-    env = {} if cuda else {"WINDLASS_EMULATE_DEVICE": device_bytes}
+    emulated = not cuda and device_bytes != "0"
+    env = {"WINDLASS_EMULATE_DEVICE": device_bytes} if emulated else {}
     with TemporaryDirectory(prefix="windlass-offload-", dir=folder) as place:
         ours = dict(_ours(sizes, bf16, place, pins=(True, False) if cuda else (True,)))
         floor = {} if bf16 else {COMPUTE: {"engine": "none"}}  # its ranks train float32, another amount of work
         theirs, notes = _theirs(sizes, bf16, place) if rivals else ({}, ["DeepSpeed: not asked for"])
         rows, failed = measured({**floor, **ours}, sizes, nproc, env | deepspeed.build_tools(), rivals=theirs)
+        rates = disk_rates(place)
     notes += [f"{label}: absent, it failed here with what is printed above" for label in failed]
     notes += [_about_the_device(cuda, device_bytes)]
     verdicts, same = _verdicts(rows, EQUAL_LOSS if not bf16 else 1e-2)
+    verdicts += _beside_the_disk(rows, nproc, *rates)
     tell("offload", rows, verdicts + notes, nproc, sizes, out)
     return same
+
+
+def disk_rates(folder: str) -> tuple[float, float]:
+    """Bytes per second that the disk of `folder` reads and writes by direct I/O, in one go: the best of three."""
+    from windlass.storage.tier import DiskTier
+
+    reads: list[float] = []
+    writes: list[float] = []
+    with DiskTier([folder]) as tier:
+        extent, whole = tier.allocate(_PROBE, "a probe of the disk"), tier.buffer(_PROBE)
+        whole.fill_(1)
+        for _ in range(4):  # the first takes the file's space
+            for seconds, move in ((writes, tier.write), (reads, tier.read)):
+                start = time.perf_counter()
+                move(extent, 0, whole).wait()
+                seconds.append(time.perf_counter() - start)
+    return _PROBE / min(reads[1:]), _PROBE / min(writes[1:])
+
+
+def _beside_the_disk(rows: dict[str, Row], nproc: int, read: float, write: float) -> list[str]:
+    """How far the steps with all on disk are from what bounds them."""
+    if COMPUTE not in rows:
+        return []
+    compute, said = statistics.median(rows[COMPUTE].seconds), []
+    for label, row in rows.items():
+        if not row.copied.get("to_disk") or ON_DISK not in label:
+            continue
+        moved = nproc * (row.copied["from_disk"] / read + row.copied["to_disk"] / write)
+        ratio = statistics.median(row.seconds) / max(compute, moved)
+        floor = f"compute ({compute * 1e3:.0f} ms) and its bytes on disk ({moved * 1e3:.0f} ms at the disk's rate)"
+        kept = "held" if ratio <= PROMISED_ON_DISK else "MISSED"
+        said.append(f"{label}: {ratio:.2f} x the longer of {floor} (promised: at most {PROMISED_ON_DISK}: {kept})")
+    if said:
+        said.append(f"the disk reads {read / 1e9:.1f} and writes {write / 1e9:.1f} GB/s, direct and in one go")
+    return said
 
 
 def _about_the_device(cuda: bool, device_bytes: str) -> str:
     if cuda:
         return "the device is a GPU; pinned: host memory is page-locked"
+    if device_bytes == "0":
+        return "no device is emulated: host memory is the device's, nothing is copied between them"
     return (
         f"the device is emulated ({device_bytes}): windlass' copies to and from it are made and counted; DeepSpeed has "
         "no such device, so its rows make none. Pinned memory means nothing without CUDA: one row for both"
