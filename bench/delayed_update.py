@@ -131,7 +131,7 @@ def _time(ways: dict[str, dict[str, Any]], sizes: Sizes) -> dict[str, dict[str, 
     return {
         way: {
             "seconds": rank["seconds"][way],
-            "last_update": rank["delayed_update"][way],
+            "update_seconds": (rank["delayed_update"][way] or {}).get("seconds"),  # of the last one
             "parameters": rank["parameters"],
         }
         for way in ways
@@ -155,16 +155,15 @@ def _times(timed: dict[str, dict[str, Any]], sizes: Sizes) -> Table:
         f"{millions:.1f}M parameters, {sizes.batch} x {sizes.length} tokens, one rank and its updates, a thread each"
     )
     table = Table(title=title, title_justify="left")
-    for column in ("updates", "ms/step", "spread", "last update ms", "of it waited for ms"):
+    for column in ("updates", "ms/step", "spread", "an update ms"):
         table.add_column(column, justify="left" if column == "updates" else "right")
     for way, row in timed.items():
-        times, last = row["seconds"], row["last_update"] or {}
+        times, update = row["seconds"], row["update_seconds"]
         table.add_row(
             way,
             f"{statistics.median(times) * 1e3:.1f}",
             f"{min(times) * 1e3:.0f}-{max(times) * 1e3:.0f}",
-            f"{last['seconds'] * 1e3:.1f}" if last else "-",
-            f"{last['waited'] * 1e3:.1f}" if last else "-",
+            f"{update * 1e3:.1f}" if update else "-",
         )
     return table
 
@@ -181,7 +180,7 @@ def _verdicts(curves: dict[str, list[Curve]], timed: dict[str, dict[str, Any]]) 
                 f"{', '.join(f'{one:+.4f}' for one in apart)}; seeds at once lie {noise:.4f} apart)"
             )
     once, late = (statistics.median(timed[way]["seconds"]) * 1e3 for way in (AT_ONCE, "delayed"))
-    update = timed["delayed"]["last_update"]["seconds"] * 1e3
+    update = timed["delayed"]["update_seconds"] * 1e3
     said.append(f"time: {once:.1f} ms a step at once, {late:.1f} delayed; an update takes {update:.1f}")
     return said
 
