@@ -54,15 +54,20 @@ def buffer_bytes(wanted: int, count: int, *, told: int | None = None, ranks: int
     """
     if told is not None:
         return page_up(max(told, 1))
-    free, own = free_memory(), _own_limits()
-    allowed = int(min((_UNKNOWN if free is None else free) // max(1, ranks), own) * share) // max(1, count)
+    allowed = int(room(ranks=ranks) * share) // max(1, count)
     if allowed < min(_LEAST, wanted):
         raise StorageError(
-            f"{count} staging buffers on each of {ranks} ranks do not fit into {in_words(min(free or 0, own))} of free "
+            f"{count} staging buffers on each of {ranks} ranks do not fit into {in_words(room(ranks=1))} of free "
             "memory; "
             "free some, or say a smaller buffer_count"
         )
     return page_up(min(wanted, allowed))
+
+
+def room(*, ranks: int) -> int:
+    """Bytes of host memory that this process may take, where `ranks` processes of the host take as many."""
+    free = free_memory()
+    return min((_UNKNOWN if free is None else free) // max(1, ranks), _own_limits())
 
 
 def free_memory() -> int | None:

@@ -1,7 +1,9 @@
 """ZeRO 0-3 on one path. Reading order: policy, layout, partition, access, unit, foresight, runtime, hooks, ring,
-gradients, norm, health, turn, update, whole, registry, born, born_units, sharded, values, gathered, born_site,
+gradients, norm, health, turn, update, whole, registry, born, born_units, sharded, generation,
+differentiable, values, average, gathered, born_site,
 born_homes, born_deferred, born_files, born_models, init_sharded."""
 
+from windlass.zero.average import ExponentialMovingAverage as ExponentialMovingAverage
 from windlass.zero.gathered import GatheredParameters as GatheredParameters
 from windlass.zero.init_sharded import Init as Init
 from windlass.zero.values import full_grad as full_grad
@@ -18,6 +20,7 @@ from windlass.zero.values import set_local_param as set_local_param
 from windlass.zero.values import set_local_state as set_local_state
 
 __all__ = [
+    "ExponentialMovingAverage",
     "GatheredParameters",
     "Init",
     "full_grad",

@@ -28,6 +28,7 @@ from windlass.zero.chunk import Chunk, pipelined
 from windlass.zero.construct import Builder, check_devices, effective, make_units
 from windlass.zero.delayed import Delayed
 from windlass.zero.foresight import Foresight
+from windlass.zero.generation import Generation, attach_generation
 from windlass.zero.gradient_slot import GradientSlot
 from windlass.zero.gradients import Gradients
 from windlass.zero.health import Health
@@ -96,6 +97,7 @@ class ShardedModel:
         blocks, plans = plan_units(model, settings.rules)
         self.units = make_units(plans, settings, homes, mesh, self.group, trains=trains)
         self._builder = Builder(model, settings, homes, mesh, self.group, self.transport, regather, device, self.ledger)
+        self.make_slot = self._builder.slot
         trainable = [unit for unit in self.units if unit.trainable]
         self.gradients = Gradients(
             trainable,
@@ -154,7 +156,7 @@ class ShardedModel:
         if late:
             dtype, make = settings.accumulate, self._builder.slot
             self.delayed = Delayed(self.slots, self.masters, self.units, device, homes.gradient, make, dtype)
-        self._handles: list[RemovableHandle] = []
+        self._handles: list[RemovableHandle | Generation] = []
         self._closer = finalize(self, _close, mesh, self.ledger, homes.disk)
         self.health.check("initialize could not put the model on disk", loses=True)
         self._attach(blocks)
@@ -451,6 +453,7 @@ class ShardedModel:
         if any(unit.released for unit in self.units):
             for block in blocks:
                 self._handles += attach_block(block, self.runtime)
+            self._handles += attach_generation(self.model, self)
         self._handles += attach_model(self.model, self.runtime)
 
     def _landed(self, slot: GradientSlot) -> None:

@@ -20,6 +20,7 @@ from windlass.optim.cpu_optimizer import Format
 from windlass.optim.elementwise import COUNTS
 from windlass.storage.slot import Home
 from windlass.zero import born
+from windlass.zero.differentiable import used
 from windlass.zero.registry import Place, require
 from windlass.zero.update import ElementwiseUpdate, state_dtype
 from windlass.zero.whole import WholeUpdate
@@ -27,17 +28,21 @@ from windlass.zero.whole import WholeUpdate
 
 def full_param(parameter: nn.Parameter) -> torch.Tensor:
     """The whole weight as a new float32 tensor (or the parameter's own dtype if that is not trained): the master
-    weight. Before `initialize`, of a parameter that was born sharded, in its own dtype."""
+    weight. Before `initialize`, of a parameter that was born sharded, in its own dtype.
+
+    It may be part of a loss: its gradient, in the parameter's dtype, is added to the parameter's own.
+    """
     birth = born.find(parameter)
-    if birth is not None:
-        return birth.whole()
-    place = _finished(parameter)
+    return birth.whole() if birth is not None else used(parameter, _whole(_finished(parameter)))
+
+
+def _whole(place: Place) -> torch.Tensor:
     masters = place.model.masters
     if not masters.of(place.unit):
         with place.model.runtime.holding([place.unit]):
             return place.unit.parameter_view(place.unit.full, place.index).detach().clone()
     place.model.take_back()
-    return _assemble(place, masters.read_span(place.unit))
+    return assemble(place, masters.read_span(place.unit))
 
 
 def full_grad(parameter: nn.Parameter) -> torch.Tensor | None:
@@ -61,9 +66,9 @@ def full_grad(parameter: nn.Parameter) -> torch.Tensor | None:
     if not model.policy.state and model.group.size > 1:
         size = shard.numel() // model.group.size
         shard = shard.narrow(0, model.group.index * size, size)
-        whole = _assemble(place, shard, start=model.group.index * size)
+        whole = assemble(place, shard, start=model.group.index * size)
     else:
-        whole = _assemble(place, model.sum_replicas(shard.clone()) if model.mesh.replicate.size > 1 else shard)
+        whole = assemble(place, model.sum_replicas(shard.clone()) if model.mesh.replicate.size > 1 else shard)
     return whole.div_(model.loss_scale())
 
 
@@ -340,7 +345,7 @@ def _write(place: Place, state: dict[str, Any], key: str, value: torch.Tensor) -
     coded.write(value.reshape(-1), state[key].view(-1), state[f"{key}_scale"], kept.signed)
 
 
-def _assemble(place: Place, span: torch.Tensor, *, start: int | None = None) -> torch.Tensor:
+def assemble(place: Place, span: torch.Tensor, *, start: int | None = None) -> torch.Tensor:
     """The whole parameter-shaped tensor of which each rank has the part in its span of the unit. Collective."""
     model, unit = place.model, place.unit
     layout, group = unit.layout, model.group

@@ -1,0 +1,257 @@
+"""More that users ask a sharded model for: weights in the loss, averages of the parameters, text."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from tests import oracle
+from tests.dist.harness import run_ranks
+from tests.dist.laws import Setting, ds_config, whole_params
+from tests.models import LossOutside, Place, mse, rows
+from tests.oracle import SEED, Recipe, relative_error
+
+STEPS, DECAY = 4, 0.9
+HOMES = {
+    "device": (),
+    "host": (("offload_param", {"device": "cpu"}), ("offload_optimizer", {"device": "cpu"})),
+    "disk": (("offload_param", {"device": "nvme"}), ("offload_optimizer", {"device": "nvme"})),
+}
+PLACES = [
+    (1, 0, "gloo", "device"),
+    (2, 1, "gloo", "device"),
+    (2, 2, "shm", "device"),
+    (2, 3, "gloo", "device"),
+    (2, 3, "shm", "host"),
+    (2, 3, "gloo", "disk"),
+]
+
+
+def env_of(home: str) -> dict[str, str]:
+    """Host memory is another home only where the device has its own."""
+    return {} if home == "device" else {"WINDLASS_EMULATE_DEVICE": "64M", "WINDLASS_EMULATE_LATE": "1"}
+
+
+def engine_of(model: nn.Module, stage: int, transport: str, home: str, folder: str) -> Any:
+    import windlass
+
+    zero = {key: value | {"nvme_path": folder} for key, value in HOMES[home]}
+    config = ds_config(Recipe(), Setting(stage=stage, transport=transport, zero=tuple(zero.items())))
+    return windlass.initialize(model=model, config=config)[0]
+
+
+def built(rank: int = 0) -> nn.Module:
+    torch.manual_seed(SEED + rank)
+    return LossOutside()
+
+
+# a weight in the loss
+
+
+def penalty(weights: list[Tensor]) -> Tensor:
+    return 0.3 * weights[0].square().sum() + 0.1 * (weights[0] * weights[0].detach().flip(0)).sum() + weights[1].sum()
+
+
+def with_weights_in_the_loss(stage: int, transport: str, home: str, folder: str, frozen: bool) -> dict[str, Any]:
+    import windlass
+
+    rank = dist.get_rank()
+    model = built(rank)
+    first, second = list(model.parameters())[:2]
+    if frozen:
+        second.requires_grad_(False)
+    engine = engine_of(model, stage, transport, home, folder)
+    losses = []
+    for step in range(STEPS):
+        batch = rows(Place(step, 0, rank))
+        said, _ = engine(batch["x"])
+        weights = [windlass.zero.full_param(p) for p in (first, second)]
+        assert weights[1].requires_grad is not frozen
+        loss = mse(said, batch["y"]) + (rank + 1) * penalty(weights)
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()))
+    with torch.no_grad():
+        assert not windlass.zero.full_param(first).requires_grad
+    found = {"losses": losses, "params": whole_params(engine.module)}
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+@pytest.mark.parametrize(("ranks", "stage", "transport", "home"), PLACES)
+def test_a_whole_weight_in_the_loss(
+    ranks: int, stage: int, transport: str, home: str, frozen: bool, tmp_path: Any
+) -> None:
+    model = built()
+    first, second = list(model.parameters())[:2]
+    second.requires_grad_(not frozen)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = oracle.make_optimizer(Recipe(), trained)
+    wanted: list[list[float]] = [[] for _ in range(ranks)]
+    for step in range(STEPS):
+        for rank in range(ranks):
+            batch = rows(Place(step, 0, rank))
+            loss = mse(model(batch["x"])[0], batch["y"]) + (rank + 1) * penalty([first, second])
+            (loss / ranks).backward()
+            wanted[rank].append(float(loss.detach()))
+        nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    params = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
+    everywhere = run_ranks(
+        with_weights_in_the_loss, ranks, stage, transport, home, str(tmp_path), frozen, transport=transport, env=env_of(home)
+    )
+    for rank, found in enumerate(everywhere):
+        assert found["losses"] == pytest.approx(wanted[rank], rel=1e-6)
+        error, where = relative_error(found["params"], params)
+        assert error < 1e-6, where
+
+
+# averages
+
+
+def averaging(stage: int, transport: str, home: str, folder: str) -> dict[str, Any]:
+    import windlass
+
+    rank = dist.get_rank()
+    engine = engine_of(built(rank), stage, transport, home, folder)
+    average = windlass.zero.ExponentialMovingAverage(engine, DECAY)
+    with pytest.raises(windlass.WindlassError, match="no average yet"), average.applied():
+        pass
+    seen = []
+    for step in range(STEPS):
+        batch = rows(Place(step, 0, rank))
+        engine.backward(mse(engine(batch["x"])[0], batch["y"]))
+        engine.step()
+        average.update()
+        if step == 1:
+            before = whole_params(engine.module)
+            with average.applied(), torch.no_grad():
+                seen.append(engine(batch["x"])[0].clone())
+                with pytest.raises(windlass.WindlassError, match="while the averages are applied"):
+                    average.update()
+            after = whole_params(engine.module)
+            assert all(torch.equal(before[name], after[name]) for name in before)
+    named = dict(engine.module.named_parameters())
+    found = {
+        "averages": {name: average.full_param(p) for name, p in named.items()},
+        "params": whole_params(engine.module),
+        "seen": seen,
+    }
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize(("ranks", "stage", "transport", "home"), PLACES)
+def test_a_sharded_average_is_that_of_one_process(
+    ranks: int, stage: int, transport: str, home: str, tmp_path: Any
+) -> None:
+    everywhere = run_ranks(averaging, ranks, stage, transport, home, str(tmp_path), transport=transport, env=env_of(home))
+    model = built()
+    optimizer = oracle.make_optimizer(Recipe(), list(model.parameters()))
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
+    seen: list[Tensor] = []
+    for step in range(STEPS):
+        for rank in range(ranks):
+            batch = rows(Place(step, 0, rank))
+            (mse(model(batch["x"])[0], batch["y"]) / ranks).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        average.update_parameters(model)
+        if step == 1:
+            with torch.no_grad():
+                seen = [average(rows(Place(step, 0, rank))["x"])[0] for rank in range(ranks)]
+    wanted = {name: p.detach() for name, p in average.module.named_parameters()}
+    for rank, found in enumerate(everywhere):
+        error, where = relative_error(found["averages"], wanted)
+        assert error < 1e-6, where
+        assert torch.allclose(found["seen"][0], seen[rank], rtol=1e-5, atol=1e-6)
+        apart = max(float((found["averages"][n] - found["params"][n]).abs().max()) for n in wanted)
+        assert apart > 1e-4  # it lags behind
+
+
+# text
+
+
+def llama() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(SEED)
+    config = LlamaConfig(
+        vocab_size=40,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        eos_token_id=None,
+        pad_token_id=0,
+        initializer_range=0.5,
+    )
+    return LlamaForCausalLM(config)
+
+
+def prompt(rank: int) -> Tensor:
+    return torch.randint(1, 40, (1 + rank, 3 + 2 * rank), generator=torch.Generator().manual_seed(rank))
+
+
+def lengths(ranks: int) -> list[int]:
+    return [4 + 9 * rank for rank in range(ranks)]
+
+
+def generating(stage: int, transport: str, home: str, folder: str, roomy: bool) -> dict[str, Any]:
+    rank = dist.get_rank()
+    model = llama()
+    engine = engine_of(model, stage, transport, home, folder)
+    if not roomy:
+        import windlass.zero.generation as generation
+
+        generation._fits, fits = lambda _: False, generation._fits
+    try:
+        engine._sharded.transport.traffic.reset()
+        mine = engine.module.generate(prompt(rank), max_new_tokens=lengths(dist.get_world_size())[rank], do_sample=False)
+    finally:
+        if not roomy:
+            generation._fits = fits
+    gathered = engine._sharded.transport.traffic.payload["gather"]
+    tokens = prompt(rank)
+    losses = []
+    for _ in range(2):
+        loss = engine(tokens, labels=tokens).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()))
+    again = engine.generate(prompt(rank), max_new_tokens=3 + rank, do_sample=False)
+    copied = copy.deepcopy(model) if stage < 3 else None
+    engine.destroy()
+    own = model.generate(prompt(rank), max_new_tokens=3 + rank, do_sample=False)
+    if copied is not None:
+        assert torch.equal(copied.generate(prompt(rank), max_new_tokens=3 + rank, do_sample=False), own)
+    assert "generate" not in vars(model)
+    return {"mine": mine, "again": again, "own": own, "losses": losses, "gathered": gathered}
+
+
+@pytest.mark.parametrize("roomy", [True, False], ids=["it fits", "it does not"])
+@pytest.mark.parametrize(("ranks", "stage", "transport", "home"), [place for place in PLACES if place[1] in (0, 3)])
+def test_ranks_generate_texts_of_different_lengths(
+    ranks: int, stage: int, transport: str, home: str, roomy: bool, tmp_path: Any
+) -> None:
+    everywhere = run_ranks(generating, ranks, stage, transport, home, str(tmp_path), roomy, transport=transport, env=env_of(home))
+    plain = llama().eval()
+    for rank, found in enumerate(everywhere):
+        wanted = plain.generate(prompt(rank), max_new_tokens=lengths(ranks)[rank], do_sample=False)
+        assert found["mine"].tolist() == wanted.tolist()
+        assert found["again"].tolist() == found["own"].tolist()
+        assert found["losses"][1] < found["losses"][0]
+        if stage == 3:
+            whole = sum(p.numel() for p in plain.parameters())
+            assert (found["gathered"] == whole) == roomy, found["gathered"]

@@ -1,0 +1,124 @@
+"""An exponential moving average of the parameters, cut as the master weights are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from windlass.base.errors import ConfigError, ModelError
+from windlass.storage.slot import Slot
+from windlass.zero import registry
+from windlass.zero.sharded import ShardedModel
+from windlass.zero.unit import Unit
+from windlass.zero.values import assemble
+
+
+class ExponentialMovingAverage:
+    """`average = decay * average + (1 - decay) * parameter` after each `update()`, which begins with a copy.
+
+    What `torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay))` computes, to the bit.
+    Each rank has the average of its own piece of the master weights, where these rest: `4 / ranks` bytes a parameter.
+    What is not trained is its own average. Methods are collective.
+
+    Args:
+        model: the engine, or its module.
+        decay: in [0, 1].
+
+    Attributes:
+        updates: how many there were.
+
+    Raises:
+        ConfigError: decay is out of its range.
+        ModelError: the model belongs to no engine.
+    """
+
+    def __init__(self, model: nn.Module, decay: float = 0.999) -> None:
+        if not 0.0 <= decay <= 1.0:
+            raise ConfigError(f"decay = {decay!r} is out of range: give a number from 0 to 1, such as 0.999")
+        parameter = next(iter(model.parameters()), None)
+        place = registry.find(parameter) if parameter is not None else None
+        if place is None:
+            raise ModelError("the model belongs to no engine: give what initialize returned, or its module")
+        self.decay, self.updates = decay, 0
+        self._model: ShardedModel = place.model
+        self._slots: dict[int, Slot] = {}
+        self._applied = False
+
+    def update(self) -> None:
+        """Take the parameters as they are now into the average; after each `engine.step()` that was applied."""
+        self._refuse_applied("update()")
+        model = self._model
+        model.finish_update()
+        model.take_back()
+        for unit, slot in self._units():
+            masters = model.masters.read_span(unit)
+            if not self.updates:
+                slot.store(masters).wait()
+                continue
+            average = slot.read()
+            average.lerp_(masters, 1.0 - self.decay)
+            slot.write(average)
+        self.updates += 1
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Inside, the parameters are their averages, to evaluate or to save; afterwards they are what they were.
+
+        Raises:
+            ModelError: there is no average yet, or this is inside another such context.
+        """
+        self._refuse_applied("applied()")
+        if not self.updates:
+            raise ModelError("there is no average yet: call update() after a step")
+        self._exchange()
+        self._applied = True
+        try:
+            yield
+        finally:
+            self._applied = False
+            self._exchange()
+
+    def full_param(self, parameter: nn.Parameter) -> torch.Tensor:
+        """The whole average of a parameter, as a new tensor; of one that is not trained, its value."""
+        self._refuse_applied("full_param()")
+        place = registry.require(parameter)
+        slot = dict((unit.index, slot) for unit, slot in self._units()).get(place.unit.index)
+        if slot is None or not self.updates:
+            raise ModelError(f"{place.name!r} has no average: it is not trained, or there was no update() yet")
+        return assemble(place, slot.read())
+
+    def _exchange(self) -> None:
+        """Parameters and averages change places, bit by bit."""
+        model = self._model
+        units = [unit for unit, _ in self._units()]
+        with model.editing(units):
+            for unit, slot in self._units():
+                average, position = slot.read(), 0
+                for chunk in model.masters.of(unit):
+                    part = average[chunk.start : chunk.stop]
+                    before = chunk.values().clone()
+                    chunk.values().copy_(part)
+                    part.copy_(before)
+                    position = chunk.stop
+                assert position == average.numel()
+                slot.write(average)
+
+    def _units(self) -> list[tuple[Unit, Slot]]:
+        """The units that are trained, and where the averages of this rank's pieces rest."""
+        found = []
+        for unit in self._model.units:
+            chunks = self._model.masters.of(unit)
+            if not chunks:
+                continue
+            if unit.index not in self._slots:
+                numel, name = chunks[-1].stop, f"average of {unit.names[0]}"
+                self._slots[unit.index] = self._model.make_slot(name, numel, chunks[0].dtype, chunks[0].home)
+            found.append((unit, self._slots[unit.index]))
+        return found
+
+    def _refuse_applied(self, what: str) -> None:
+        if self._applied:
+            raise ModelError(f"{what} while the averages are applied; leave that context first")
