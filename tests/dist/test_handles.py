@@ -24,13 +24,15 @@ HOMES = {
     "disk": (("offload_param", {"device": "nvme"}), ("offload_optimizer", {"device": "nvme"})),
 }
 PLACES = [
-    (1, 0, "gloo", "device"),
     (2, 1, "gloo", "device"),
-    (2, 2, "shm", "device"),
-    (2, 3, "gloo", "device"),
     (2, 3, "shm", "host"),
     (2, 3, "gloo", "disk"),
+    pytest.param(1, 0, "gloo", "device", marks=pytest.mark.slow),
+    pytest.param(2, 2, "shm", "device", marks=pytest.mark.slow),
+    pytest.param(2, 3, "gloo", "device", marks=pytest.mark.slow),
+    pytest.param(3, 3, "shm", "disk", marks=pytest.mark.slow),
 ]
+SPREAD = [(2, 3, "gloo", "device"), (2, 3, "shm", "host"), pytest.param(3, 3, "gloo", "disk", marks=pytest.mark.slow)]
 
 
 def env_of(home: str) -> dict[str, str]:
@@ -84,7 +86,7 @@ def with_weights_in_the_loss(stage: int, transport: str, home: str, folder: str,
     return found
 
 
-@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+@pytest.mark.parametrize("frozen", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["trained", "frozen"])
 @pytest.mark.parametrize(("ranks", "stage", "transport", "home"), PLACES)
 def test_a_whole_weight_in_the_loss(
     ranks: int, stage: int, transport: str, home: str, frozen: bool, tmp_path: Any
@@ -241,7 +243,7 @@ def generating(stage: int, transport: str, home: str, folder: str, roomy: bool) 
 
 
 @pytest.mark.parametrize("roomy", [True, False], ids=["it fits", "it does not"])
-@pytest.mark.parametrize(("ranks", "stage", "transport", "home"), [place for place in PLACES if place[1] in (0, 3)])
+@pytest.mark.parametrize(("ranks", "stage", "transport", "home"), SPREAD)
 def test_ranks_generate_texts_of_different_lengths(
     ranks: int, stage: int, transport: str, home: str, roomy: bool, tmp_path: Any
 ) -> None:
