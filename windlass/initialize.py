@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -101,6 +102,7 @@ def initialize(
     engine.lr_scheduler = _scheduler(engine, lr_scheduler, settings_of)
     if training_data is not None:
         engine.training_dataloader = _loader(training_data, engine, settings_of, collate_fn)
+    engine.rebuild = partial(_rebuild, built, settings_of, device)
     _engines[id(sharded)] = engine
     if device.type == "cpu":
         keep_freed_memory()
@@ -236,6 +238,15 @@ def _shard(
         if homes.disk is not None:
             homes.disk.close()
         raise
+
+
+def _rebuild(
+    optimizer: torch.optim.Optimizer | None, config: Config, device: torch.device, engine: Engine
+) -> ShardedModel:
+    """Another layout of an engine's model, as it is now."""
+    sharded = _shard(engine.module, optimizer, config, device)
+    _engines[id(sharded)] = engine
+    return sharded
 
 
 def _homes(config: Config) -> Homes:

@@ -21,13 +21,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
         inner: the optimizer that the user gave or the configuration named.
         model: whose parameters it steps.
         step: what `step()` does: the engine's own.
+        refresh: lays the model out anew, for parameters that it did not train before.
     """
 
-    def __init__(self, inner: torch.optim.Optimizer, model: ShardedModel, step: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        inner: torch.optim.Optimizer,
+        model: ShardedModel,
+        step: Callable[[], None],
+        refresh: Callable[[], None],
+    ) -> None:
         self.__dict__.update(inner.__dict__)  # the same groups and defaults; torch's own constructor would copy them
         self.__dict__.pop("step", None)
         self.optimizer = inner
-        self._model, self._step = model, step
+        self._model, self._step, self._refresh = model, step, refresh
         self.overflow = False
         self.loss_scale = 1.0
 
@@ -48,15 +55,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Nothing: gradients are consumed by the step."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's; the parameters must be the model's, and have been trainable at initialize."""
+        """As torch's; the parameters must be the model's. Collective where any was not trained before."""
         super().add_param_group(param_group)
         try:
             check_parameters(self, self._model.model)
-            self._model.require_trainable(param_group["params"])
+            if not self._model.trains_all(param_group["params"]):
+                self._refresh()
         except ModelError:
             self.param_groups.pop()
             raise
         prefer_fused(self.optimizer)
+
+    def follow(self, model: ShardedModel) -> None:
+        """The same parameters are stepped by another layout of their model."""
+        self._model = model
 
     def mark_called(self) -> None:
         """Tell torch's schedulers that a step was taken, on the user's object too."""

@@ -18,6 +18,7 @@ from windlass.engine.buffers import Buffers
 from windlass.engine.optimizer import ShardedOptimizer
 from windlass.engine.progress import Progress
 from windlass.engine.questions import Questions
+from windlass.engine.refresh import pending, refresh, refuse_lost_gradients, unfrozen
 from windlass.engine.reporting import Reporter
 from windlass.engine.saving import load_engine, save_engine
 from windlass.engine.weights import full_state_dict, save_16bit_model
@@ -48,11 +49,11 @@ class Engine(Questions, nn.Module):
         self.world_size, self.global_rank = data.size, data.ranks[data.index]
         self.local_rank = self.device.index if self.device.index is not None else _local_rank()
         self.config = config.raw
-        self.optimizer = ShardedOptimizer(optimizer, sharded, self.step) if optimizer is not None else None
+        self.optimizer = (
+            ShardedOptimizer(optimizer, sharded, self.step, self.refresh) if optimizer is not None else None
+        )
         self.lr_scheduler: Any = None
         self.training_dataloader: Any = None
-        self._buffers_of = Buffers(self.module, data, self.device, sharded.settings.compute)
-        self._blame = Blame(data)
         self._reporter = Reporter(config, self)
         self._weight = 1.0 / progress.batch.accumulation
         self._no_sync = False
@@ -60,10 +61,20 @@ class Engine(Questions, nn.Module):
         self._norm: float | None = None
         self._destroyed = False
         self._collect_again = hold_off() if config.disable_python_gc else _nothing
+        self.rebuild: Callable[[Engine], ShardedModel] = _not_rebuilt  # lays the model out anew, after destroy
+        self._adopt(sharded)
+
+    def _adopt(self, sharded: ShardedModel) -> None:
+        """Train this one from now on."""
+        self._sharded, data = sharded, sharded.mesh.data
+        if self.optimizer is not None:
+            self.optimizer.follow(sharded)
+        self._buffers_of = Buffers(self.module, data, self.device, sharded.settings.compute)
+        self._blame = Blame(data)
         gradients = sharded.gradients
         gradients.weight = lambda: self._weight
         gradients.syncing = self._syncs
-        if config.fp16.enabled:
+        if self._config.fp16.enabled:
             gradients.watch = self._watch
         sharded.steps_next = lambda: self.progress.at_boundary() and not self._no_sync
         sharded.loss_scale = lambda: self._scaler.scale
@@ -77,6 +88,20 @@ class Engine(Questions, nn.Module):
                 raise
             return getattr(super().__getattr__("module"), name)
 
+    def refresh(self) -> None:
+        """Take the model as it is now: parameters that were unfrozen, modules added or taken away. Collective.
+
+        What was trained before keeps its master weights and optimizer states; what is new begins as in plain PyTorch.
+        It happens by itself at the first forward after `requires_grad` was set on a frozen parameter of the optimizer's
+        groups, and where `optimizer.add_param_group` brings parameters that are new. Takes host memory for the model on
+        every rank, for masters and states over all.
+
+        Raises:
+            ModelError: a step has begun, or an optimizer's parameter is none of the model's.
+        """
+        self._refuse_parked("refresh")
+        refresh(self)
+
     # training
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -84,6 +109,8 @@ class Engine(Questions, nn.Module):
         if self._destroyed:
             raise ModelError("this engine was destroyed; call the model itself, or initialize a new engine")
         self._refuse_parked("forward")
+        if torch.is_grad_enabled() and not pending(self._sharded) and unfrozen(self._sharded):
+            self.refresh()
         if self.module.training and torch.is_grad_enabled():
             self._buffers_of.before_forward()
         if self._config.fp16.enabled and self._config.fp16.auto_cast:
@@ -152,6 +179,7 @@ class Engine(Questions, nn.Module):
 
     def _take_step(self, lr_kwargs: dict[str, Any]) -> None:
         assert self.optimizer is not None
+        refuse_lost_gradients(self._sharded)
         fp16 = self._config.fp16.enabled
         changed = [float(self._buffers_of.changed())]
         section = self._config.zero_optimization.offload_optimizer
@@ -403,6 +431,10 @@ class Engine(Questions, nn.Module):
 
 def _nothing() -> None:
     return
+
+
+def _not_rebuilt(engine: Engine) -> ShardedModel:
+    raise ModelError("this engine can't lay its model out anew: make engines by windlass.initialize")
 
 
 def _local_rank() -> int:

@@ -261,7 +261,6 @@ class ShardedModel:
         """
         if self.update is None:
             raise ModelError("there is no optimizer to step: pass one to initialize, or name one in the configuration")
-        self.require_trainable(p for group in self.update.optimizer.param_groups for p in group["params"])
         self.health.refuse("a step")
         trouble = self._await_result()
         verdict = self._agree([float(trouble is not None), *(flags or [])])
@@ -314,20 +313,10 @@ class ShardedModel:
             dist.all_reduce(failed, group=self.mesh.data.process_group)
         self._finish_result(trouble, failed.item())
 
-    def require_trainable(self, parameters: Iterable[nn.Parameter]) -> None:
-        """A frozen parameter has no gradient memory, so it cannot start to train.
-
-        Raises:
-            ModelError: one of `parameters` needs a gradient now and did not at initialize.
-        """
-        frozen = {id(p): n for u in self.units if not u.trainable for n, p in zip(u.names, u.parameters, strict=True)}
-        for parameter in parameters if frozen else ():
-            if parameter.requires_grad and id(parameter) in frozen:
-                raise ModelError(
-                    f"{frozen[id(parameter)]!r} was frozen at initialize and requires a gradient now, which it would "
-                    "never get; save, destroy() the engine, unfreeze, and initialize again (or begin with all "
-                    "trainable and set requires_grad to False where it shall rest)"
-                )
+    def trains_all(self, parameters: Iterable[nn.Parameter]) -> bool:
+        """Whether all of `parameters` that need a gradient have memory for it."""
+        trained = {id(p) for unit in self.units if unit.trainable for p in unit.parameters}
+        return all(id(p) in trained for p in parameters if p.requires_grad)
 
     def take_back(self) -> None:
         """Parameters that were given other memory since the last step (`p.data = ...`, `module.to(...)`) go back to

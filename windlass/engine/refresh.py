@@ -1,0 +1,62 @@
+"""A model that changed in mid-run: parameters were unfrozen, or modules with parameters added or taken away."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from windlass.base.errors import ModelError
+from windlass.base.log import logger
+from windlass.zero.carried import Carried
+
+if TYPE_CHECKING:
+    from windlass.engine.train import Engine
+    from windlass.zero.sharded import ShardedModel
+
+
+def refresh(engine: Engine) -> None:
+    """See `Engine.refresh`."""
+    before = engine._sharded
+    if pending(before):
+        raise ModelError(
+            "refresh() in the middle of a step would lose the gradients that were accumulated; call it after step()"
+        )
+    carried = Carried(before)
+    trained = sum(unit.numel for unit in before.units if unit.trainable)
+    before.destroy()
+    after = engine.rebuild(engine)
+    engine._adopt(after)
+    carried.give(after)
+    now = sum(unit.numel for unit in after.units if unit.trainable)
+    logger.info(f"the model was laid out again: {now:,} parameters are trained now, {trained:,} were before")
+
+
+def pending(model: ShardedModel) -> bool:
+    """Whether a step has begun: there are gradients, the same on all ranks."""
+    return any(slot.holds or slot.written for slot in model.slots)
+
+
+def unfrozen(model: ShardedModel) -> list[tuple[str, nn.Parameter]]:
+    """Parameters of the optimizer that were frozen when the model was laid out and are to be trained now."""
+    if model.update is None:
+        return []
+    asked = {id(p) for group in model.update.optimizer.param_groups for p in group["params"]}
+    frozen = (
+        pair for unit in model.units if not unit.trainable for pair in zip(unit.names, unit.parameters, strict=True)
+    )
+    return [(name, parameter) for name, parameter in frozen if parameter.requires_grad and id(parameter) in asked]
+
+
+def refuse_lost_gradients(model: ShardedModel) -> None:
+    """A step would leave out gradients of parameters that were unfrozen where no forward of the engine saw it.
+
+    Raises:
+        ModelError: there is one.
+    """
+    for name, parameter in unfrozen(model):
+        if parameter.grad is not None:
+            raise ModelError(
+                f"{name!r} was frozen, and was unfrozen where the engine did not see it: call engine(...) rather than "
+                "its module, or engine.refresh() after requires_grad_(True)"
+            )

@@ -1,0 +1,68 @@
+"""Master weights and optimizer states on their way from one layout of a model to another."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from windlass.zero.values import full_param, set_full_param, set_full_state, set_plain_state, state_keys, whole_state
+
+if TYPE_CHECKING:
+    from windlass.zero.sharded import ShardedModel
+
+
+@dataclass
+class _Parcel:
+    weight: torch.Tensor
+    states: dict[str, Any] = field(default_factory=dict)
+
+
+class Carried:
+    """What was trained in a model, each parameter whole on one rank, in host memory. Collective.
+
+    Takes `(weights and states) / ranks` of host memory, and of one parameter the whole on every rank.
+
+    Args:
+        model: whose; it may be destroyed afterwards.
+    """
+
+    def __init__(self, model: ShardedModel) -> None:
+        self._parcels: list[tuple[nn.Parameter, int, _Parcel | None]] = []
+        group = model.mesh.data
+        with torch.no_grad():
+            for unit in model.units:
+                for parameter in unit.parameters if model.masters.of(unit) else ():
+                    owner = len(self._parcels) % group.size
+                    parcel = _Parcel(full_param(parameter))
+                    for key in state_keys(parameter):
+                        parcel.states[key] = whole_state(parameter, key)
+                    self._parcels.append((parameter, owner, _in_host_memory(parcel) if owner == group.index else None))
+
+    def give(self, model: ShardedModel) -> None:
+        """Put it into another layout of the same parameters; those that are not trained there keep their values."""
+        group = model.mesh.data
+        trained = {id(p) for unit in model.units if model.masters.of(unit) for p in unit.parameters}
+        for parameter, owner, parcel in self._parcels:
+            if id(parameter) not in trained:
+                continue
+            told = [parcel]
+            if group.size > 1:
+                dist.broadcast_object_list(told, group.ranks[owner], group=group.process_group)
+            found = told[0]
+            assert found is not None
+            set_full_param(parameter, found.weight.to(model.device))
+            for key, value in found.states.items():
+                if isinstance(value, torch.Tensor):
+                    set_full_state(parameter, key, value)
+                else:
+                    set_plain_state(parameter, key, value)
+        self._parcels = []
+
+
+def _in_host_memory(parcel: _Parcel) -> _Parcel:
+    states = {key: v.cpu() if isinstance(v, torch.Tensor) else v for key, v in parcel.states.items()}
+    return _Parcel(parcel.weight.cpu(), states)
