@@ -222,7 +222,7 @@ def seen(setting: Setting, way: str, folder: str) -> dict[str, Any]:
         found = whole_params(engine.module)
     elif way == "set":
         first = next(iter(named))
-        before = windlass.zero.full_param(named[first])
+        before = windlass.zero.full_param(named[first]).detach()
         train(engine, 2)
         engine.step()
         windlass.zero.set_full_param(named[first], before)

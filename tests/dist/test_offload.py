@@ -119,7 +119,7 @@ def test_homes_agree_bitwise(transport: str, tmp_path: Any) -> None:
     settings.append(Setting(stage=3, transport=transport, zero=homes("nvme", "nvme", tmp_path, gradients="nvme")))
     settings.append(Setting(stage=3, transport=transport, zero=homes("cpu", "none", tmp_path, ratio=0.4)))
     settings.append(
-        Setting(stage=3, transport=transport, zero=(*homes("nvme", "cpu", tmp_path), ("sub_group_size", 100)))
+        Setting(stage=3, transport=transport, zero=(*homes("nvme", "cpu", tmp_path), ("sub_group_size", 1500)))
     )
     first, *others = train_all("four_blocks", recipe, settings, 2, LATE)
     for setting, found in zip(settings[1:], others, strict=True):
