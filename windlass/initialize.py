@@ -20,7 +20,6 @@ from windlass.comm.bootstrap import DEFAULT_TIMEOUT, init_distributed
 from windlass.comm.groups import build_data_mesh
 from windlass.comm.transport import Ways
 from windlass.config import Config, load
-from windlass.data.loader import make_loader
 from windlass.engine.progress import Progress
 from windlass.engine.reporting import opening_lines
 from windlass.engine.train import Engine
@@ -101,7 +100,7 @@ def initialize(
     engine = Engine(sharded, built, settings_of, progress, _loss_scale(settings_of))
     engine.lr_scheduler = _scheduler(engine, lr_scheduler, settings_of)
     if training_data is not None:
-        engine.training_dataloader = _loader(training_data, engine, settings_of, collate_fn)
+        engine.deepspeed_io(training_data, collate_fn=collate_fn)
     engine.rebuild = partial(_rebuild, built, settings_of, device)
     _engines[id(sharded)] = engine
     if device.type == "cpu":
@@ -343,14 +342,3 @@ def _scheduler(engine: Engine, given: Any, config: Config) -> Any:
     if config.scheduler is None or engine.optimizer is None:
         return None
     return schedules.build(config.scheduler.type, config.scheduler.params, engine.optimizer)
-
-
-def _loader(data: Any, engine: Engine, config: Config, collate_fn: Callable[..., Any] | None) -> Any:
-    return make_loader(
-        data,
-        engine.train_micro_batch_size_per_gpu(),
-        engine.global_rank,
-        engine.world_size,
-        collate_fn=collate_fn,
-        drop_last=config.dataloader_drop_last,
-    )

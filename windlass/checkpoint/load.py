@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +29,9 @@ def load(
     process_group: dist.ProcessGroup | None = None,
     strict: bool = True,
     ignore: tuple[str, ...] = (),
+    optional: tuple[str, ...] = (),
     cast: bool = False,
+    advice: str = "Load with strict=False to take what matches, or ignore names by prefix",
 ) -> LoadedState:
     """Fills the tensors of `into` in place from `directory`/`tag`. Every rank of the group must call it.
 
@@ -41,7 +44,9 @@ def load(
         process_group: as in `save`.
         strict: whether missing and unexpected names are errors; else they are only reported.
         ignore: prefixes of names in the checkpoint that are not expected to be asked for, such as `("state/",)`.
+        optional: prefixes of names whose absence, here or there, is only reported.
         cast: whether values of another dtype are converted; else another dtype is an error.
+        advice: ends the error about names that differ.
 
     Raises:
         CheckpointError: the same on all ranks: no such checkpoint, damaged files, another shape or dtype, names that
@@ -57,18 +62,20 @@ def load(
     unexpected = tuple(
         name for name in mine.index.tensors if name not in asked and not name.startswith(RESERVED + tuple(ignore))
     )
-    if strict and (missing or unexpected):
-        raise CheckpointError(
-            f"{path} does not match: {_listed('missing', missing)}; {_listed('unexpected', unexpected)}. Load with "
-            "strict=False to take what matches, or ignore names by prefix"
-        )
+    wrong = [
+        tuple(name for name in names if not name.startswith(optional)) if strict else ()
+        for names in (missing, unexpected)
+    ]
+    if any(wrong):
+        told = "; ".join(listed(word, names) for word, names in zip(("missing", "unexpected"), wrong, strict=True))
+        raise CheckpointError(f"{path} does not match: {told}. {advice}")
     # Imported here: the first import of torch.distributed.checkpoint costs as much as torch's own.
     from windlass.checkpoint import transfer
 
     transfer.read(path, mine.index, mine.held, ranks)
     matched = len(asked) - len(missing)
-    counts = matched, len(missing), len(unexpected)
-    logger.info("loaded %s: %d tensors matched, %d missing, %d unexpected", path, *counts)
+    told = f"{matched} tensors matched, {listed('missing', missing)}, {listed('unexpected', unexpected)}"
+    logger.log(logging.WARNING if missing or unexpected else logging.INFO, f"loaded {path}: {told}")
     own = mine.index.ranks[ranks.rank] if ranks.rank < mine.index.world_size else None
     return LoadedState(
         tag=name,
@@ -127,6 +134,7 @@ def _set_aside(index: Index, rank: int) -> dict[str, torch.Tensor]:
     return found
 
 
-def _listed(word: str, names: tuple[str, ...]) -> str:
+def listed(word: str, names: tuple[str, ...]) -> str:
+    """How many, and which first."""
     shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
     return f"{len(names)} {word} ({shown})" if names else f"0 {word}"

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from windlass.base.errors import DataError
 from windlass.data.sampler import EpochSampler, StreamSampler
@@ -68,13 +68,17 @@ class SequenceLoader:
         Raises:
             DataError: the state is of another corpus or sequence length.
         """
+        self.check(state)
+        self._sampler = StreamSampler(self._sampler.length, int(state["seed"]), int(state["consumed"]))
+
+    def check(self, state: dict[str, Any]) -> None:
+        """As `load_state_dict`, but goes nowhere."""
         for name, here in self._identity().items():
-            if state[name] != here:
+            if state.get(name) != here:
                 raise DataError(
-                    f"cannot resume the data order: {name} was {state[name]!r} and is now {here!r}; "
+                    f"cannot resume the data order: {name} was {state.get(name)!r} and is now {here!r}; "
                     "give the same data, tokenizer and --seq-len as before"
                 )
-        self._sampler = StreamSampler(self._sampler.length, int(state["seed"]), int(state["consumed"]))
 
     def _identity(self) -> dict[str, Any]:
         return {"digest": self._digest, "seq_len": self._seq_len, "sequences": self._sampler.length}
@@ -85,7 +89,10 @@ class EpochLoader:
 
     Each whole iteration moves on to the next epoch, and so to the next shuffle, by itself; `set_epoch` says otherwise.
     An iteration that was broken off starts its epoch anew, as torch's does, unless `load_state_dict` said where to go
-    on.
+    on; an iteration that is under way then goes on there, too.
+
+    Iterating draws nothing from torch's global generator (a DataLoader by itself does, for the seeds of its workers), so
+    that a run which goes on in the middle of an epoch draws what an uninterrupted one draws.
     """
 
     def __init__(self, loader: DataLoader[Any], sampler: EpochSampler | None, micro_batch: int) -> None:
@@ -93,24 +100,41 @@ class EpochLoader:
         self.dataset = loader.dataset
         self.batch_size = micro_batch
         self._resumed = False
+        self._iterations = 0
 
     def __len__(self) -> int:
         """Batches of a whole epoch for this rank."""
         return len(self._loader)
 
     def __iter__(self) -> Iterator[Any]:
-        sampler = self._sampler
-        if sampler is None:
+        if self._sampler is None:
+            self._seed_workers(self._iterations)
             yield from self._loader
             return
+        yield from self._rest_of_epoch(self._sampler)
+        while self._resumed:  # by `load_state_dict`, after the last batch was handed out
+            yield from self._rest_of_epoch(self._sampler)
+
+    def _rest_of_epoch(self, sampler: EpochSampler) -> Iterator[Any]:
         sampler.start(sampler.epoch, sampler.consumed if self._resumed else 0)
         self._resumed = False
+        self._seed_workers(sampler.epoch)
         step = self._micro_batch * sampler.world_size
         for batch in self._loader:
+            if self._resumed:  # what was read ahead is of the place before
+                return
             # Counted when handed out: what worker processes have read ahead is read again after a resume.
             sampler.consumed += step
             yield batch
-        sampler.start(sampler.epoch + 1)
+        if not self._resumed:
+            sampler.start(sampler.epoch + 1)
+
+    def _seed_workers(self, number: int) -> None:
+        self._iterations += 1
+        if self._loader.generator is not None:
+            rank = self._sampler.rank if self._sampler is not None else 0
+            seed = torch.initial_seed() + (number << 20) + rank
+            self._loader.generator.manual_seed(seed % (1 << 63))
 
     def set_epoch(self, epoch: int) -> None:
         """Shuffles as `epoch` does, from its beginning unless it is the one in progress."""
@@ -132,13 +156,17 @@ class EpochLoader:
         """
         if self._sampler is None:
             return
-        if state["length"] != self._sampler.length:
-            raise DataError(
-                f"cannot resume the data order: the dataset had {state['length']} samples and has "
-                f"{self._sampler.length} now; give the same dataset"
-            )
+        self.check(state)
         self._sampler.start(state["epoch"], state["consumed"])
         self._resumed = True
+
+    def check(self, state: dict[str, int]) -> None:
+        """As `load_state_dict`, but goes nowhere."""
+        if self._sampler is not None and state.get("length") != self._sampler.length:
+            raise DataError(
+                f"cannot resume the data order: the dataset had {state.get('length')} samples and has "
+                f"{self._sampler.length} now; give the same dataset"
+            )
 
 
 class RepeatingLoader:
@@ -163,6 +191,21 @@ class RepeatingLoader:
                 "the loader to repeat gives no batch at all; is the dataset smaller than one batch of all ranks?"
             ) from None
 
+    def state_dict(self) -> dict[str, Any]:
+        """The loader's; empty where it has none."""
+        found: dict[str, Any] = self.loader.state_dict() if hasattr(self.loader, "state_dict") else {}
+        return found
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The loader's, which goes on there."""
+        if hasattr(self.loader, "load_state_dict"):
+            self.loader.load_state_dict(state)
+
+    def check(self, state: dict[str, Any]) -> None:
+        """The loader's."""
+        if hasattr(self.loader, "check"):
+            self.loader.check(state)
+
 
 def make_loader(
     dataset: Any,
@@ -176,24 +219,29 @@ def make_loader(
     shuffle: bool = True,
     num_workers: int = 0,
     pin_memory: bool = False,
+    order: Sampler[int] | None = None,
 ) -> EpochLoader:
     """A loader of this rank's micro-batches of `dataset`; an iterable dataset is taken as it comes, on every rank.
+
+    Args:
+        order: a sampler of this rank's, instead of the one that can go on inside an epoch.
 
     Raises:
         DataError: an empty dataset.
     """
     sampler = None
-    if not isinstance(dataset, IterableDataset):
+    if not isinstance(dataset, IterableDataset) and order is None:
         if len(dataset) == 0:
             raise DataError("training_data is empty: its length is 0")
         sampler = EpochSampler(len(dataset), rank, world_size, shuffle=shuffle, seed=seed, drop_last=drop_last)
     loader: DataLoader[Any] = DataLoader(
         dataset,
         batch_size=micro_batch,
-        sampler=sampler,
+        sampler=sampler if order is None else order,
         collate_fn=collate_fn,
         drop_last=drop_last,
         num_workers=num_workers,
         pin_memory=pin_memory,
+        generator=torch.Generator(),
     )
     return EpochLoader(loader, sampler, micro_batch)

@@ -41,7 +41,14 @@ class Progress:
             "skipped_steps": self.skipped_steps,
         }
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on from `state_dict()`."""
+    def load_state_dict(self, state: dict[str, int], accumulation: int | None = None) -> None:
+        """Go on from `state_dict()`.
+
+        Args:
+            accumulation: micro-batches that a step had then, if that is known. Where it is another number now,
+                micro-batches count as if all steps had had so many, so that a step begins here too.
+        """
         for name, value in state.items():
             setattr(self, name, int(value))
+        if accumulation is not None and accumulation != self.batch.accumulation:
+            self.micro_steps = self.micro_steps // accumulation * self.batch.accumulation

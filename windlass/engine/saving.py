@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-import random
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from windlass.base.errors import CheckpointError
 from windlass.base.log import logger
-from windlass.checkpoint import LoadedState, SavedState, load, read_latest, read_outline, save
+from windlass.checkpoint import FlatShard, LoadedState, SavedState, load, read_latest, read_outline, save
 from windlass.checkpoint.agree import Ranks
 from windlass.engine.filling import ChunkToFill, incoming
+from windlass.engine.fingerprint import fingerprint
+from windlass.engine.groups import groups_of, match, require_whole, take
 from windlass.engine.pieces import ChunkToRead, parameters
+from windlass.engine.position import (
+    check_data_position,
+    data_position,
+    random_state,
+    set_data_position,
+    set_random_state,
+)
 from windlass.engine.states import Outgoing, merged, outgoing
 from windlass.zero.chunk import Chunk
 from windlass.zero.health import HALF_DONE
@@ -20,6 +29,7 @@ from windlass.zero.health import HALF_DONE
 if TYPE_CHECKING:
     from windlass.engine.train import Engine
     from windlass.zero.sharded import ShardedModel
+    from windlass.zero.unit import Unit
 
 
 def save_engine(
@@ -38,6 +48,7 @@ def save_engine(
         return drawers.setdefault(id(chunk), ChunkToRead(model.masters, chunk))
 
     units = [unit for unit in model.units if unit.trainable or not trainable_only]
+    taken = fingerprint(model, units)
     shards = list(parameters(model, units, drawer_of, keep=False))
     states = Outgoing()
 
@@ -49,16 +60,22 @@ def save_engine(
     everywhere = Ranks.of(model.mesh.data.process_group).each("preparing to save", look)
     plain = {
         "engine": engine.progress.state_dict(),
-        "layout": {"stage": model.policy.stage, "ranks": model.mesh.data.size},
+        "layout": {
+            "stage": model.policy.stage,
+            "ranks": model.mesh.data.size,
+            "accumulation": engine.progress.batch.accumulation,
+        },
+        "fingerprint": {"parameters": taken.parameters, "states": taken.states},
         **merged(everywhere),
-        "groups": _groups(engine),
+        "groups": groups_of(engine),
         "loss_scale": engine._scaler.state_dict(),
         "schedule": _schedule(engine),
+        "data": data_position(engine),
         "trainable_only": trainable_only,
         "client": client,
     }
     tensors = states.tensors | ({} if trainable_only else _buffers(engine))
-    state = SavedState([*shards, *states.shards], tensors, plain, {"random": _random_state(engine.device)})
+    state = SavedState([*shards, *states.shards], tensors, plain, {"random": random_state(engine.device)})
     name = tag if tag is not None else f"global_step{engine.global_steps}"
     try:
         save(directory, name, state, process_group=model.mesh.data.process_group, save_latest=save_latest)
@@ -68,8 +85,28 @@ def save_engine(
     return True
 
 
+@dataclass(frozen=True)
+class Wanted:
+    """What of a checkpoint is to be loaded.
+
+    Attributes:
+        module_strict, optimizer_strict: all of it has to match; else what does is taken.
+        optimizer: states and hyper-parameters.
+        schedule: the learning rate's.
+        position: the place in the data.
+        progress: counters, loss scale and random states.
+    """
+
+    module_strict: bool = True
+    optimizer: bool = True
+    optimizer_strict: bool = True
+    schedule: bool = True
+    position: bool = True
+    progress: bool = True
+
+
 def load_engine(
-    engine: Engine, directory: str, tag: str | None, strict: bool, optimizer: bool, schedule: bool
+    engine: Engine, directory: str, tag: str | None, wanted: Wanted
 ) -> tuple[str | None, dict[str, Any] | None]:
     """See `Engine.load_checkpoint`."""
     model = engine._sharded
@@ -81,19 +118,69 @@ def load_engine(
     outlines: list[tuple[dict[str, Any], dict[str, torch.Tensor]]] = []
     ranks.each("looking at the checkpoint", lambda: outlines.append(read_outline(directory, tag)))
     plain, saved = outlines[0]
-    groups_too = optimizer and engine.optimizer is not None and bool(plain["groups"])
+    groups_too = wanted.optimizer and engine.optimizer is not None and bool(plain["groups"])
+    here = groups_of(engine)
+    matched = match(here, plain["groups"])
+    if groups_too and wanted.optimizer_strict:
+        require_whole(matched, here, plain["groups"])
+    position = plain.get("data") if wanted.position else None
+    check_data_position(engine, position)
     trainable_only = bool(plain["trainable_only"])
-    with model.renewing([unit for unit in model.units if unit.trainable or not trainable_only]):
-        found = _fill(engine, directory, tag, plain, saved if groups_too else None, strict)
-    engine.progress.load_state_dict(found.plain["engine"])
-    engine._scaler.load_state_dict(found.plain["loss_scale"])
+    units = [unit for unit in model.units if unit.trainable or not trainable_only]
+    with model.renewing(units):
+        found, alike = _fill(engine, directory, tag, plain, saved, groups_too, wanted)
+    _compare(model, units, found, alike)
     if groups_too:
-        _take_groups(engine, found.plain["groups"])
-    if schedule and engine.lr_scheduler is not None and found.plain["schedule"] is not None:
-        engine.lr_scheduler.load_state_dict(found.plain["schedule"])
-    if found.rank_plain is not None and found.saved_world_size == model.mesh.data.size:
-        _set_random_state(found.rank_plain["random"], engine.device)
+        take(engine, matched, plain["groups"])
+    elif wanted.optimizer and plain["groups"]:
+        logger.info("optimizer states were left alone: this engine has no optimizer")
+    if wanted.progress:
+        engine.progress.load_state_dict(found.plain["engine"], found.plain["layout"].get("accumulation"))
+        engine._scaler.load_state_dict(found.plain["loss_scale"])
+    if wanted.schedule and engine.lr_scheduler is not None and found.plain["schedule"] is not None:
+        engine.lr_scheduler.load_state_dict(_fitting(found.plain["schedule"], engine.lr_scheduler.state_dict()))
+    _go_on(engine, found, position, wanted)
     return str(found.path), dict(found.plain["client"])
+
+
+def _go_on(engine: Engine, found: LoadedState, position: dict[str, Any] | None, wanted: Wanted) -> None:
+    """Random states and place in the data, and what is said of them."""
+    told = []
+    if wanted.progress:
+        told.append(f"step {engine.global_steps}")
+        if found.saved_world_size == engine.world_size and found.rank_plain is not None:
+            set_random_state(found.rank_plain["random"], engine.device)
+            told.append("random states as saved")
+        else:
+            told.append(f"random states as they were here (those of {found.saved_world_size} ranks were saved)")
+    if place := set_data_position(engine, position):
+        told.append(f"data at {place}")
+    if told:
+        logger.info(f"goes on at {'; '.join(told)}")
+
+
+def _compare(model: ShardedModel, units: list[Unit], found: LoadedState, alike: tuple[bool, bool]) -> None:
+    """What was loaded is what was saved, as far as it was to be (`alike`: of parameters, of states). Collective.
+
+    Raises:
+        CheckpointError: it is not.
+    """
+    saved = found.plain.get("fingerprint")
+    if saved is None or not any(alike):
+        return
+    here = fingerprint(model, units)
+    pairs = zip(("parameters", "states"), alike, (here.parameters, here.states), strict=True)
+    for what, same, taken in pairs:
+        if same and taken != saved[what]:
+            raise CheckpointError(
+                f"{found.path} was loaded, but {what} are not what was saved: their fingerprint is {taken}, "
+                f"{saved[what]} was written; load another checkpoint, and report this one"
+            )
+    logger.info(f"fingerprint {here}" + ("" if all(alike) else f", of which only {_checked(alike)} can be compared"))
+
+
+def _checked(alike: tuple[bool, bool]) -> str:
+    return "parameters" if alike[0] else "states"
 
 
 def _fill(
@@ -101,13 +188,17 @@ def _fill(
     directory: str,
     tag: str | None,
     plain: dict[str, Any],
-    saved: dict[str, torch.Tensor] | None,
-    strict: bool,
-) -> LoadedState:
+    saved: dict[str, torch.Tensor],
+    states_too: bool,
+    wanted: Wanted,
+) -> tuple[LoadedState, tuple[bool, bool]]:
     """Read the checkpoint into where the engine's tensors rest, chunk by chunk.
 
     Args:
-        saved: every tensor of the checkpoint, without memory; None: leave optimizer states alone.
+        saved: every tensor of the checkpoint, without memory.
+
+    Returns:
+        What was found, and whether parameters and states are now, bit by bit, those that were saved.
     """
     trainable_only = bool(plain["trainable_only"])
     model = engine._sharded
@@ -119,31 +210,58 @@ def _fill(
     units = [unit for unit in model.units if unit.trainable or not trainable_only]
     shards = list(parameters(model, units, drawer_of, keep=True))
     tensors = {} if trainable_only else _buffers(engine)
-    if saved is not None:
-        ranks = Ranks.of(model.mesh.data.process_group)
+    ranks = Ranks.of(model.mesh.data.process_group)
+    if states_too:
         ranks.each("preparing to load", lambda: incoming(model, plain, saved, drawer_of, tensors))
+    states = [shard for drawer in drawers.values() for shard in drawer.shards]
+    optional = () if wanted.module_strict else ("param/", "buffer/")
     found = _load(
         model,
         directory,
         tag,
-        SavedState([*shards, *(shard for drawer in drawers.values() for shard in drawer.shards)], tensors),
-        strict,
-        () if saved is not None else ("state/",),
+        SavedState([*shards, *states], tensors),
+        optional if wanted.optimizer_strict else (*optional, "state/"),
+        () if states_too else ("state/",),
     )
     for drawer in drawers.values():
         if not drawer.opened:  # nothing of it is in the checkpoint, so it has no states either
             with drawer.open():
                 pass
     model.health.check("what was loaded could not be kept", loses=True)
-    return found
+    own = _alike(shards, saved), states_too and _alike(states, saved) and not plain.get("spans")
+    everywhere = ranks.each("loading", lambda: own)
+    names = (*found.missing, *found.unexpected)
+    whole = [not any(name.startswith(prefix) for name in names) for prefix in ("param/", "state/")]
+    return found, (
+        whole[0] and all(parameters for parameters, _ in everywhere),
+        whole[1] and all(states for _, states in everywhere),
+    )
+
+
+def _alike(shards: list[FlatShard], saved: dict[str, torch.Tensor]) -> bool:
+    """Whether nothing had to be converted."""
+    return all(shard.name in saved and saved[shard.name].dtype == shard.dtype for shard in shards)
+
+
+_ADVICE = (
+    "Where that is meant, load what matches: load_module_strict=False for parameters and buffers, "
+    "load_optimizer_strict=False for optimizer states"
+)
 
 
 def _load(
-    model: ShardedModel, directory: str, tag: str | None, into: SavedState, strict: bool, ignore: tuple[str, ...]
+    model: ShardedModel,
+    directory: str,
+    tag: str | None,
+    into: SavedState,
+    optional: tuple[str, ...],
+    ignore: tuple[str, ...],
 ) -> LoadedState:
     group = model.mesh.data.process_group
     try:
-        return load(directory, tag, into, process_group=group, strict=strict, ignore=ignore, cast=True)
+        return load(
+            directory, tag, into, process_group=group, ignore=ignore, optional=optional, cast=True, advice=_ADVICE
+        )
     except CheckpointError:  # on all ranks
         model.health.check("a checkpoint was loaded in part", loses=True)
         raise
@@ -158,32 +276,6 @@ def _buffers(engine: Engine) -> dict[str, torch.Tensor]:
     return found
 
 
-def _groups(engine: Engine) -> list[dict[str, Any]]:
-    """Hyper-parameters of each group, with the names of its parameters."""
-    if engine.optimizer is None:
-        return []
-    names = {id(p): name for name, p in engine.module.named_parameters()}
-    groups = []
-    for group in engine.optimizer.param_groups:
-        values = {key: value for key, value in group.items() if key != "params"}
-        groups.append({"parameters": [names[id(p)] for p in group["params"]], "values": values})
-    return groups
-
-
-def _take_groups(engine: Engine, saved: list[dict[str, Any]]) -> None:
-    assert engine.optimizer is not None
-    groups = engine.optimizer.param_groups
-    if len(saved) != len(groups):
-        raise CheckpointError(
-            f"the checkpoint has {len(saved)} optimizer groups, this optimizer has {len(groups)}; build it with the "
-            f"same groups "
-            "or load with load_optimizer_states=False"
-        )
-    for group, one in zip(groups, saved, strict=True):
-        values = {key: value for key, value in one["values"].items() if key != "state_dtype"}  # states were converted
-        group.update({key: tuple(v) if isinstance(v, list) else v for key, v in values.items()})
-
-
 def _schedule(engine: Engine) -> dict[str, Any] | None:
     if engine.lr_scheduler is None or not hasattr(engine.lr_scheduler, "state_dict"):
         return None
@@ -191,20 +283,14 @@ def _schedule(engine: Engine) -> dict[str, Any] | None:
     return {key: value for key, value in state.items() if not callable(value)}
 
 
-def _random_state(device: torch.device) -> dict[str, Any]:
-    version, numbers, gauss = random.getstate()
-    state: dict[str, Any] = {
-        "torch": torch.get_rng_state(),
-        "python": [version, list(numbers), gauss],
-    }
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
-    return state
+def _fitting(saved: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    """A schedule's state without what it says of each optimizer group, where there are more or fewer of them now."""
 
+    def fits(key: str, value: Any) -> bool:
+        here = now.get(key)
+        return not (isinstance(value, list) and isinstance(here, list) and len(value) != len(here))
 
-def _set_random_state(state: dict[str, Any], device: torch.device) -> None:
-    torch.set_rng_state(state["torch"])
-    version, numbers, gauss = state["python"]
-    random.setstate((version, tuple(numbers), gauss))
-    if device.type == "cuda" and "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"], device)
+    left = [key for key, value in saved.items() if not fits(key, value)]
+    if left:
+        logger.warning(f"of the schedule {', '.join(left)} stay as they are: there are more or fewer groups than saved")
+    return {key: value for key, value in saved.items() if key not in left}

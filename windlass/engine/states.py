@@ -69,7 +69,7 @@ def outgoing(update: Update, drawer_of: Callable[[Chunk], Drawer], found: Outgoi
     for tenancy in update.tenancies():
         drawer = drawer_of(tenancy.chunk)
         state = update.residence.described(tenancy.chunk, tenancy.tenant)
-        codes = {key: one for key, one in formats.get(id(tenancy.parameter), {}).items() if _is_coded(state, key, one)}
+        codes = {key: one for key, one in formats.get(id(tenancy.parameter), {}).items() if is_coded(state, key, one)}
         scales = {f"{key}_scale" for key in codes}
         for key, value in state.items():
             if key in scales:
@@ -78,7 +78,7 @@ def outgoing(update: Update, drawer_of: Callable[[Chunk], Drawer], found: Outgoi
                 kind = "signed uint8" if codes[key].signed else "unsigned uint8"
                 _send_scales(found, tenancy, key, _at_rest(update, drawer, tenancy, f"{key}_scale", state))
             else:
-                kind = _kind(update, tenancy, key, value)
+                kind = kind_of(update, tenancy, key, value)
             found.kinds.setdefault(tenancy.name, {})[key] = kind
             where = f"state/{tenancy.name}/{key}"
             if kind == "value":
@@ -92,11 +92,17 @@ def outgoing(update: Update, drawer_of: Callable[[Chunk], Drawer], found: Outgoi
                 found.shards.append(FlatShard(where, shape, 0 if whole else tenancy.start, resting))
 
 
-def _is_coded(state: dict[str, Any], key: str, kept: Format) -> bool:
+def is_coded(state: dict[str, Any], key: str, kept: Format) -> bool:
+    """Whether a state that is kept so is there as codes."""
     return kept.coded and key in state and f"{key}_scale" in state
 
 
-def _kind(update: Update, tenancy: Tenancy, key: str, value: Any) -> str:
+def kind_of(update: Update, tenancy: Tenancy, key: str, value: Any) -> str:
+    """What a state that is not coded is; see [Note: kinds of states].
+
+    Raises:
+        CheckpointError: it is neither of an element nor of a parameter.
+    """
     if not isinstance(value, torch.Tensor) or not value.numel():
         return "value"
     dtype = str(value.dtype).removeprefix("torch.")

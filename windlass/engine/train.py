@@ -13,14 +13,16 @@ from windlass.base.errors import ConfigError, LossError, ModelError, StorageErro
 from windlass.base.garbage import hold_off
 from windlass.base.log import logger
 from windlass.config import Config
+from windlass.engine.batches import loader_of
 from windlass.engine.blame import Blame
 from windlass.engine.buffers import Buffers
+from windlass.engine.fingerprint import fingerprint
 from windlass.engine.optimizer import ShardedOptimizer
 from windlass.engine.progress import Progress
 from windlass.engine.questions import Questions
 from windlass.engine.refresh import pending, refresh, refuse_lost_gradients, unfrozen
 from windlass.engine.reporting import Reporter
-from windlass.engine.saving import load_engine, save_engine
+from windlass.engine.saving import Wanted, load_engine, save_engine
 from windlass.engine.weights import full_state_dict, save_16bit_model
 from windlass.optim.loss_scale import LossScale
 from windlass.zero.parking import KINDS
@@ -350,6 +352,29 @@ class Engine(Questions, nn.Module):
         """Bytes at rest by slot and home, by unit, what is gathered now, and what a step sent; printed on rank 0."""
         return self._reporter.report()
 
+    def deepspeed_io(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
+        """A loader of this rank's micro-batches, as `initialize(training_data=...)` makes it.
+
+        The first with `route="train"` becomes `training_dataloader`, whose place is part of checkpoints.
+
+        Args:
+            dataset: of known length; an iterable one is taken as it comes, on every rank.
+            args, kwargs: `batch_size` (the configuration's micro-batch by default), `route` ("train" is shuffled;
+                "eval" and "predict" are not), `pin_memory`, `data_sampler` (this rank's order, instead of one that a
+                checkpoint can go on in), `collate_fn`, `num_local_io_workers`.
+        """
+        return loader_of(self, dataset, *args, **kwargs)
+
+    def fingerprint(self) -> str:
+        """A short hash of all parameters and optimizer states, the same wherever they rest, in whatever cut, on any
+        number of ranks: 16 hexadecimal digits of the parameters, 16 of the states. See docs/checkpoints.md. Collective.
+
+        Raises:
+            CheckpointError: something could not be read, or has no hash; on all ranks.
+        """
+        self._refuse_parked("fingerprint")
+        return str(fingerprint(self._sharded))
+
     # files, and the end
 
     def full_state_dict(self, *, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
@@ -404,8 +429,23 @@ class Engine(Questions, nn.Module):
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
         custom_load_fn: Callable[..., Any] | None = None,
+        load_optimizer_strict: bool = True,
+        load_data_position: bool = True,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Go on from a checkpoint. Collective.
+        """Go on from a checkpoint, saved on any number of ranks, at any stage, from any homes. Collective.
+
+        What matched, is missing and is unexpected is logged. See docs/checkpoints.md.
+
+        Args:
+            tag: by default the one that `latest` names.
+            load_module_strict: parameters and buffers are the saved ones; else those of the same name are loaded, and
+                others stay as they are.
+            load_optimizer_states: optimizer states and hyper-parameters too.
+            load_lr_scheduler_states: the schedule too.
+            load_module_only: parameters and buffers, and nothing else: no states, counters, loss scale, schedule,
+                random states or place in the data.
+            load_optimizer_strict: the optimizer has the saved groups; else what matches by name is loaded.
+            load_data_position: `training_dataloader` goes on where the saved one stood.
 
         Returns:
             Its path and the `client_state` that was saved; `(None, None)` with a warning where there is none.
@@ -416,8 +456,15 @@ class Engine(Questions, nn.Module):
         if custom_load_fn is not None:
             raise ModelError("custom_load_fn is not supported; load the model's weights before initialize instead")
         self._refuse_parked("load_checkpoint")
-        optimizer_too = load_optimizer_states and not load_module_only
-        return load_engine(self, load_dir, tag, load_module_strict, optimizer_too, load_lr_scheduler_states)
+        wanted = Wanted(
+            module_strict=load_module_strict,
+            optimizer=load_optimizer_states and not load_module_only,
+            optimizer_strict=load_optimizer_strict,
+            schedule=load_lr_scheduler_states and not load_module_only,
+            position=load_data_position and not load_module_only,
+            progress=not load_module_only,
+        )
+        return load_engine(self, load_dir, tag, wanted)
 
     def destroy(self) -> None:
         """Give the plain model back, whole, with no hooks. Collective at stage 3, and where an update is under way;

@@ -1,0 +1,162 @@
+"""The fingerprint of an engine: a short hash of its parameters and optimizer states, equal wherever they rest.
+
+What is hashed is what a checkpoint holds ([Note: fingerprint]): parameters by name, their masters where they are
+trained, and every optimizer state by parameter and key; of a state in 8 bits the values that its codes mean. Buffers are
+left out, since ranks may differ in them. Of replicas each holder hashes a share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from windlass.base.errors import CheckpointError
+from windlass.checkpoint import Drawer, FlatShard, Resting
+from windlass.checkpoint.agree import Ranks
+from windlass.checkpoint.fingerprint import Hash, digest
+from windlass.comm.groups import Group
+from windlass.engine.pieces import ChunkToRead, parameters
+from windlass.engine.states import Update, is_coded, kind_of, of_tenant
+from windlass.optim import coded
+from windlass.zero.chunk import Chunk, Tenancy
+from windlass.zero.unit import Unit
+
+if TYPE_CHECKING:
+    from windlass.zero.sharded import ShardedModel
+
+DrawerOf = Callable[[Chunk], Drawer]
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """16 hexadecimal digits each of the parameters and of the optimizer states."""
+
+    parameters: str
+    states: str
+
+    def __str__(self) -> str:
+        return f"{self.parameters}-{self.states}"
+
+
+def fingerprint(model: ShardedModel, units: Iterable[Unit] | None = None) -> Fingerprint:
+    """Take the fingerprint of `model`, or of some of its units and all its optimizer states. Collective.
+
+    Memory: what rests on disk comes one chunk at a time; 512 KiB besides.
+
+    Raises:
+        CheckpointError: something could not be read, or has no hash, on some rank; on all ranks.
+        UpdateError: the update under way failed on some rank.
+    """
+    model.finish_update()
+    model.take_back()
+    drawers: dict[int, Drawer] = {}
+
+    def drawer_of(chunk: Chunk) -> Drawer:
+        return drawers.setdefault(id(chunk), ChunkToRead(model.masters, chunk))
+
+    def work() -> tuple[int, int]:
+        found = _Hashes(Hash(), Hash())
+        for drawer, parts in _by_drawer(_parts(model, model.units if units is None else units, drawer_of, found)):
+            with drawer.open() if drawer is not None else nullcontext():
+                for part in parts:
+                    part.add()
+        return found.parameters.value(), found.states.value()
+
+    try:
+        sums = Ranks.of(model.mesh.data.process_group).each("taking the fingerprint", work)
+    except CheckpointError:  # on all ranks
+        model.health.check("there is no fingerprint, masters and optimizer states could not be read")
+        raise
+    return Fingerprint(digest(one for one, _ in sums), digest(other for _, other in sums))
+
+
+@dataclass(frozen=True)
+class _Hashes:
+    parameters: Hash
+    states: Hash
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A shard, the hash that it goes into, and which of how many equal shares of it this rank hashes."""
+
+    shard: FlatShard
+    into: Hash
+    index: int
+    count: int
+
+    def add(self) -> None:
+        shard = self.shard
+        first, last = (shard.numel * (self.index + more) // self.count for more in (0, 1))
+        self.into.add(shard.name, shard.shape, shard.start + first, shard.values()[first:last])
+
+
+def _parts(model: ShardedModel, units: Iterable[Unit], drawer_of: DrawerOf, found: _Hashes) -> Iterator[_Part]:
+    everywhere, replicas = model.mesh.data, model.mesh.replicate
+    for unit in units:
+        cut = model.policy.state if model.masters.of(unit) else unit.released
+        holders = replicas if cut else everywhere
+        for shard in parameters(model, [unit], drawer_of, keep=False):
+            yield _Part(shard, found.parameters, holders.index, holders.size)
+        if everywhere.index == 0:  # a tensor without elements counts too
+            for name, shape in zip(unit.names, unit.shapes, strict=True):
+                found.parameters.add_plain(f"param/{name}", list(shape))
+    if model.update is not None:
+        yield from _states(model.update, drawer_of, found.states, replicas if model.policy.state else everywhere)
+
+
+def _states(update: Update, drawer_of: DrawerOf, into: Hash, holders: Group) -> Iterator[_Part]:
+    formats = update.formats()
+    for tenancy in update.tenancies():
+        drawer = drawer_of(tenancy.chunk)
+        state = update.residence.described(tenancy.chunk, tenancy.tenant)
+        kept = formats.get(id(tenancy.parameter), {})
+        codes = {key: one.signed for key, one in kept.items() if is_coded(state, key, one)}
+        once = tenancy.start == 0 and holders.index == 0  # of the pieces of a parameter, the first tells its counts
+        for key, value in state.items():
+            if key in {f"{name}_scale" for name in codes}:
+                continue
+            where = f"state/{tenancy.name}/{key}"
+            kind = "pieces float32" if key in codes else kind_of(update, tenancy, key, value)
+            if kind == "value" or value.dim() == 0:
+                if once:
+                    into.add_plain(where, _plain(value))
+                continue
+            if key in codes:
+                resting = Resting(
+                    value.numel(), torch.float32, drawer, partial(_decoded, update, tenancy, key, codes[key])
+                )
+            else:
+                resting = Resting(value.numel(), value.dtype, drawer, partial(of_tenant, update.residence, tenancy, key))
+            whole = kind.startswith("whole")
+            shape = tuple(value.shape if whole else tenancy.chunk.unit.shapes[tenancy.index])
+            shard = FlatShard(where, shape, 0 if whole else tenancy.start, resting)
+            yield _Part(shard, into, holders.index, holders.size)
+
+
+def _plain(value: Any) -> Any:
+    """A count as what it counts: rules keep it as a tensor or as a number, of this dtype or that."""
+    if isinstance(value, torch.Tensor):
+        return float(value) if value.numel() == 1 else [list(value.shape), str(value.dtype)]
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else repr(value)
+
+
+def _decoded(update: Update, tenancy: Tenancy, key: str, signed: bool) -> torch.Tensor:
+    codes = of_tenant(update.residence, tenancy, key)
+    scales = of_tenant(update.residence, tenancy, f"{key}_scale")
+    values = torch.empty(codes.numel())
+    coded.read(codes, 0, [coded.Scales(0, codes.numel(), 0, scales)], signed, values)
+    return values
+
+
+def _by_drawer(parts: Iterable[_Part]) -> Iterator[tuple[Drawer | None, list[_Part]]]:
+    """Parts by what must be open for them."""
+    found: dict[int, tuple[Drawer | None, list[_Part]]] = {}
+    for part in parts:
+        found.setdefault(id(part.shard.drawer), (part.shard.drawer, []))[1].append(part)
+    return iter(found.values())
