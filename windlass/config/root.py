@@ -72,6 +72,8 @@ class Config(Section):
     """Log the time of forward, backward and step."""
     memory_breakdown: bool = honoured(False)
     """Log memory beside the times."""
+    fingerprint_every: Count = honoured(0, native=True)
+    """Log the fingerprint of parameters and optimizer states every so many steps; 0 is never."""
     dump_state: bool = honoured(False)
     """Log the configuration as it was understood."""
     log_level: LogLevel | None = honoured(None)

@@ -66,6 +66,8 @@ class Reporter:
         due = every is not None and math.isfinite(every) and step % max(1, int(every)) == 0
         if due or (self._monitor is not None and self._monitor.enabled):
             self._tell(step, due)
+        if (pause := self._config.fingerprint_every) and step % pause == 0:
+            logger.info(f"step {step} | fingerprint {engine.fingerprint()}")
         self._loss_sum, self._losses = None, 0
         traffic = engine._sharded.transport.traffic
         self._last_payload, self._last_moved = dict(traffic.payload), dict(traffic.bytes_moved)

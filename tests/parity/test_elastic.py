@@ -1,0 +1,18 @@
+"""The full product behind the covering array of tests/dist/test_elastic.py: every layout taken up in every other."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.dist.elastic import LAYOUTS, Layout, Row, hold
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize("first", LAYOUTS, ids=lambda layout: f"{layout.ranks}-{layout.stage}-{layout.home}")
+def test_saved_here_it_goes_on_everywhere(first: Layout, transport: str, tmp_path: Any) -> None:
+    first = replace(first, transport=transport)
+    hold([Row(first, replace(second, transport=transport), "tied") for second in LAYOUTS], tmp_path)
