@@ -120,14 +120,16 @@ class EpochLoader:
         self._resumed = False
         self._seed_workers(sampler.epoch)
         step = self._micro_batch * sampler.world_size
-        for batch in self._loader:
-            if self._resumed:  # what was read ahead is of the place before
+        batches = iter(self._loader)
+        while not self._resumed:  # else what it would give is of the place before
+            try:
+                batch = next(batches)
+            except StopIteration:
+                sampler.start(sampler.epoch + 1)
                 return
             # Counted when handed out: what worker processes have read ahead is read again after a resume.
             sampler.consumed += step
             yield batch
-        if not self._resumed:
-            sampler.start(sampler.epoch + 1)
 
     def _seed_workers(self, number: int) -> None:
         self._iterations += 1

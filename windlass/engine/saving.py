@@ -284,7 +284,7 @@ def _schedule(engine: Engine) -> dict[str, Any] | None:
 
 
 def _fitting(saved: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
-    """A schedule's state without what it says of each optimizer group, where there are more or fewer of them now."""
+    """A schedule's state, but what it says of each optimizer group as now, where there are more or fewer of them."""
 
     def fits(key: str, value: Any) -> bool:
         here = now.get(key)
@@ -293,4 +293,4 @@ def _fitting(saved: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
     left = [key for key, value in saved.items() if not fits(key, value)]
     if left:
         logger.warning(f"of the schedule {', '.join(left)} stay as they are: there are more or fewer groups than saved")
-    return {key: value for key, value in saved.items() if key not in left}
+    return {**saved, **{key: now[key] for key in left}}

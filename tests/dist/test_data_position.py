@@ -1,0 +1,183 @@
+"""The place in the data is part of a checkpoint: the same batches on as many ranks, the same samples on any number."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.dist.harness import run_ranks
+
+MICRO, SAMPLES = 2, 48
+
+
+class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """Samples that say which they are, with noise from all generators that a script may use."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        import random
+
+        import numpy as np
+
+        noise = torch.rand(4) + random.random() + float(np.random.rand())
+        return {"x": noise + index, "number": torch.tensor(index)}
+
+
+class Dropping(nn.Module):
+    """A layer behind dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(self.layer(x), 0.5).square().mean()
+
+
+def engine_for(seed: int, **more: Any) -> Any:
+    import random
+
+    import numpy as np
+
+    import windlass
+
+    for seeded in (torch.manual_seed, random.seed, np.random.seed):
+        seeded(seed + dist.get_rank())
+    config = {
+        "train_micro_batch_size_per_gpu": MICRO,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+    }
+    return windlass.initialize(model=Dropping(), config=config, training_data=Rows(), **more)[0]
+
+
+def trained(engine: Any, batches: Iterator[Any]) -> tuple[list[float], list[int]]:
+    """The losses of these batches on this rank, and their samples."""
+    losses, numbers = [], []
+    for batch in batches:
+        loss = engine(batch["x"])
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+        numbers += batch["number"].tolist()
+    return losses, numbers
+
+
+def epochs(engine: Any) -> Iterator[Any]:
+    """As scripts go through their data: epoch after epoch."""
+    while True:
+        yield from engine.training_dataloader
+
+
+def again(engine: Any) -> Iterator[Any]:
+    """As scripts that count steps do."""
+    from windlass.data.loader import RepeatingLoader
+
+    return RepeatingLoader(engine.training_dataloader)
+
+
+WAYS = {"epochs": epochs, "again": again}
+
+
+def interrupted(way: str, before: int, folder: str) -> dict[str, Any]:
+    """Saved in an epoch, gone on into the next; taken up by another engine, and by one in the middle of another place.
+    """
+    after = 12
+    engine = engine_for(0)
+    batches = WAYS[way](engine)
+    trained(engine, islice(batches, before))
+    engine.save_checkpoint(folder)
+    wanted = trained(engine, islice(batches, after))
+    engine.destroy()
+    other = engine_for(50)
+    other.load_checkpoint(folder)
+    found = trained(other, islice(WAYS[way](other), after))
+    other.destroy()
+    third = engine_for(90)
+    batches = WAYS[way](third)
+    trained(third, islice(batches, 3))
+    third.load_checkpoint(folder)
+    under_way = trained(third, islice(batches, after))
+    third.destroy()
+    return {"wanted": wanted, "found": found, "under way": under_way}
+
+
+@pytest.mark.parametrize(("ranks", "way", "before"), [(1, "epochs", 20), (2, "again", 5), (3, "epochs", 8)])
+def test_the_same_batches_on_as_many_ranks(ranks: int, way: str, before: int, tmp_path: Any) -> None:
+    for found in run_ranks(interrupted, ranks, way, before, str(tmp_path)):
+        assert found["found"] == found["wanted"]
+        assert found["under way"] == found["wanted"]
+
+
+def begun(batches: int, folder: str) -> list[int]:
+    engine = engine_for(0)
+    _, numbers = trained(engine, islice(epochs(engine), batches))
+    engine.save_checkpoint(folder)
+    engine.destroy()
+    return numbers
+
+
+def rest(folder: str) -> tuple[list[int], list[int]]:
+    """The samples of the rest of the epoch, and of the next."""
+    engine = engine_for(50)
+    engine.load_checkpoint(folder)
+    found = [trained(engine, iter(engine.training_dataloader))[1] for _ in range(2)]
+    engine.destroy()
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 3), (3, 1), (3, 2)])
+def test_the_same_samples_on_other_ranks(before: int, after: int, tmp_path: Any) -> None:
+    seen = Counter(n for numbers in run_ranks(begun, before, 3, str(tmp_path)) for n in numbers)
+    found = run_ranks(rest, after, str(tmp_path))
+    assert Counter(seen.values()) == {1: 3 * before * MICRO}
+    left = Counter(n for one, _ in found for n in one)
+    repeated = left - (Counter(range(SAMPLES)) - seen)  # to fill the ranks' last batch, from the epoch's beginning
+    assert left - repeated == Counter(range(SAMPLES)) - seen
+    assert repeated.total() == -(SAMPLES - seen.total()) % after
+    assert Counter(n for _, other in found for n in other) == Counter(range(SAMPLES))
+
+
+class Fewer(Rows):
+    """Another dataset."""
+
+    def __len__(self) -> int:
+        return SAMPLES - 1
+
+
+def onto_other_data(folder: str) -> dict[str, Any]:
+    engine = engine_for(0)
+    trained(engine, islice(epochs(engine), 2))
+    engine.save_checkpoint(folder)
+    engine.destroy()
+    other = engine_for(50)
+    other.training_dataloader = None
+    loader = other.deepspeed_io(Fewer())
+    assert other.training_dataloader is loader
+    assert other.deepspeed_io(Rows(), route="eval", batch_size=3) is not other.training_dataloader
+    said = ""
+    try:
+        other.load_checkpoint(folder)
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+    steps = other.global_steps
+    other.load_checkpoint(folder, load_data_position=False)
+    found = len(list(other.training_dataloader))
+    other.destroy()
+    return {"said": said, "steps": steps, "found": found}
+
+
+def test_other_data_are_refused_by_default(tmp_path: Any) -> None:
+    for found in run_ranks(onto_other_data, 2, str(tmp_path)):
+        assert found["said"].startswith("CheckpointError: cannot resume the data order: the dataset had 48 samples")
+        assert "load_data_position=False" in found["said"] and found["steps"] == 0
+        assert found["found"] == 12

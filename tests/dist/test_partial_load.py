@@ -1,0 +1,265 @@
+"""Loads that take a part: a layer frozen, thawed or added, groups cut anew; all of it said, and refused by default."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.dist.harness import run_ranks
+from tests.dist.test_offload import LATE, homes
+from tests.oracle import relative_error
+
+WIDTH = 8
+Groups = Callable[[nn.Module], list[dict[str, Any]]]
+
+
+class Net(nn.Module):
+    """A few layers, one after the other."""
+
+    def __init__(self, layers: int = 3) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return (x - 0.5).square().mean()
+
+
+def net(layers: int = 3, frozen: int | None = None, seed: int = 0) -> Net:
+    torch.manual_seed(seed)
+    made = Net(layers)
+    if frozen is not None:
+        made.layers[frozen].requires_grad_(False)
+    return made
+
+
+def batch(step: int, rank: int) -> torch.Tensor:
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def trained(model: nn.Module) -> list[dict[str, Any]]:
+    return [{"params": [p for p in model.parameters() if p.requires_grad]}]
+
+
+def apart(model: nn.Module) -> list[dict[str, Any]]:
+    """The first layer at a rate of its own."""
+    first = list(model.layers[0].parameters())
+    rest = [p for p in model.parameters() if all(p is not one for one in first)]
+    return [{"params": first, "lr": 0.001}, {"params": rest}]
+
+
+def optimizer(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(groups, lr=0.01, weight_decay=0.1)
+
+
+def engine_for(model: nn.Module, groups: Groups, stage: int, home: str, folder: str) -> Any:
+    import windlass
+
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_clipping": 0.0,
+        "zero_optimization": {
+            "stage": stage,
+            "stage3_param_persistence_threshold": 0,
+            "sub_group_size": 50,
+            **dict(homes(home, home if stage == 3 else "none", folder)),
+        },
+    }
+    return windlass.initialize(model=model, optimizer=optimizer(groups(model)), config=config)[0]
+
+
+def steps(engine: Any, first: int, last: int) -> None:
+    for step in range(first, last):
+        engine.backward(engine(batch(step, dist.get_rank())))
+        engine.step()
+
+
+def plain_steps(model: nn.Module, stepped: torch.optim.Optimizer, first: int, last: int) -> None:
+    """What two ranks do together, in one process."""
+    for step in range(first, last):
+        stepped.zero_grad()
+        ((model(batch(step, 0)) + model(batch(step, 1))) / 2).backward()
+        stepped.step()
+
+
+def whole(engine: Any) -> dict[str, torch.Tensor]:
+    import windlass
+
+    return {name: windlass.zero.full_param(p).clone() for name, p in engine.module.named_parameters()}
+
+
+@contextmanager
+def listening() -> Iterator[list[str]]:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("windlass").addHandler(handler)
+    yield said
+    logging.getLogger("windlass").removeHandler(handler)
+
+
+def freeze(model: Net, stepped: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Plain torch: the middle layer is left out from now on."""
+    model.layers[1].requires_grad_(False)
+    gone = {id(p) for p in model.layers[1].parameters()}
+    (group,) = stepped.param_groups
+    group["params"] = [p for p in group["params"] if id(p) not in gone]
+    for parameter in model.layers[1].parameters():
+        stepped.state.pop(parameter)
+        parameter.grad = None
+    return stepped
+
+
+def thaw(model: Net, stepped: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Plain torch: the middle layer was frozen, and joins."""
+    model.layers[1].requires_grad_(True)
+    stepped.param_groups[0]["params"] += list(model.layers[1].parameters())
+    return stepped
+
+
+def add(model: Net, stepped: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Plain torch: a fourth layer, as the second engine's model has it."""
+    model.layers.append(net(4, seed=9).layers[3])
+    stepped.param_groups[0]["params"] += list(model.layers[3].parameters())
+    return stepped
+
+
+def regroup(model: Net, stepped: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Plain torch: other groups, the same states."""
+    other = optimizer(apart(model))
+    for parameter, state in stepped.state.items():
+        other.state[parameter] = state
+    return other
+
+
+# name: the first model and groups, the second, what plain torch does between, keywords of the load
+CASES: dict[str, tuple[Any, ...]] = {
+    "freeze": ({}, trained, {"frozen": 1}, trained, freeze, {"load_optimizer_strict": False}),
+    "thaw": ({"frozen": 1}, trained, {}, trained, thaw, {"load_optimizer_strict": False}),
+    "add": ({}, trained, {"layers": 4}, trained, add,
+            {"load_optimizer_strict": False, "load_module_strict": False}),
+    "regroup": ({}, trained, {}, apart, regroup, {"load_optimizer_strict": False}),
+}  # fmt: skip
+SAID = {
+    "freeze": ["loaded", "unexpected (state/layers.1.", "optimizer: 4 parameters matched, 0 missing, 2 unexpected (lay"],
+    "thaw": ["18 tensors matched, 0 missing, 0 unexpected", "optimizer: 4 parameters matched, 2 missing (layers.1.bias, layers.1.weight), 0 unexpected"],
+    "add": ["2 missing (param/layers.3.bias, param/layers.3.weight), 0 unexpected", "2 missing (layers.3.bias, lay"],
+    "regroup": ["optimizer: 6 parameters matched, 0 missing, 0 unexpected; groups that keep their own hyper-parame"],
+}
+REFUSED = {
+    "freeze": "2 unexpected (layers.1.bias, layers.1.weight). Build it with the same groups; or load with "
+    "load_optimizer_strict=False",
+    "thaw": "2 missing (layers.1.bias, layers.1.weight)",
+    "add": "2 missing (layers.3.bias, layers.3.weight)",
+    "regroup": "the checkpoint has 1 optimizer groups, this optimizer has 2",
+}
+
+
+def taken_up(name: str, stage: int, home: str, folder: str) -> dict[str, Any]:
+    """Saved in one shape, loaded in another; and what plain torch comes to."""
+    from windlass.base.errors import CheckpointError
+
+    before, groups, after, other_groups, change, keywords = CASES[name]
+    model = net(**before)
+    engine = engine_for(model, groups, stage, home, folder)
+    steps(engine, 0, 2)
+    engine.save_checkpoint(folder)
+    engine.destroy()
+    other = engine_for(net(**after, seed=9), other_groups, stage, home, folder)
+    untouched = whole(other)
+    refused = ""
+    try:
+        other.load_checkpoint(folder)
+    except CheckpointError as error:
+        refused = str(error)
+    kept = relative_error(whole(other), untouched)[0]
+    with listening() as said:
+        other.load_checkpoint(folder, **keywords)
+    steps(other, 2, 5)
+    found = whole(other)
+    other.destroy()
+    plain = net(**before)
+    stepped = optimizer(groups(plain))
+    plain_steps(plain, stepped, 0, 2)
+    plain_steps(plain, change(plain, stepped), 2, 5)
+    wanted = {name: p.detach() for name, p in plain.named_parameters()}
+    return {"refused": refused, "kept": kept, "said": said, "error": relative_error(found, wanted)}
+
+
+@pytest.mark.parametrize("name", list(CASES))
+@pytest.mark.parametrize(
+    ("stage", "home"),
+    [(3, "nvme"), pytest.param(0, "none", marks=pytest.mark.slow), pytest.param(2, "cpu", marks=pytest.mark.slow)],
+)
+def test_a_part_is_loaded_by_choice(name: str, stage: int, home: str, tmp_path: Any) -> None:
+    for found in run_ranks(taken_up, 2, name, stage, home, str(tmp_path), env=LATE):
+        assert REFUSED[name] in found["refused"] and found["kept"] == 0.0
+        for text in SAID[name]:
+            assert any(text in line for line in found["said"]), (text, found["said"])
+        assert found["error"][0] <= 1e-6, found["error"]
+
+
+def only_the_module(folder: str) -> dict[str, Any]:
+    """What `load_module_only` leaves as it is."""
+    engine = engine_for(net(), trained, 3, "none", folder)
+    steps(engine, 0, 2)
+    engine.save_checkpoint(folder)
+    wanted = whole(engine)
+    engine.destroy()
+    other = engine_for(net(seed=9), apart, 1, "none", folder)
+    torch.manual_seed(77)
+    before = torch.get_rng_state()
+    other.load_checkpoint(folder, load_module_only=True)
+    import windlass
+
+    states = [windlass.zero.full_state(p, "exp_avg") for p in other.module.parameters()]
+    found = {
+        "error": relative_error(whole(other), wanted)[0],
+        "steps": other.global_steps,
+        "states": [state for state in states if state is not None],
+        "rates": [group["lr"] for group in other.optimizer.param_groups],
+        "random": bool((torch.get_rng_state() == before).all()),
+    }
+    other.destroy()
+    return found
+
+
+def test_the_module_alone(tmp_path: Any) -> None:
+    for found in run_ranks(only_the_module, 2, str(tmp_path)):
+        assert found == {"error": 0.0, "steps": 0, "states": [], "rates": [0.001, 0.01], "random": True}
+
+
+def with_a_schedule(folder: str) -> list[float]:
+    """The rates after a load whose schedule told of one group, into two."""
+    import windlass
+
+    config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 2}}
+    rates = []
+    for groups in (trained, apart):
+        model = net()
+
+        def slower(stepped: Any) -> Any:
+            return torch.optim.lr_scheduler.LambdaLR(stepped, lambda step: 0.5**step)
+
+        engine = windlass.initialize(model=model, optimizer=optimizer(groups(model)), lr_scheduler=slower, config=config)
+        if groups is trained:
+            steps(engine[0], 0, 2)
+            engine[0].save_checkpoint(folder)
+        else:
+            engine[0].load_checkpoint(folder, load_optimizer_strict=False)
+            steps(engine[0], 2, 3)
+            rates = engine[0].get_lr()
+        engine[0].destroy()
+    return rates
+
+
+def test_a_schedule_of_other_groups_goes_on(tmp_path: Any) -> None:
+    assert run_ranks(with_a_schedule, 2, str(tmp_path)) == [pytest.approx([0.001 / 8, 0.01 / 8])] * 2
