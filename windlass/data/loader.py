@@ -91,8 +91,8 @@ class EpochLoader:
     An iteration that was broken off starts its epoch anew, as torch's does, unless `load_state_dict` said where to go
     on; an iteration that is under way then goes on there, too.
 
-    Iterating draws nothing from torch's global generator (a DataLoader by itself does, for the seeds of its workers), so
-    that a run which goes on in the middle of an epoch draws what an uninterrupted one draws.
+    Iterating draws nothing from torch's global generator (a DataLoader by itself does, for the seeds of its workers),
+    so that a run which goes on in the middle of an epoch draws what an uninterrupted one draws.
     """
 
     def __init__(self, loader: DataLoader[Any], sampler: EpochSampler | None, micro_batch: int) -> None:

@@ -1,8 +1,8 @@
 """The fingerprint of an engine: a short hash of its parameters and optimizer states, equal wherever they rest.
 
 What is hashed is what a checkpoint holds ([Note: fingerprint]): parameters by name, their masters where they are
-trained, and every optimizer state by parameter and key; of a state in 8 bits the values that its codes mean. Buffers are
-left out, since ranks may differ in them. Of replicas each holder hashes a share.
+trained, and every optimizer state by parameter and key; of a state in 8 bits the values that its codes mean. Buffers
+are left out, since ranks may differ in them. Of replicas each holder hashes a share.
 """
 
 from __future__ import annotations
@@ -127,12 +127,11 @@ def _states(update: Update, drawer_of: DrawerOf, into: Hash, holders: Group) -> 
                 if once:
                     into.add_plain(where, _plain(value))
                 continue
+            get = partial(of_tenant, update.residence, tenancy, key)
+            resting = Resting(value.numel(), value.dtype, drawer, get)
             if key in codes:
-                resting = Resting(
-                    value.numel(), torch.float32, drawer, partial(_decoded, update, tenancy, key, codes[key])
-                )
-            else:
-                resting = Resting(value.numel(), value.dtype, drawer, partial(of_tenant, update.residence, tenancy, key))
+                get = partial(_decoded, update, tenancy, key, codes[key])
+                resting = Resting(value.numel(), torch.float32, drawer, get)
             whole = kind.startswith("whole")
             shape = tuple(value.shape if whole else tenancy.chunk.unit.shapes[tenancy.index])
             shard = FlatShard(where, shape, 0 if whole else tenancy.start, resting)

@@ -27,7 +27,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
         "named": tracker.get_states(),
     }
     if (numpy := sys.modules.get("numpy")) is not None:
-        kind, words, place, has_gauss, cached = numpy.random.get_state()
+        kind, words, place, has_gauss, cached = numpy.random.get_state(legacy=True)
         state["numpy"] = [kind, torch.from_numpy(words.astype("int64")), int(place), int(has_gauss), float(cached)]
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)
@@ -62,7 +62,7 @@ def check_data_position(engine: Engine, state: dict[str, Any] | None) -> None:
     try:
         loader.check(state)
     except DataError as error:
-        raise CheckpointError(f"{error}; or load with load_data_position=False, to begin at the first sample") from error
+        raise CheckpointError(f"{error}; or begin at the first sample: load_data_position=False") from error
 
 
 def set_data_position(engine: Engine, state: dict[str, Any] | None) -> str:

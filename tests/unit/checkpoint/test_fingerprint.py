@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from windlass.base.errors import CheckpointError
 from windlass.checkpoint.fingerprint import Hash, digest
 
-DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool]
+FLOATING = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+DTYPES = [*FLOATING, torch.int64, torch.int32, torch.uint8, torch.bool]
 
 
 def values(numel: int, dtype: torch.dtype) -> torch.Tensor:
