@@ -21,7 +21,7 @@ from tests.dist.test_offload_resume import Counting
 from tests.models import Place, cast
 from tests.oracle import Recipe
 
-GLOBAL = 12  # micro-batches of a step, on all ranks together
+GLOBAL = 12  # micro-batches of a step on all ranks together, which any number of ranks can share
 BEFORE, AFTER = 2, 5  # steps before the save, and after it
 SCHEDULE = {"type": "WarmupLR", "params": {"warmup_min_lr": 1e-4, "warmup_num_steps": 5, "warmup_type": "linear"}}
 HOMES = {"device": ("none", "none"), "host": ("cpu", "cpu"), "disk": ("nvme", "nvme")}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import cycle, islice
+from math import lcm
 from typing import Any
 
 import pytest
@@ -38,13 +39,14 @@ def sensible(row: dict[str, Any]) -> bool:
 
 
 def row_of(found: dict[str, Any], transport: str) -> Row:
-    """The row that a row of factors means."""
+    """The row that a row of factors means; a step has the fewest micro-batches that both worlds can share."""
     first, second = (
         Layout(found[f"{which}_ranks"], found[f"{which}_stage"], found[f"{which}_home"], transport,
                found.get(f"{which}_cut", "all"))
         for which in ("first", "second")
     )  # fmt: skip
-    return Row(first, second, **{key: found[key] for key in WHATS if key in found})
+    shared = lcm(first.ranks, second.ranks)
+    return Row(first, second, **{key: found[key] for key in WHATS if key in found}, micro_batches=shared)
 
 
 def with_whats(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -74,7 +74,11 @@ def after_changes(layout: Layout, folder: str) -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize("layout", [Layout(2, 0), Layout(2, 3, "disk")], ids=["stage 0", "stage 3 on disk"])
+@pytest.mark.parametrize(
+    "layout",
+    [Layout(2, 3, "disk"), pytest.param(Layout(2, 0), marks=pytest.mark.slow)],
+    ids=["stage 3 on disk", "stage 0"],
+)
 def test_another_after_one_bit(layout: Layout, tmp_path: Any) -> None:
     found, other = run_ranks(after_changes, 2, layout, str(tmp_path), env=LATE, timeout=120)
     assert found == other
