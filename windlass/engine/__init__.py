@@ -1,2 +1,2 @@
 """The engine, in reading order: progress, optimizer, questions, buffers, blame, reporting, weights, pieces, states,
-filling, saving, train."""
+fingerprint, filling, groups, position, batches, saving, train."""
