@@ -11,9 +11,11 @@ from windlass.base.errors import CheckpointError
 from windlass.base.log import logger
 from windlass.checkpoint import LoadedState, SavedState, load, read_latest, read_outline, save
 from windlass.checkpoint.agree import Ranks
+from windlass.checkpoint.retention import retire
 from windlass.engine.filling import ChunkToFill, incoming
 from windlass.engine.pieces import ChunkToRead, parameters
 from windlass.engine.states import Outgoing, merged, outgoing
+from windlass.engine.weights import said_of_weights
 from windlass.zero.chunk import Chunk
 from windlass.zero.health import HALF_DONE
 
@@ -55,9 +57,11 @@ def save_engine(
         "loss_scale": engine._scaler.state_dict(),
         "schedule": _schedule(engine),
         "trainable_only": trainable_only,
+        **said_of_weights(model, trainable_only=trainable_only),
         "client": client,
     }
-    tensors = states.tensors | ({} if trainable_only else _buffers(engine))
+    # rank 0's count, and others may have their own until the next forward (engine/buffers)
+    tensors = states.tensors | ({} if trainable_only or model.mesh.data.index else _buffers(engine))
     state = SavedState([*shards, *states.shards], tensors, plain, {"random": _random_state(engine.device)})
     name = tag if tag is not None else f"global_step{engine.global_steps}"
     try:
@@ -65,6 +69,10 @@ def save_engine(
     except CheckpointError:  # on all ranks
         model.health.check("nothing is saved, masters and optimizer states could not be read")
         raise
+    engine.saved_tags.add(name)
+    keep = engine._config.checkpoint.keep_last
+    if keep is not None and engine.global_rank == model.mesh.data.ranks[0]:
+        retire(directory, keep, name, engine.saved_tags)
     return True
 
 

@@ -60,6 +60,7 @@ class Engine(Questions, nn.Module):
         self._scaled = False  # the loss of the backward to come has the loss scale in it
         self._norm: float | None = None
         self._destroyed = False
+        self.saved_tags: set[str] = set()  # of checkpoints that this engine wrote
         self._collect_again = hold_off() if config.disable_python_gc else _nothing
         self.rebuild: Callable[[Engine], ShardedModel] = _not_rebuilt  # lays the model out anew, after destroy
         self._adopt(sharded)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,24 @@ def full_state_dict(model: ShardedModel, *, dtype: torch.dtype | None = None) ->
     if first:
         found |= {name: buffer.detach().cpu().clone() for name, buffer in _buffers(model)}
     return found
+
+
+def said_of_weights(model: ShardedModel, *, trainable_only: bool) -> dict[str, Any]:
+    """What a checkpoint says of weights beside their values, as plain data.
+
+    `tied`: other names of what is stored once, and the name under which it is; `dtypes`: in which dtype the model
+    computes, where that is not float32; `absent`: which parameters are left out.
+    """
+    tied: dict[str, str] = {}
+    first: dict[int, str] = {}
+    for name, tensor in (*model.model.named_parameters(remove_duplicate=False), *_buffers(model)):
+        kept = first.setdefault(id(tensor), name)
+        if kept != name:
+            tied[name] = kept
+    units = [unit for unit in model.units if unit.dtype is not torch.float32]
+    dtypes = {name: str(unit.dtype).removeprefix("torch.") for unit in units for name in unit.names}
+    left_out = [name for unit in model.units if trainable_only and not unit.trainable for name in unit.names]
+    return {"tied": tied, "dtypes": dtypes, "absent": left_out}
 
 
 def _names(model: ShardedModel) -> dict[int, list[str]]:
