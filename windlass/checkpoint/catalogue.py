@@ -13,9 +13,11 @@ from typing import Any
 import torch
 
 from windlass.base.errors import CheckpointError
-from windlass.checkpoint.directory import LATEST, METADATA, read_latest
-from windlass.checkpoint.index import Chunk, Index, TensorRecord, read_index
+from windlass.checkpoint.deepspeed_files import index_of
+from windlass.checkpoint.directory import LATEST, METADATA, is_deepspeed, read_latest
+from windlass.checkpoint.index import Chunk, Index, TensorRecord
 from windlass.checkpoint.tensor_file import TensorFile, dtype_of
+from windlass.checkpoint.torch_file import open_tensors
 
 _LEFT = re.compile(r"^\.(?P<tag>.+)\.(?P<step>writing|replaced|removing)$")
 _AT_ONCE = 1 << 22  # bytes that are summed up at a time
@@ -91,7 +93,8 @@ def look(directory: str | os.PathLike[str], *, verify: bool = False) -> Catalogu
         latest = read_latest(root)
     except CheckpointError as error:
         problem = str(error)
-    found = [path for path in children if path.name[0] != "." and (path / METADATA).is_file()]
+    visible = [path for path in children if path.name[0] != "."]
+    found = [path for path in visible if (path / METADATA).is_file() or is_deepspeed(path)]
     listed = sorted((_listed(path, path.name == latest, verify) for path in found), key=lambda one: one.written)
     former = root / f".{latest}.replaced" / METADATA  # which `find` reads where the tag itself is not there
     if latest is not None and not any(one.latest for one in listed) and not former.is_file():
@@ -108,7 +111,7 @@ def verified(path: Path, index: Index) -> str:
     scratch = torch.empty(_AT_ONCE, dtype=torch.uint8)
     for file_name, entries in by_file.items():
         try:
-            with TensorFile(path / file_name) as file:
+            with open_tensors(path / file_name) as file:
                 for _, record, chunk in entries:
                     _check(file, record, chunk, scratch)
         except CheckpointError as error:
@@ -128,7 +131,7 @@ def _check(file: TensorFile, record: TensorRecord, chunk: Chunk, scratch: torch.
 def _listed(path: Path, latest: bool, verify: bool) -> Listed:
     problem, index, done = "", None, False
     try:
-        index = read_index(path)
+        index = index_of(path)
         problem, done = (verified(path, index), True) if verify else ("", False)
     except CheckpointError as error:
         problem = str(error)
@@ -140,7 +143,7 @@ def _listed(path: Path, latest: bool, verify: bool) -> Listed:
         nbytes=_size(path),
         stage=_number(layout.get("stage")),
         ranks=index.world_size if index is not None else None,
-        written=(path / METADATA).stat().st_mtime,
+        written=(path / METADATA if (path / METADATA).is_file() else path).stat().st_mtime,
         trainable_only=bool(said.get("trainable_only")),
         latest=latest,
         problem=problem,

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from windlass.base.errors import CheckpointError
+from windlass.checkpoint.deepspeed_files import Order
 from windlass.checkpoint.stored import Stored, missing
 
 
@@ -38,11 +39,11 @@ def read_plain(directory: str | os.PathLike[str], tag: str | None = None) -> dic
 
 
 def read_outline(
-    directory: str | os.PathLike[str], tag: str | None = None
+    directory: str | os.PathLike[str], tag: str | None = None, order: Order | None = None
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """The plain data, and every named tensor as one without memory (on the device `meta`) that has its shape and
-    dtype. Raises CheckpointError as `read_full` does."""
-    stored = Stored(directory, tag)
+    dtype. `order` is that of `load`. Raises CheckpointError as `read_full` does."""
+    stored = Stored(directory, tag, order)
     return stored.plain, {name: stored.described(name) for name in stored.names()}
 
 

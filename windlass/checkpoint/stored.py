@@ -14,11 +14,13 @@ import torch
 
 from windlass.base.errors import CheckpointError
 from windlass.checkpoint import plain
-from windlass.checkpoint.directory import METADATA, find
+from windlass.checkpoint.deepspeed_files import Order, index_of
+from windlass.checkpoint.directory import METADATA, find, is_deepspeed
 from windlass.checkpoint.fragment import flat_start, is_contiguous
-from windlass.checkpoint.index import Index, TensorRecord, read_index
+from windlass.checkpoint.index import Index, TensorRecord
 from windlass.checkpoint.state import RESERVED
 from windlass.checkpoint.tensor_file import TensorFile, dtype_of
+from windlass.checkpoint.torch_file import open_tensors
 
 _AT_ONCE = 1 << 20  # elements of a part
 _OPEN = 64  # files at once; a checkpoint of more ranks has more
@@ -27,7 +29,7 @@ _OPEN = 64  # files at once; a checkpoint of more ranks has more
 def split(path: str | os.PathLike[str]) -> tuple[Path, str | None]:
     """Directory and tag of what a user calls a checkpoint: the directory (its latest, so no tag), or one tag in it."""
     given = Path(path)
-    if (given / METADATA).is_file():
+    if (given / METADATA).is_file() or is_deepspeed(given):
         whole = given.absolute() if given.name in ("", "..") else given
         return whole.parent, whole.name
     return given, None
@@ -39,6 +41,7 @@ class Stored:
     Args:
         directory: what was given to the save.
         tag: None for the one that `latest` names.
+        order: see `windlass.checkpoint.deepspeed_files.index_of`.
 
     Attributes:
         tag, path: its tag, and the directory of that name.
@@ -48,9 +51,9 @@ class Stored:
         CheckpointError: there is no such checkpoint, or it is damaged.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], tag: str | None = None) -> None:
+    def __init__(self, directory: str | os.PathLike[str], tag: str | None = None, order: Order | None = None) -> None:
         self.tag, self.path = find(directory, tag)
-        self.index: Index = read_index(self.path)
+        self.index: Index = index_of(self.path, order)
         self._files: dict[str, TensorFile] = {}  # the least recently used first
         with self:
             tensors = {name: self.whole(name) for name in plain.tensor_names(self.index.plain)}
@@ -125,7 +128,7 @@ class Stored:
         return self.index.tensors[name]
 
     def _file(self, name: str) -> TensorFile:
-        file = self._files.pop(name, None) or TensorFile(self.path / name)
+        file = self._files.pop(name, None) or open_tensors(self.path / name)
         self._files[name] = file
         if len(self._files) > _OPEN:
             list(self._files.values())[-_OPEN - 1].close()

@@ -11,6 +11,7 @@ from windlass.base.errors import CheckpointError
 from windlass.base.log import logger
 from windlass.checkpoint import LoadedState, SavedState, load, read_latest, read_outline, save
 from windlass.checkpoint.agree import Ranks
+from windlass.checkpoint.deepspeed_files import Order, names_in_order
 from windlass.checkpoint.retention import retire
 from windlass.engine.filling import ChunkToFill, incoming
 from windlass.engine.pieces import ChunkToRead, parameters
@@ -87,12 +88,14 @@ def load_engine(
         return None, None
     ranks = Ranks.of(model.mesh.data.process_group)
     outlines: list[tuple[dict[str, Any], dict[str, torch.Tensor]]] = []
-    ranks.each("looking at the checkpoint", lambda: outlines.append(read_outline(directory, tag)))
+    order = names_in_order(engine.module, engine.optimizer) if optimizer and engine.optimizer is not None else None
+    ranks.each("looking at the checkpoint", lambda: outlines.append(read_outline(directory, tag, order)))
     plain, saved = outlines[0]
+    _complete(plain, saved, model)
     groups_too = optimizer and engine.optimizer is not None and bool(plain["groups"])
     trainable_only = bool(plain["trainable_only"])
     with model.renewing([unit for unit in model.units if unit.trainable or not trainable_only]):
-        found = _fill(engine, directory, tag, plain, saved if groups_too else None, strict)
+        found = _fill(engine, directory, tag, plain, saved if groups_too else None, strict, order)
     engine.progress.load_state_dict(found.plain["engine"])
     engine._scaler.load_state_dict(found.plain["loss_scale"])
     if groups_too:
@@ -111,6 +114,7 @@ def _fill(
     plain: dict[str, Any],
     saved: dict[str, torch.Tensor] | None,
     strict: bool,
+    order: Order | None,
 ) -> LoadedState:
     """Read the checkpoint into where the engine's tensors rest, chunk by chunk.
 
@@ -137,6 +141,7 @@ def _fill(
         SavedState([*shards, *(shard for drawer in drawers.values() for shard in drawer.shards)], tensors),
         strict,
         () if saved is not None else ("state/",),
+        order,
     )
     for drawer in drawers.values():
         if not drawer.opened:  # nothing of it is in the checkpoint, so it has no states either
@@ -146,12 +151,25 @@ def _fill(
     return found
 
 
+def _complete(plain: dict[str, Any], saved: dict[str, torch.Tensor], model: ShardedModel) -> None:
+    """DeepSpeed's files do not say whether frozen parameters were left out: then none of them is there."""
+    if plain["trainable_only"] is None:
+        frozen = [name for unit in model.units if not unit.trainable for name in unit.names]
+        plain["trainable_only"] = bool(frozen) and not any(f"param/{name}" in saved for name in frozen)
+
+
 def _load(
-    model: ShardedModel, directory: str, tag: str | None, into: SavedState, strict: bool, ignore: tuple[str, ...]
+    model: ShardedModel,
+    directory: str,
+    tag: str | None,
+    into: SavedState,
+    strict: bool,
+    ignore: tuple[str, ...],
+    order: Order | None,
 ) -> LoadedState:
     group = model.mesh.data.process_group
     try:
-        return load(directory, tag, into, process_group=group, strict=strict, ignore=ignore, cast=True)
+        return load(directory, tag, into, process_group=group, strict=strict, ignore=ignore, cast=True, order=order)
     except CheckpointError:  # on all ranks
         model.health.check("a checkpoint was loaded in part", loses=True)
         raise
