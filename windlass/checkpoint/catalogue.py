@@ -17,7 +17,7 @@ from windlass.checkpoint.deepspeed_files import index_of
 from windlass.checkpoint.directory import LATEST, METADATA, is_deepspeed, read_latest
 from windlass.checkpoint.index import Chunk, Index, TensorRecord
 from windlass.checkpoint.tensor_file import TensorFile, dtype_of
-from windlass.checkpoint.torch_file import open_tensors
+from windlass.checkpoint.torch_file import damaged_record, open_tensors
 
 _LEFT = re.compile(r"^\.(?P<tag>.+)\.(?P<step>writing|replaced|removing)$")
 _AT_ONCE = 1 << 22  # bytes that are summed up at a time
@@ -111,6 +111,12 @@ def verified(path: Path, index: Index) -> str:
     scratch = torch.empty(_AT_ONCE, dtype=torch.uint8)
     for file_name, entries in by_file.items():
         try:
+            if file_name.endswith(".pt"):
+                if record_name := damaged_record(path / file_name):
+                    return (
+                        f"the checkpoint file {path / file_name} is damaged: record {record_name!r}; load another one"
+                    )
+                continue
             with open_tensors(path / file_name) as file:
                 for _, record, chunk in entries:
                     _check(file, record, chunk, scratch)

@@ -106,7 +106,9 @@ class _Reading:
         ranks = int(first.get("dp_world_size") or max(1, len(saved)))
         for kind, files in (("optim", optim_files), ("model", model_files)):
             if files and len(files) != ranks:
-                raise CheckpointError(f"{self.path}: {ranks} ranks saved, and there are {len(files)} files of {kind} states")
+                raise CheckpointError(
+                    f"{self.path}: {ranks} ranks saved, and there are {len(files)} files of {kind} states"
+                )
         tied: dict[str, str] = {}
         if model_files:
             self._frozen_parts(states)
@@ -125,7 +127,9 @@ class _Reading:
     def _read(self, path: Path) -> dict[str, Any]:
         value = read_torch_file(path)
         if not isinstance(value, dict):
-            raise CheckpointError(f"{path} is none of DeepSpeed's files: it holds a {type(value).__name__}, no dictionary")
+            raise CheckpointError(
+                f"{path} is none of DeepSpeed's files: it holds a {type(value).__name__}, no dictionary"
+            )
         return value
 
     def _refuse_parallel(self, first: Mapping[str, Any]) -> None:
@@ -180,7 +184,9 @@ class _Reading:
         masters = [one["fp32_flat_groups"] for one in saved]
         optimizers = [one["optimizer_state_dict"] for one in saved]
         for group in groups:
-            self._check(len(group.shapes) and all(len(flat) == len(groups) for flat in masters), "flat groups of masters")
+            self._check(
+                len(group.shapes) and all(len(flat) == len(groups) for flat in masters), "flat groups of masters"
+            )
             at = 0
             for name, shape in group.shapes.items():
                 size = -(-math.prod(shape) // len(saved))
@@ -276,7 +282,9 @@ class _Reading:
         made = []
         saved = optimizer["param_groups"]
         for number, values in enumerate(saved):
-            mine = [g for g in groups if g.number in values["params"]] if len(saved) != len(groups) else [groups[number]]
+            mine = (
+                [g for g in groups if g.number in values["params"]] if len(saved) != len(groups) else [groups[number]]
+            )
             names = [name for group in mine for name in group.shapes]
             made.append({"parameters": names, "values": {k: v for k, v in values.items() if k not in _NOT_KEPT}})
         return made
@@ -405,7 +413,9 @@ def _numbered(path: Path, pattern: str) -> list[Path]:
     found = {int(match[1]): child for child in path.iterdir() if (match := re.match(pattern, child.name))}
     absent = sorted(set(range(len(found))) - set(found))
     if absent:
-        raise CheckpointError(f"{path}: the file of rank {absent[0]} is missing beside {sorted(found.values())[0].name}")
+        raise CheckpointError(
+            f"{path}: the file of rank {absent[0]} is missing beside {sorted(found.values())[0].name}"
+        )
     return [found[rank] for rank in sorted(found)]
 
 
@@ -462,5 +472,3 @@ def _opened(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(_opened(item) for item in value)
     return value
-
-
