@@ -109,20 +109,15 @@ class _Reading:
                 raise CheckpointError(
                     f"{self.path}: {ranks} ranks saved, and there are {len(files)} files of {kind} states"
                 )
-        tied: dict[str, str] = {}
+        stage, groups = 0, []
         if model_files:
             self._frozen_parts(states)
             stage, groups = 3, self._masters_in_parts(first, saved)
-        else:
-            stage = 0
-            groups: list[dict[str, Any]] = []
-            if saved:
-                stage = _stage_of(saved[0])
-                groups = self._masters_in_a_row(first, saved)
-            elif first.get("optimizer"):
-                groups = self._masters_by_number(first)
-        tied.update(self._module(first, stage))
-        return self._made(first, saved, stage, ranks, groups, tied)
+        elif saved:
+            stage, groups = _stage_of(saved[0]), self._masters_in_a_row(first, saved)
+        elif first.get("optimizer"):
+            groups = self._masters_by_number(first)
+        return self._made(first, saved, stage, ranks, groups, self._module(first, stage))
 
     def _read(self, path: Path) -> dict[str, Any]:
         value = read_torch_file(path)
@@ -146,7 +141,8 @@ class _Reading:
 
     def _module(self, first: Mapping[str, Any], stage: int) -> dict[str, str]:
         """Buffers, and parameters that are nowhere else; returns the other names of what is there once."""
-        buffers, tied, seen = set(first.get("buffer_names") or ()), {}, {}
+        buffers, tied = set(first.get("buffer_names") or ()), dict[str, str]()
+        seen: dict[tuple[int, tuple[int, ...]], str] = {}
         for name, tensor in first["module"].items():
             if not isinstance(tensor, StoredTensor):
                 continue  # extra state of a module
@@ -228,8 +224,8 @@ class _Reading:
         if flat is None and counts != [len(names) for names in self.order]:
             raise CheckpointError(
                 f"{self.path}: DeepSpeed's stage 0 tells parameters by their number in the optimizer, whose groups had "
-                f"{counts} of them; this optimizer's have {[len(names) for names in self.order]}. Build it with the same "
-                "groups, or load with load_optimizer_states=False"
+                f"{counts} of them; this optimizer's have {[len(names) for names in self.order]}. Build it with the "
+                "same groups, or load with load_optimizer_states=False"
             )
         module = first["module"]
         groups = []
@@ -259,7 +255,8 @@ class _Reading:
         """States with a value an element, by key and rank; counts and plain values are put where they belong."""
         found = [one["state"].get(group.number, {}) for one in optimizers]
         here = dict(found[0])
-        own = next((one for one in optimizers[0]["param_groups"] if group.number in one.get("params", ())), {})
+        holders = [one for one in optimizers[0]["param_groups"] if group.number in one.get("params", ())]
+        own = holders[0] if holders else {}
         if "step" in own and here and "step" not in here:
             here["step"] = own["step"]
         for key, value in here.items():

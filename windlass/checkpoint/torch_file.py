@@ -1,9 +1,9 @@
 """A file of `torch.save`, read without executing anything: plain data, and tensors as ranges of its bytes.
 
 [Note: pickles that others wrote] Such a file is a zip archive: one pickle, and each storage as bytes. A pickle names
-functions and classes for its reader to call. Ours knows a short list of names, and for each it has an inert thing of its
-own: what rebuilds a tensor only notes where its bytes lie, a class of DeepSpeed's is a bag of attributes. Any other name
-is an error that says it, raised before anything was called. So the values come from the bytes, never from code.
+functions and classes for its reader to call. Ours knows a short list of names, and for each it has an inert thing of
+its own: what rebuilds a tensor only notes where its bytes lie, a class of DeepSpeed's is a bag of attributes. Any other
+name is an error that says it, and what it names is never looked up. So values come from the bytes, never from code.
 """
 
 from __future__ import annotations
@@ -46,6 +46,8 @@ class Bag:
     Attributes:
         given: what its class was called with.
     """
+
+    given: tuple[Any, ...]
 
     def __new__(cls, *given: Any) -> Bag:
         bag = super().__new__(cls)
@@ -173,6 +175,7 @@ class _Inert:
     """A function that a pickle may call, and can change in no way."""
 
     __slots__ = ("_function",)
+    _function: Callable[..., Any]
 
     def __init__(self, function: Callable[..., Any]) -> None:
         object.__setattr__(self, "_function", function)
@@ -201,7 +204,7 @@ class _Unpickler(pickle.Unpickler):
             return _KNOWN[module, name]
         raise CheckpointError(
             f"{self._path} is refused: it asks for {module}.{name}, which is neither a tensor nor plain data; nothing "
-            "was called. If you trust who wrote it, load it with what wrote it, and save without that object"
+            "of it was executed. If you trust who wrote it, load it with what wrote it, and save without that object"
         )
 
     def persistent_load(self, key: Any) -> _Storage:

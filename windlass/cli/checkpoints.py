@@ -34,7 +34,7 @@ def checkpoints(
 
 def _print(found: Catalogue, directory: Path) -> None:
     console = Console(soft_wrap=True, highlight=False, markup=False)
-    rows = [("tag", "step", "size", "layout", "written", "health")]
+    rows: list[tuple[str, ...]] = [("tag", "step", "size", "layout", "written", "health")]
     rows += [_row(listed) for listed in found.checkpoints]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     if found.checkpoints:
