@@ -19,7 +19,7 @@ from windlass.checkpoint.index import Chunk, Index, TensorRecord
 from windlass.checkpoint.tensor_file import TensorFile, dtype_of
 from windlass.checkpoint.torch_file import damaged_record, open_tensors
 
-_LEFT = re.compile(r"^\.(?P<tag>.+)\.(?P<step>writing|replaced|removing)$")
+_LEFT = re.compile(r"^\.(?P<tag>.+?)(?:\.\w{8})?\.(?P<step>writing|replaced|removing)$")
 _AT_ONCE = 1 << 22  # bytes that are summed up at a time
 
 

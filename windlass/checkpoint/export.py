@@ -15,7 +15,8 @@ import torch
 from windlass.base.errors import CheckpointError
 from windlass.checkpoint.directory import disk_errors, require_space, sync_directory
 from windlass.checkpoint.stored import Stored, split
-from windlass.checkpoint.tensor_file import Entry, TensorFileWriter
+from windlass.checkpoint.streamed_file import write_tensors
+from windlass.checkpoint.tensor_file import Entry
 
 # What a model's directory may hold beside its weights; taken along where the checkpoint's directory has it.
 COMPANIONS = (
@@ -151,10 +152,10 @@ def _write(
     shards = _shards(entries, shard_size)
     names = [_SINGLE] if len(shards) == 1 else _numbered(len(shards))
     for file_name, shard in zip(names, shards, strict=True):
+        # wide dtypes first, so that every tensor is aligned
+        shard = dict(sorted(shard.items(), key=lambda item: -item[1].dtype.itemsize))
         remarks = {alias: name for alias, name in tied.items() if name in shard}
-        with TensorFileWriter(staging / file_name, shard, remarks) as file:
-            for name in shard:
-                file.write_parts(name, stored.parts(held[name]))
+        write_tensors(staging / file_name, shard, (stored.parts(held[name]) for name in shard), remarks)
     if len(shards) > 1:
         weight_map = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
         _write_json(staging / _INDEX, {"metadata": {"total_size": total, **tied}, "weight_map": weight_map})

@@ -7,7 +7,7 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
@@ -75,17 +75,16 @@ class TensorFileWriter:
 
     Args:
         entries: all that it will hold, by name.
-        remarks: what its header shall say beside them, text by text.
 
     Raises:
         CheckpointError: the disk is full or the path cannot be written.
     """
 
-    def __init__(self, path: Path, entries: Mapping[str, Entry], remarks: Mapping[str, str] | None = None) -> None:
+    def __init__(self, path: Path, entries: Mapping[str, Entry]) -> None:
         self.path, self._entries = path, entries
         # Wide dtypes first, so that every entry is aligned.
         order = sorted(entries, key=lambda name: -entries[name].dtype.itemsize)
-        header = _header({name: entries[name] for name in order}, remarks or {})
+        header = _header({name: entries[name] for name in order})
         self._at: dict[str, int] = {}
         end = len(header)
         for name in order:
@@ -109,19 +108,6 @@ class TensorFileWriter:
             self._file.write(raw)
         self._left.discard(name)
         return zlib.crc32(raw)
-
-    def write_parts(self, name: str, parts: Iterable[torch.Tensor]) -> None:
-        """Writes the entry `name`, whose flat parts come one after the other, of any dtype and on any device."""
-        entry, position = self._entries[name], self._at[name]
-        for part in parts:
-            here = part.detach().to(device="cpu", dtype=entry.dtype).contiguous()
-            with disk_errors(self.path, self._needed):
-                self._file.seek(position)
-                self._file.write(bytes_of(here))
-            position += here.numel() * here.element_size()
-        if position != self._at[name] + entry.nbytes:
-            raise CheckpointError(f"{name!r} was said to have shape {entry.shape}; its parts make another one")
-        self._left.discard(name)
 
     def __enter__(self) -> TensorFileWriter:
         return self
@@ -249,8 +235,8 @@ class TensorFile:
         return entries, 8 + length
 
 
-def _header(entries: Mapping[str, Entry], remarks: Mapping[str, str]) -> bytes:
-    fields: dict[str, object] = {"__metadata__": {"format": "pt", **remarks}}
+def _header(entries: Mapping[str, Entry]) -> bytes:
+    fields: dict[str, object] = {"__metadata__": {"format": "pt"}}
     position = 0
     for name, entry in entries.items():
         span = [position, position + entry.nbytes]
