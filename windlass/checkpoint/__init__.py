@@ -8,6 +8,7 @@ file), agree (one error for all ranks), shards, sources and storage (planner, wh
 
 from windlass.checkpoint.directory import read_latest, tags
 from windlass.checkpoint.load import load
+from windlass.checkpoint.plain_torch import PlainCheckpoint, read_checkpoint
 from windlass.checkpoint.read import read_full, read_outline, read_plain
 from windlass.checkpoint.save import save
 from windlass.checkpoint.state import Drawer, FlatShard, LoadedState, Resting, SavedState
@@ -15,10 +16,12 @@ from windlass.checkpoint.state import Drawer, FlatShard, LoadedState, Resting, S
 __all__ = [
     "FlatShard",
     "LoadedState",
+    "PlainCheckpoint",
     "Drawer",
     "Resting",
     "SavedState",
     "load",
+    "read_checkpoint",
     "read_full",
     "read_latest",
     "read_outline",
