@@ -384,6 +384,7 @@ class _Reading:
             "loss_scale": _loss_scale(first, saved),
             "schedule": first.get("lr_scheduler"),
             "trainable_only": None,  # it does not say
+            "buffers": True,
             "tied": tied,
             "dtypes": module_dtypes,
             "client": {key: value for key, value in first.items() if key not in _OWN},

@@ -14,6 +14,7 @@ from windlass.checkpoint.agree import Ranks
 from windlass.checkpoint.deepspeed_files import Order, names_in_order
 from windlass.checkpoint.retention import retire
 from windlass.engine.filling import ChunkToFill, incoming
+from windlass.engine.frozen_base import base_hashes, check_base, trains_adapters
 from windlass.engine.pieces import ChunkToRead, parameters
 from windlass.engine.states import Outgoing, merged, outgoing
 from windlass.engine.weights import said_of_weights
@@ -26,10 +27,17 @@ if TYPE_CHECKING:
 
 
 def save_engine(
-    engine: Engine, directory: str, tag: str | None, client: dict[str, Any], save_latest: bool, trainable_only: bool
+    engine: Engine,
+    directory: str,
+    tag: str | None,
+    client: dict[str, Any],
+    save_latest: bool,
+    trainable_only: bool | None,
 ) -> bool:
     """See `Engine.save_checkpoint`. Of what rests on disk one chunk is in memory at a time."""
     model = engine._sharded
+    if trainable_only is None:
+        trainable_only = trains_adapters(model)
     model.finish_update()
     if model.health.lost:
         raise CheckpointError(f"nothing is saved: {model.health.lost}; what was saved before is whole. {HALF_DONE}")
@@ -59,10 +67,12 @@ def save_engine(
         "schedule": _schedule(engine),
         "trainable_only": trainable_only,
         **said_of_weights(model, trainable_only=trainable_only),
+        "base": base_hashes(model) if trainable_only else {},
+        "buffers": True,
         "client": client,
     }
     # rank 0's count, and others may have their own until the next forward (engine/buffers)
-    tensors = states.tensors | ({} if trainable_only or model.mesh.data.index else _buffers(engine))
+    tensors = states.tensors | ({} if model.mesh.data.index else _buffers(engine))
     state = SavedState([*shards, *states.shards], tensors, plain, {"random": _random_state(engine.device)})
     name = tag if tag is not None else f"global_step{engine.global_steps}"
     try:
@@ -94,6 +104,8 @@ def load_engine(
     _complete(plain, saved, model)
     groups_too = optimizer and engine.optimizer is not None and bool(plain["groups"])
     trainable_only = bool(plain["trainable_only"])
+    if trainable_only and strict:
+        check_base(model, plain.get("base", {}), f"the checkpoint {tag or read_latest(directory)!r} in {directory}")
     with model.renewing([unit for unit in model.units if unit.trainable or not trainable_only]):
         found = _fill(engine, directory, tag, plain, saved if groups_too else None, strict, order)
     engine.progress.load_state_dict(found.plain["engine"])
@@ -130,7 +142,7 @@ def _fill(
 
     units = [unit for unit in model.units if unit.trainable or not trainable_only]
     shards = list(parameters(model, units, drawer_of, keep=True))
-    tensors = {} if trainable_only else _buffers(engine)
+    tensors = _buffers(engine) if plain.get("buffers", not trainable_only) else {}
     if saved is not None:
         ranks = Ranks.of(model.mesh.data.process_group)
         ranks.each("preparing to load", lambda: incoming(model, plain, saved, drawer_of, tensors))

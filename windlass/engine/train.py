@@ -399,7 +399,7 @@ class Engine(Questions, nn.Module):
         tag: str | None = None,
         client_state: dict[str, Any] | None = None,
         save_latest: bool = True,
-        exclude_frozen_parameters: bool = False,
+        exclude_frozen_parameters: bool | None = None,
     ) -> bool:
         """Write everything that training needs to go on. Collective.
 
@@ -407,6 +407,8 @@ class Engine(Questions, nn.Module):
             tag: the folder inside `save_dir`; `global_stepN` by default.
             client_state: plain data of the caller's, given back by `load_checkpoint`.
             save_latest: `latest` names this tag.
+            exclude_frozen_parameters: leave out parameters that are not trained, and keep a hash of each, by which a
+                load knows a changed base. None: where at most a tenth of all elements is trained (adapters).
 
         Raises:
             CheckpointError: it could not be written, or there is no state to save since a step was made in part (see
