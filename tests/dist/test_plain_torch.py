@@ -23,11 +23,11 @@ def config_of(stage: int, **more: Any) -> dict[str, Any]:
     return {"train_micro_batch_size_per_gpu": 2, "gradient_clipping": 1.0, "zero_optimization": zero, **more}
 
 
-def engine_for(stage: int, seed: int) -> Any:
+def engine_for(stage: int, seed: int, **zero: Any) -> Any:
     torch.manual_seed(seed)
     model = Net()
     optimizer = torch.optim.AdamW(groups_of(model), **LR)
-    return windlass.initialize(model=model, optimizer=optimizer, config=config_of(stage))[0]
+    return windlass.initialize(model=model, optimizer=optimizer, config=config_of(stage, zero=zero))[0]
 
 
 def plain_steps(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: int) -> list[list[float]]:
@@ -78,7 +78,9 @@ def test_plain_pytorch_goes_on_from_a_checkpoint(stage: int, tmp_path: Path) -> 
 def taken_by_an_engine(stage: int, state: dict[str, Tensor], optimizer: dict[str, Any]) -> list[float]:
     engine = engine_for(stage, 50)
     assert engine.load_module_state_dict(state) == ([], [])
+    fused = [group.get("fused") for group in engine.optimizer.param_groups]
     engine.optimizer.load_state_dict(optimizer)
+    assert [group.get("fused") for group in engine.optimizer.param_groups] == fused, "how, not what"
     losses = steps(engine, 3, 6)
     assert torch.equal(engine.module.count, torch.full((3,), 7.0))
     engine.destroy()
@@ -99,8 +101,9 @@ def test_an_engine_goes_on_from_plain_pytorch(stage: int) -> None:
     assert_close(found, plain_steps(model, optimizer, 3, 6))
 
 
-def misfits() -> dict[str, Any]:
-    engine = engine_for(3, 0)
+def misfits(folder: str) -> dict[str, Any]:
+    engine = engine_for(3, 0, stage3_gather_16bit_weights_on_model_save=False)
+    assert engine.save_16bit_model(folder) is False, "the configuration says so"
     before = engine.full_state_dict()
     state = Net().state_dict()
     said = []
@@ -119,8 +122,9 @@ def misfits() -> dict[str, Any]:
     return {"said": said, "same": same, "left": (missing, unexpected), "now": now}
 
 
-def test_what_does_not_fit_is_named_and_changes_nothing() -> None:
-    found = run_ranks(misfits, RANKS)[0]
+def test_what_does_not_fit_is_named_and_changes_nothing(tmp_path: Path) -> None:
+    found = run_ranks(misfits, RANKS, str(tmp_path))[0]
+    assert not list(tmp_path.iterdir())
     missing, unexpected, shape = found["said"]
     assert "missing ['mid.bias'], unexpected []" in missing
     assert "missing [], unexpected ['odd']" in unexpected

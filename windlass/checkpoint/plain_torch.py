@@ -47,6 +47,8 @@ class PlainCheckpoint:
     def __init__(self, directory: str | os.PathLike[str], tag: str | None) -> None:
         stored = Stored(directory, tag)
         self._directory, self.tag, self._path = directory, stored.tag, stored.path
+        if "engine" not in stored.plain:
+            raise CheckpointError(f"{stored.path} was saved by no engine; read it with windlass.checkpoint.read_full")
         self.global_steps: int = int(stored.plain["engine"]["global_steps"])
         self.client_state: dict[str, Any] = dict(stored.plain["client"])
         self.scheduler_state: dict[str, Any] | None = stored.plain["schedule"]
