@@ -96,7 +96,7 @@ def find(directory: str | os.PathLike[str], tag: str | None) -> tuple[str, Path]
         raise CheckpointError(f"{path} leads outside {root}, to {path.resolve()}; pass that directory itself")
     if not path.is_dir():
         raise CheckpointError(f"there is no checkpoint {name!r} in {root}. {_known(root)}")
-    if not _is_checkpoint(path):
+    if not _is_checkpoint(path) and not is_deepspeed(path):
         raise CheckpointError(
             f"{path} is not a windlass checkpoint: it has no {METADATA}; a save that did not finish? {_known(root)}"
         )
@@ -190,6 +190,11 @@ def _replaced(directory: Path, tag: str) -> Path:
 
 def _is_checkpoint(path: Path) -> bool:
     return (path / METADATA).is_file()
+
+
+def is_deepspeed(path: Path) -> bool:
+    """Whether DeepSpeed wrote this checkpoint, and not windlass."""
+    return not _is_checkpoint(path) and any(path.glob("*mp_rank_*_model_states.pt"))
 
 
 def _known(root: Path) -> str:

@@ -161,8 +161,8 @@ class TensorFile:
                 raise CheckpointError(f"the checkpoint file {self.path} cannot be opened: {error.strerror}") from error
         return self._file
 
-    def read_into(self, entry: str, tensor: torch.Tensor, crc32: int) -> None:
-        """Fills `tensor`, contiguous and on the CPU, with the whole entry, whose bytes must have this crc32.
+    def read_into(self, entry: str, tensor: torch.Tensor, crc32: int | None) -> None:
+        """Fills `tensor`, contiguous and on the CPU, with the whole entry, whose bytes must have this crc32 (if any).
 
         Raises:
             CheckpointError: no such entry, another size, or other bytes than were written. The tensor's values are
@@ -199,9 +199,10 @@ class TensorFile:
                 f"{size}; restore it or load another checkpoint"
             )
 
-    def check_sum(self, entry: str, found: int, crc32: int) -> None:
-        """Raises CheckpointError unless `found`, the crc32 of all bytes that were read, is that of the index."""
-        if found != crc32:
+    def check_sum(self, entry: str, found: int, crc32: int | None) -> None:
+        """Raises CheckpointError unless `found`, the crc32 of all bytes that were read, is that of the index, where it
+        has one."""
+        if crc32 is not None and found != crc32:
             raise CheckpointError(
                 f"the checkpoint file {self.path} is damaged: entry {entry!r} has crc32 {found:08x}, {crc32:08x} was "
                 "written; restore it or load another checkpoint"

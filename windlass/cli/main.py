@@ -39,6 +39,8 @@ COMMANDS = (
     Entry("run", "windlass.cli.run", "run", "Start a script on N ranks of this machine.", takes_a_program=True),
     Entry("train", "windlass.cli.train", "train", "Train a causal language model on text, with ZeRO."),
     Entry("generate", "windlass.cli.generate", "generate", "Continue a text with a trained model."),
+    Entry("export", "windlass.cli.export", "export", "Write a checkpoint's weights as Hugging Face safetensors."),
+    Entry("checkpoints", "windlass.cli.checkpoints", "checkpoints", "List the checkpoints in a directory."),
     Entry("check", "windlass.cli.check", "check", "Say what a configuration means and all that is wrong with it."),
     Entry("bench", "windlass.cli.bench", "bench_app", "The experiments that tutorials print."),
     Entry("env", "windlass.cli.env", "env", "Print what a bug report needs to know about this machine."),

@@ -49,5 +49,7 @@ class Checkpoint(Section):
     )
     parallel_write: ParallelWrite = honoured(ParallelWrite)
     """Which ranks write."""
+    keep_last: Positive | None = honoured(None, native=True)
+    """How many finished checkpoints to keep: older ones that this run wrote, or named global_stepN, go after a save."""
     checkpoint_serialization: bool = accepted(True, _WRITER)
     writer: Writer | None = accepted(None, _WRITER)

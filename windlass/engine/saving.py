@@ -11,8 +11,11 @@ from windlass.base.errors import CheckpointError
 from windlass.base.log import logger
 from windlass.checkpoint import FlatShard, LoadedState, SavedState, load, read_latest, read_outline, save
 from windlass.checkpoint.agree import Ranks
+from windlass.checkpoint.deepspeed_files import Order, names_in_order
+from windlass.checkpoint.retention import retire
 from windlass.engine.filling import ChunkToFill, incoming
 from windlass.engine.fingerprint import fingerprint
+from windlass.engine.frozen_base import base_hashes, check_base, trains_adapters
 from windlass.engine.groups import groups_of, match, require_whole, take
 from windlass.engine.pieces import ChunkToRead, parameters
 from windlass.engine.position import (
@@ -23,6 +26,7 @@ from windlass.engine.position import (
     set_random_state,
 )
 from windlass.engine.states import Outgoing, merged, outgoing
+from windlass.engine.weights import said_of_weights
 from windlass.zero.chunk import Chunk
 from windlass.zero.health import HALF_DONE
 
@@ -33,10 +37,17 @@ if TYPE_CHECKING:
 
 
 def save_engine(
-    engine: Engine, directory: str, tag: str | None, client: dict[str, Any], save_latest: bool, trainable_only: bool
+    engine: Engine,
+    directory: str,
+    tag: str | None,
+    client: dict[str, Any],
+    save_latest: bool,
+    trainable_only: bool | None,
 ) -> bool:
     """See `Engine.save_checkpoint`. Of what rests on disk one chunk is in memory at a time."""
     model = engine._sharded
+    if trainable_only is None:
+        trainable_only = trains_adapters(model)
     model.finish_update()
     if model.health.lost:
         raise CheckpointError(f"nothing is saved: {model.health.lost}; what was saved before is whole. {HALF_DONE}")
@@ -72,9 +83,13 @@ def save_engine(
         "schedule": _schedule(engine),
         "data": data_position(engine),
         "trainable_only": trainable_only,
+        **said_of_weights(model, trainable_only=trainable_only),
+        "base": base_hashes(model) if trainable_only else {},
+        "buffers": True,
         "client": client,
     }
-    tensors = states.tensors | ({} if trainable_only else _buffers(engine))
+    # rank 0's count, and others may have their own until the next forward (engine/buffers)
+    tensors = states.tensors | ({} if model.mesh.data.index else _buffers(engine))
     state = SavedState([*shards, *states.shards], tensors, plain, {"random": random_state(engine.device)})
     name = tag if tag is not None else f"global_step{engine.global_steps}"
     try:
@@ -82,6 +97,10 @@ def save_engine(
     except CheckpointError:  # on all ranks
         model.health.check("nothing is saved, masters and optimizer states could not be read")
         raise
+    engine.saved_tags.add(name)
+    keep = engine._config.checkpoint.keep_last
+    if keep is not None and engine.global_rank == model.mesh.data.ranks[0]:
+        retire(directory, keep, name, engine.saved_tags)
     return True
 
 
@@ -116,8 +135,12 @@ def load_engine(
         return None, None
     ranks = Ranks.of(model.mesh.data.process_group)
     outlines: list[tuple[dict[str, Any], dict[str, torch.Tensor]]] = []
-    ranks.each("looking at the checkpoint", lambda: outlines.append(read_outline(directory, tag)))
+    order = (
+        names_in_order(engine.module, engine.optimizer) if wanted.optimizer and engine.optimizer is not None else None
+    )
+    ranks.each("looking at the checkpoint", lambda: outlines.append(read_outline(directory, tag, order)))
     plain, saved = outlines[0]
+    _complete(plain, saved, model)
     groups_too = wanted.optimizer and engine.optimizer is not None and bool(plain["groups"])
     here = groups_of(engine)
     matched = match(here, plain["groups"])
@@ -126,16 +149,18 @@ def load_engine(
     position = plain.get("data") if wanted.position else None
     check_data_position(engine, position)
     trainable_only = bool(plain["trainable_only"])
+    if trainable_only and wanted.module_strict:
+        check_base(model, plain.get("base", {}), f"the checkpoint {tag or read_latest(directory)!r} in {directory}")
     units = [unit for unit in model.units if unit.trainable or not trainable_only]
     with model.renewing(units):
-        found, alike = _fill(engine, directory, tag, plain, saved, groups_too, wanted)
+        found, alike = _fill(engine, directory, tag, plain, saved, groups_too, wanted, order)
     _compare(model, units, found, alike)
     if groups_too:
         take(engine, matched, plain["groups"])
     elif wanted.optimizer and plain["groups"]:
         logger.info("optimizer states were left alone: this engine has no optimizer")
     if wanted.progress:
-        engine.progress.load_state_dict(found.plain["engine"], found.plain["layout"].get("accumulation"))
+        engine.progress.load_state_dict(found.plain["engine"], found.plain.get("layout", {}).get("accumulation"))
         engine._scaler.load_state_dict(found.plain["loss_scale"])
     if wanted.schedule and engine.lr_scheduler is not None and found.plain["schedule"] is not None:
         engine.lr_scheduler.load_state_dict(_fitting(found.plain["schedule"], engine.lr_scheduler.state_dict()))
@@ -191,6 +216,7 @@ def _fill(
     saved: dict[str, torch.Tensor],
     states_too: bool,
     wanted: Wanted,
+    order: Order | None,
 ) -> tuple[LoadedState, tuple[bool, bool]]:
     """Read the checkpoint into where the engine's tensors rest, chunk by chunk.
 
@@ -209,7 +235,7 @@ def _fill(
 
     units = [unit for unit in model.units if unit.trainable or not trainable_only]
     shards = list(parameters(model, units, drawer_of, keep=True))
-    tensors = {} if trainable_only else _buffers(engine)
+    tensors = _buffers(engine) if plain.get("buffers", not trainable_only) else {}
     ranks = Ranks.of(model.mesh.data.process_group)
     if states_too:
         ranks.each("preparing to load", lambda: incoming(model, plain, saved, drawer_of, tensors))
@@ -222,6 +248,7 @@ def _fill(
         SavedState([*shards, *states], tensors),
         optional if wanted.optimizer_strict else (*optional, "state/"),
         () if states_too else ("state/",),
+        order,
     )
     for drawer in drawers.values():
         if not drawer.opened:  # nothing of it is in the checkpoint, so it has no states either
@@ -249,6 +276,13 @@ _ADVICE = (
 )
 
 
+def _complete(plain: dict[str, Any], saved: dict[str, torch.Tensor], model: ShardedModel) -> None:
+    """DeepSpeed's files do not say whether frozen parameters were left out: then none of them is there."""
+    if plain["trainable_only"] is None:
+        frozen = [name for unit in model.units if not unit.trainable for name in unit.names]
+        plain["trainable_only"] = bool(frozen) and not any(f"param/{name}" in saved for name in frozen)
+
+
 def _load(
     model: ShardedModel,
     directory: str,
@@ -256,11 +290,20 @@ def _load(
     into: SavedState,
     optional: tuple[str, ...],
     ignore: tuple[str, ...],
+    order: Order | None,
 ) -> LoadedState:
     group = model.mesh.data.process_group
     try:
         return load(
-            directory, tag, into, process_group=group, ignore=ignore, optional=optional, cast=True, advice=_ADVICE
+            directory,
+            tag,
+            into,
+            process_group=group,
+            ignore=ignore,
+            optional=optional,
+            cast=True,
+            advice=_ADVICE,
+            order=order,
         )
     except CheckpointError:  # on all ranks
         model.health.check("a checkpoint was loaded in part", loses=True)

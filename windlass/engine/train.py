@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -23,7 +23,7 @@ from windlass.engine.questions import Questions
 from windlass.engine.refresh import pending, refresh, refuse_lost_gradients, unfrozen
 from windlass.engine.reporting import Reporter
 from windlass.engine.saving import Wanted, load_engine, save_engine
-from windlass.engine.weights import full_state_dict, save_16bit_model
+from windlass.engine.weights import full_state_dict, load_whole, save_16bit_model
 from windlass.optim.loss_scale import LossScale
 from windlass.zero.parking import KINDS
 from windlass.zero.sharded import ShardedModel
@@ -62,6 +62,7 @@ class Engine(Questions, nn.Module):
         self._scaled = False  # the loss of the backward to come has the loss scale in it
         self._norm: float | None = None
         self._destroyed = False
+        self.saved_tags: set[str] = set()  # of checkpoints that this engine wrote
         self._collect_again = hold_off() if config.disable_python_gc else _nothing
         self.rebuild: Callable[[Engine], ShardedModel] = _not_rebuilt  # lays the model out anew, after destroy
         self._adopt(sharded)
@@ -382,16 +383,36 @@ class Engine(Questions, nn.Module):
         self._refuse_parked("full_state_dict")
         return full_state_dict(self._sharded, dtype=dtype)
 
+    def load_module_state_dict(
+        self, state_dict: Mapping[str, torch.Tensor], strict: bool = True
+    ) -> tuple[list[str], list[str]]:
+        """Take a plain `model.state_dict()`: whole tensors, the same on every rank. Collective, between steps.
+
+        Master weights are set to its values, in float32 if they are; parameters follow.
+
+        Returns:
+            Names that are missing in it, and names that the model does not have.
+
+        Raises:
+            CheckpointError: there are some and `strict` is set, or a shape differs. Nothing was changed.
+        """
+        self._refuse_parked("load_module_state_dict")
+        return load_whole(self._sharded, state_dict, strict=strict)
+
     def save_16bit_model(
         self, save_dir: str, save_filename: str = "model.safetensors", exclude_frozen_parameters: bool = False
     ) -> bool:
-        """Whole parameters as they compute, in one safetensors file; False at stage 3 unless the configuration's
-        `stage3_gather_16bit_weights_on_model_save` is set. Collective."""
-        if self.zero_optimization_stage() == 3 and not self.zero_gather_16bit_weights_on_model_save():
+        """Whole parameters as they compute, in one safetensors file, one unit in memory at a time. Collective.
+
+        Returns:
+            True; False, with a warning, where nothing was written: at stage 3 if the configuration sets
+            `stage3_gather_16bit_weights_on_model_save` to false.
+        """
+        zero = self._config.zero_optimization
+        refused = "stage3_gather_16bit_weights_on_model_save" in zero.model_fields_set
+        if self.zero_optimization_stage() == 3 and refused and not self.zero_gather_16bit_weights_on_model_save():
             logger.warning(
-                "save_16bit_model wrote nothing: set zero_optimization.stage3_gather_16bit_weights_on_model_save to "
-                "gather "
-                "the parameters of stage 3 for it"
+                "save_16bit_model wrote nothing: zero_optimization.stage3_gather_16bit_weights_on_model_save is false"
             )
             return False
         self._refuse_parked("save_16bit_model")
@@ -403,7 +424,7 @@ class Engine(Questions, nn.Module):
         tag: str | None = None,
         client_state: dict[str, Any] | None = None,
         save_latest: bool = True,
-        exclude_frozen_parameters: bool = False,
+        exclude_frozen_parameters: bool | None = None,
     ) -> bool:
         """Write everything that training needs to go on. Collective.
 
@@ -411,6 +432,8 @@ class Engine(Questions, nn.Module):
             tag: the folder inside `save_dir`; `global_stepN` by default.
             client_state: plain data of the caller's, given back by `load_checkpoint`.
             save_latest: `latest` names this tag.
+            exclude_frozen_parameters: leave out parameters that are not trained, and keep a hash of each, by which a
+                load knows a changed base. None: where at most a tenth of all elements is trained (adapters).
 
         Raises:
             CheckpointError: it could not be written, or there is no state to save since a step was made in part (see
