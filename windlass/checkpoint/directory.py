@@ -16,9 +16,9 @@ METADATA = "checkpoint.json"
 LATEST = "latest"
 
 # [Note: a checkpoint appears whole or not at all]
-# Data is written under a hidden name (draft.py); every file and then the directory is fsynced, `checkpoint.json` last of
-# all, and a rename makes it `TAG`. Only then does `latest` change, itself by a rename. Saving a tag again moves the old
-# one to `.TAG.replaced` first: whoever finds `TAG` missing after a crash between the two renames reads that.
+# Data is written under a hidden name (draft.py); every file and then the directory is fsynced, `checkpoint.json` last
+# of all, and a rename makes it `TAG`. Only then does `latest` change, itself by a rename. Saving a tag again moves the
+# old one to `.TAG.replaced` first: whoever finds `TAG` missing after a crash between the two renames reads that.
 
 
 def check_tag(tag: str) -> str:

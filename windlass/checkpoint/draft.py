@@ -74,7 +74,9 @@ class Draft:
         except FileNotFoundError:
             return
         except OSError as error:
-            logger.warning("the unfinished checkpoint %s could not be removed (%s); remove it by hand", self.path, error)
+            logger.warning(
+                "the unfinished checkpoint %s could not be removed (%s); remove it by hand", self.path, error
+            )
         finally:
             self._release()
 
@@ -89,7 +91,7 @@ def remove_dead(directory: Path) -> None:
         except FileNotFoundError:  # finished meanwhile, or another run was quicker
             continue
         except OSError as error:
-            logger.warning("the unfinished checkpoint %s is left alone, for nobody can tell whose it is: %s", path, error)
+            logger.warning("%s is left alone, for nobody can tell whether its writer lives: %s", path, error)
             continue
         if lock is None:
             continue

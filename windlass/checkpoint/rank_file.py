@@ -45,6 +45,7 @@ class RankFile:
         self.path, self._items = path, {item.name: item for item in items}
         self.entries = {item.name: item.entry for item in items}
         self._at = laid_out(self.entries)[1]
+        self._written: dict[str, int] | None = None
         self._runs: list[tuple[list[str], int, torch.Tensor]] = []  # names, offset in the file, copied bytes
 
     @property
@@ -71,10 +72,19 @@ class RankFile:
                     for copy in copies:  # they are made from what the drawer holds
                         copy.wait()
                     copies.clear()
+        for drawer in {id(item.drawer): item.drawer for item in self._items.values()}.values():
+            if isinstance(drawer, AwayDrawer):
+                drawer.hold()
+
+    def write_ahead(self) -> None:
+        """Write now; `write` will say what came of it."""
+        self._written = self.write()
 
     def write(self) -> dict[str, int]:
         """Writes all of it, durably; the crc32 of each entry. Drawers of `AwayDrawer` are over afterwards, however it
         ends."""
+        if self._written is not None:
+            return self._written
         sums: dict[str, int] = {}
         copied = {name for names, _, _ in self._runs for name in names}
         drawers = by_drawer(item for item in self._items.values() if item.name not in copied)
@@ -100,7 +110,9 @@ class RankFile:
     def _write_drawers(
         self, file: TensorFileWriter, drawers: list[tuple[Drawer | None, list[Item]]], sums: dict[str, int]
     ) -> None:
-        left = list(drawers)
+        # An update begins with what comes last in the model.
+        left = [one for one in drawers if not isinstance(one[0], AwayDrawer)]
+        left += reversed([one for one in drawers if isinstance(one[0], AwayDrawer)])
         while left:
             wanted = [one for one in left if isinstance(one[0], AwayDrawer) and one[0].wanted]
             drawer, items = one = wanted[0] if wanted else left[0]

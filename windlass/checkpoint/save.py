@@ -79,21 +79,34 @@ class Begun:
         """What this rank writes."""
         return self._writer.file
 
-    def finish(self, ranks: Ranks) -> Path:
+    def finish(self, ranks: Ranks, refused: Exception | None = None) -> Path:
         """Writes it, and returns its path. Collective over the same ranks; from any thread, if they have a group of
         their own.
+
+        Args:
+            refused: why this rank can't write its part, if so.
 
         Raises:
             CheckpointError: the same on all ranks; nothing is left of it.
         """
         try:
-            results = ranks.to_first("saving", self._writer.write)
+            results = ranks.to_first("saving", lambda: self._write(refused))
             return ranks.first("finishing the save", lambda: self._commit(results))
         except BaseException:
             self._discard()
             raise
         finally:
             self.file.let_go()
+
+    def abandon(self) -> None:
+        """It will not be written. Not collective."""
+        self.file.let_go()
+        self._discard()
+
+    def _write(self, refused: Exception | None) -> list[Any]:
+        if refused is not None:
+            raise refused
+        return self._writer.write()
 
     def _begin(self) -> Path:
         self._draft = Draft(self._root, self._tag)

@@ -49,6 +49,9 @@ class AwayDrawer:
         """As `Drawer`; from any thread."""
         raise NotImplementedError
 
+    def hold(self) -> None:
+        """From now on whoever is to change it waits."""
+
     def over(self) -> None:
         """It was copied, or nobody will copy it."""
         self._over.set()

@@ -9,8 +9,10 @@ import torch
 
 from windlass.base.errors import CheckpointError
 from windlass.base.log import logger
-from windlass.checkpoint import LoadedState, SavedState, load, read_latest, read_outline, save
+from windlass.checkpoint import Drawer, LoadedState, SavedState, load, read_latest, read_outline
 from windlass.checkpoint.agree import Ranks
+from windlass.checkpoint.save import Begun
+from windlass.engine.away import ChunkAway
 from windlass.engine.filling import ChunkToFill, incoming
 from windlass.engine.pieces import ChunkToRead, parameters
 from windlass.engine.states import Outgoing, merged, outgoing
@@ -23,22 +25,34 @@ if TYPE_CHECKING:
 
 
 def save_engine(
-    engine: Engine, directory: str, tag: str | None, client: dict[str, Any], save_latest: bool, trainable_only: bool
+    engine: Engine,
+    directory: str,
+    tag: str | None,
+    client: dict[str, Any],
+    save_latest: bool,
+    trainable_only: bool,
+    blocking: bool,
 ) -> bool:
     """See `Engine.save_checkpoint`. Of what rests on disk one chunk is in memory at a time."""
     model = engine._sharded
+    engine._saves.finish()
     model.finish_update()
     if model.health.lost:
         raise CheckpointError(f"nothing is saved: {model.health.lost}; what was saved before is whole. {HALF_DONE}")
     model.gradients.finish()
     model.take_back()
-    drawers: dict[int, ChunkToRead] = {}
+    if not blocking:  # what is read later from disk has to have them
+        model.masters.take_all_edits(model.units)
+    drawers: dict[int, Drawer] = {}
 
-    def drawer_of(chunk: Chunk) -> ChunkToRead:
-        return drawers.setdefault(id(chunk), ChunkToRead(model.masters, chunk))
+    def drawer_of(chunk: Chunk) -> Drawer:
+        if id(chunk) not in drawers:
+            record = None if blocking else model.masters.residence.on_disk(chunk)
+            drawers[id(chunk)] = ChunkToRead(model.masters, chunk) if record is None else ChunkAway(record)
+        return drawers[id(chunk)]
 
     units = [unit for unit in model.units if unit.trainable or not trainable_only]
-    shards = list(parameters(model, units, drawer_of, keep=False))
+    shards = list(parameters(model, units, drawer_of, keep=False, later=not blocking))
     states = Outgoing()
 
     def look() -> dict[str, Any]:
@@ -46,7 +60,8 @@ def save_engine(
             outgoing(model.update, drawer_of, states)
         return states.about()
 
-    everywhere = Ranks.of(model.mesh.data.process_group).each("preparing to save", look)
+    ranks = Ranks.of(model.mesh.data.process_group)
+    everywhere = ranks.each("preparing to save", look)
     plain = {
         "engine": engine.progress.state_dict(),
         "layout": {"stage": model.policy.stage, "ranks": model.mesh.data.size},
@@ -61,7 +76,11 @@ def save_engine(
     state = SavedState([*shards, *states.shards], tensors, plain, {"random": _random_state(engine.device)})
     name = tag if tag is not None else f"global_step{engine.global_steps}"
     try:
-        save(directory, name, state, process_group=model.mesh.data.process_group, save_latest=save_latest)
+        begun = Begun(directory, name, state, ranks, save_latest)
+        if blocking:
+            begun.finish(ranks)
+        else:
+            engine._saves.start(begun, ranks, pin=model.homes.pin)
     except CheckpointError:  # on all ranks
         model.health.check("nothing is saved, masters and optimizer states could not be read")
         raise
@@ -73,6 +92,7 @@ def load_engine(
 ) -> tuple[str | None, dict[str, Any] | None]:
     """See `Engine.load_checkpoint`."""
     model = engine._sharded
+    engine._saves.finish()  # it may be the one that is asked for
     model.health.refuse("load_checkpoint")
     if tag is None and read_latest(directory) is None:
         logger.warning(f"no checkpoint in {directory}: there is no file 'latest'; training starts afresh")
