@@ -53,14 +53,14 @@ class Plan:
         return f"{who}, {when}"
 
 
-def plans(rounds: int, seed: int, launchers: int) -> list[Plan]:
+def plans(rounds: int, seed: int, launchers: int, aimed_only: bool) -> list[Plan]:
     """Half of them at a call of the file system in a save, half by the clock; `launchers` of them kill a launcher."""
     chance, made = random.Random(seed), list[Plan]()
     for number in range(rounds):
         victim = "launcher" if number % max(rounds // max(launchers, 1), 1) == 0 and launchers else "one rank"
         if victim != "launcher" and chance.random() < 0.5:
             victim = "all ranks"
-        aimed = victim != "launcher" and number % 2 == 1
+        aimed = victim != "launcher" and (number % 2 == 1 or aimed_only)
         rank, calls, seconds = chance.randrange(RANKS), chance.randrange(_CALLS), chance.uniform(0.0, 1.0)
         calls = calls if rank == 0 else calls // 6  # the others only write their files
         made.append(Plan(victim, rank, calls if aimed else None, seconds))
@@ -70,6 +70,7 @@ def plans(rounds: int, seed: int, launchers: int) -> list[Plan]:
 def main(
     rounds: Annotated[int, typer.Option(min=1, help="Times that something is killed.")] = 50,
     launchers: Annotated[int, typer.Option(min=0, help="Of them, launchers (`windlass run`).")] = 8,
+    aimed: Annotated[bool, typer.Option("--aimed", help="None by the clock: the same every time.")] = False,
     seed: Annotated[int, typer.Option(help="Of who is killed when.")] = 0,
     path: Annotated[Path, typer.Option(help="A folder on the disk to use.")] = Path("."),
     name: Annotated[str, typer.Option(help="Of the file in --results.")] = "chaos",
@@ -81,7 +82,7 @@ def main(
     console, found = screen(), list[dict[str, Any]]()
     with tempfile.TemporaryDirectory(prefix="windlass-chaos-", dir=path) as name_of_folder:
         folder = Path(name_of_folder)
-        for number, plan in enumerate(plans(rounds, seed, launchers)):
+        for number, plan in enumerate(plans(rounds, seed, launchers, aimed)):
             found.append({"round": number, "killed": plan.words, "victim": plan.victim, **_round(folder, plan)})
             console.print(f"{number + 1}/{rounds} {_line(found[-1])}", soft_wrap=True)
         disturbed = _losses(folder)

@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 
 import windlass
+import windlass.checkpoint.transfer
+import windlass.initialize  # now, or every forked rank would import them for itself
 
 RANKS = 2
 _PR_SET_PDEATHSIG = 1
