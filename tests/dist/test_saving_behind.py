@@ -286,3 +286,40 @@ def cramped(folder: str) -> list[Any]:
 def test_without_memory_for_a_copy_it_blocks_and_says_so(tmp_path: Path) -> None:
     for rank, (equal, heard) in enumerate(run_ranks(cramped, 2, str(tmp_path))):
         assert equal and len(heard) == (rank == BAD_RANK)
+
+
+def unreadable(folder: str) -> dict[str, Any]:
+    """A save behind which one rank can't read what rests on disk, while the next step waits to write over it."""
+    from windlass.base.errors import StorageError
+    from windlass.zero.residence import RecordOnDisk
+
+    case = CASES[5]
+    engine = engine_for(case, folder, 0)
+    train(engine, case, 0, 1)
+    engine.save_checkpoint(f"{folder}/saved")
+    read, broken = RecordOnDisk.read, dist.get_rank() == BAD_RANK
+
+    def failing(record: Any) -> Any:
+        time.sleep(0.05)
+        if broken:
+            raise StorageError("EIO: the device went away")
+        return read(record)
+
+    said = {}
+    with mock.patch.object(RecordOnDisk, "read", failing):
+        engine.save_checkpoint(f"{folder}/saved", tag="bad", blocking=False)
+        said["steps"] = attempt(lambda: [train(engine, case, step, step + 1) for step in (1, 2)])
+        said["finish"] = attempt(engine.finish_checkpoint)
+    said["then"] = attempt(lambda: train(engine, case, engine.global_steps, 4))
+    said["save"] = attempt(lambda: engine.save_checkpoint(f"{folder}/saved"))
+    engine.destroy()
+    said["left"] = sorted(os.listdir(f"{folder}/saved"))
+    return said
+
+
+def test_what_rests_on_disk_and_cannot_be_read_keeps_no_step_waiting(tmp_path: Path) -> None:
+    for said in run_ranks(unreadable, 2, str(tmp_path)):
+        told = said["steps"] or said["finish"]
+        assert told.startswith("CheckpointError: ") and f"rank {BAD_RANK}: StorageError: EIO" in told
+        assert not (said["steps"] and said["finish"])
+        assert (said["then"], said["save"], said["left"]) == ("", "", ["global_step1", "global_step4", "latest"])
