@@ -323,3 +323,28 @@ def test_what_rests_on_disk_and_cannot_be_read_keeps_no_step_waiting(tmp_path: P
         assert told.startswith("CheckpointError: ") and f"rank {BAD_RANK}: StorageError: EIO" in told
         assert not (said["steps"] and said["finish"])
         assert (said["then"], said["save"], said["left"]) == ("", "", ["global_step1", "global_step4", "latest"])
+
+
+def laid_out_again(folder: str) -> str:
+    """A save that reads from disk while the engine takes another disk space."""
+    from windlass.zero.residence import RecordOnDisk
+
+    case, read = CASES[5], RecordOnDisk.read
+    engine = engine_for(case, folder, 0)
+    train(engine, case, 0, 1)
+
+    def slowly(record: Any) -> Any:
+        time.sleep(0.05)
+        return read(record)
+
+    with mock.patch.object(RecordOnDisk, "read", slowly):
+        engine.save_checkpoint(f"{folder}/saved", blocking=False)
+        engine.refresh()
+    said = attempt(lambda: train(engine, case, 1, 2)) + attempt(engine.finish_checkpoint)
+    engine.load_checkpoint(f"{folder}/saved")
+    engine.destroy()
+    return said
+
+
+def test_a_model_that_is_laid_out_again_waits_for_the_save(tmp_path: Path) -> None:
+    assert run_ranks(laid_out_again, 1, str(tmp_path)) == [""]

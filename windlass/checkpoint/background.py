@@ -28,7 +28,7 @@ _SPARE = 1.2  # times what a copy takes must be free
 
 
 class Background:
-    """At most one save, from `start` to `finish`. All methods are collective but `failed`.
+    """At most one save, from `start` to `finish`. All methods are collective but `failed` and `wait`.
 
     Args:
         ranks: the global ranks that save together.
@@ -68,6 +68,11 @@ class Background:
         """1 if the save under way has failed and nobody was told, else 0."""
         thread = self._thread
         return float(thread is not None and not thread.is_alive() and self._error is not None)
+
+    def wait(self) -> None:
+        """Wait until it is over, if one is under way; how it went is told later."""
+        if self._thread is not None:
+            self._thread.join()
 
     def finish(self) -> None:
         """Wait until it is over, if one is under way.
