@@ -228,6 +228,7 @@ def full(folder: str) -> dict[str, Any]:
     said["save"] = attempt(lambda: engine.save_checkpoint(folder, tag="next"))
     failing("blocks")
     said["finish"] = attempt(engine.finish_checkpoint)
+    dist.barrier()  # rank 0 tidies up
     said["left"] = sorted(os.listdir(folder))
     engine.save_checkpoint(folder, tag="good")
     engine.load_checkpoint(folder, tag="good")  # waits for it
