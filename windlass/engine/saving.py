@@ -9,10 +9,12 @@ import torch
 
 from windlass.base.errors import CheckpointError
 from windlass.base.log import logger
-from windlass.checkpoint import FlatShard, LoadedState, SavedState, load, read_latest, read_outline, save
+from windlass.checkpoint import Drawer, FlatShard, LoadedState, SavedState, load, read_latest, read_outline
 from windlass.checkpoint.agree import Ranks
 from windlass.checkpoint.deepspeed_files import Order, names_in_order
 from windlass.checkpoint.retention import retire
+from windlass.checkpoint.save import Begun
+from windlass.engine.away import ChunkAway
 from windlass.engine.filling import ChunkToFill, incoming
 from windlass.engine.fingerprint import fingerprint
 from windlass.engine.frozen_base import base_hashes, check_base, trains_adapters
@@ -43,24 +45,31 @@ def save_engine(
     client: dict[str, Any],
     save_latest: bool,
     trainable_only: bool | None,
+    blocking: bool,
 ) -> bool:
     """See `Engine.save_checkpoint`. Of what rests on disk one chunk is in memory at a time."""
     model = engine._sharded
     if trainable_only is None:
         trainable_only = trains_adapters(model)
+    engine._saves.finish()
     model.finish_update()
     if model.health.lost:
         raise CheckpointError(f"nothing is saved: {model.health.lost}; what was saved before is whole. {HALF_DONE}")
     model.gradients.finish()
     model.take_back()
-    drawers: dict[int, ChunkToRead] = {}
+    if not blocking:  # what is read later from disk has to have them
+        model.masters.take_all_edits(model.units)
+    drawers: dict[int, Drawer] = {}
 
-    def drawer_of(chunk: Chunk) -> ChunkToRead:
-        return drawers.setdefault(id(chunk), ChunkToRead(model.masters, chunk))
+    def drawer_of(chunk: Chunk) -> Drawer:
+        if id(chunk) not in drawers:
+            record = None if blocking else model.masters.residence.on_disk(chunk)
+            drawers[id(chunk)] = ChunkToRead(model.masters, chunk) if record is None else ChunkAway(record)
+        return drawers[id(chunk)]
 
     units = [unit for unit in model.units if unit.trainable or not trainable_only]
-    taken = fingerprint(model, units)
-    shards = list(parameters(model, units, drawer_of, keep=False))
+    taken = fingerprint(model, units) if blocking else None  # it reads everything, which is what this save puts off
+    shards = list(parameters(model, units, drawer_of, keep=False, later=not blocking))
     states = Outgoing()
 
     def look() -> dict[str, Any]:
@@ -68,7 +77,8 @@ def save_engine(
             outgoing(model.update, drawer_of, states)
         return states.about()
 
-    everywhere = Ranks.of(model.mesh.data.process_group).each("preparing to save", look)
+    ranks = Ranks.of(model.mesh.data.process_group)
+    everywhere = ranks.each("preparing to save", look)
     plain = {
         "engine": engine.progress.state_dict(),
         "layout": {
@@ -76,7 +86,7 @@ def save_engine(
             "ranks": model.mesh.data.size,
             "accumulation": engine.progress.batch.accumulation,
         },
-        "fingerprint": {"parameters": taken.parameters, "states": taken.states},
+        "fingerprint": None if taken is None else {"parameters": taken.parameters, "states": taken.states},
         **merged(everywhere),
         "groups": groups_of(engine),
         "loss_scale": engine._scaler.state_dict(),
@@ -92,15 +102,23 @@ def save_engine(
     tensors = states.tensors | ({} if model.mesh.data.index else _buffers(engine))
     state = SavedState([*shards, *states.shards], tensors, plain, {"random": random_state(engine.device)})
     name = tag if tag is not None else f"global_step{engine.global_steps}"
+    keep = engine._config.checkpoint.keep_last
+    written = engine.saved_tags | {name}
+
+    def make_room() -> None:
+        if keep is not None:
+            retire(directory, keep, name, written)
+
     try:
-        save(directory, name, state, process_group=model.mesh.data.process_group, save_latest=save_latest)
+        begun = Begun(directory, name, state, ranks, save_latest, make_room)
+        if blocking:
+            begun.finish(ranks)
+        else:
+            engine._saves.start(begun, ranks, pin=model.homes.pin)
     except CheckpointError:  # on all ranks
         model.health.check("nothing is saved, masters and optimizer states could not be read")
         raise
     engine.saved_tags.add(name)
-    keep = engine._config.checkpoint.keep_last
-    if keep is not None and engine.global_rank == model.mesh.data.ranks[0]:
-        retire(directory, keep, name, engine.saved_tags)
     return True
 
 
@@ -129,6 +147,7 @@ def load_engine(
 ) -> tuple[str | None, dict[str, Any] | None]:
     """See `Engine.load_checkpoint`."""
     model = engine._sharded
+    engine._saves.finish()  # it may be the one that is asked for
     model.health.refuse("load_checkpoint")
     if tag is None and read_latest(directory) is None:
         logger.warning(f"no checkpoint in {directory}: there is no file 'latest'; training starts afresh")

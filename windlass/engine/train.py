@@ -12,6 +12,7 @@ from torch import nn
 from windlass.base.errors import ConfigError, LossError, ModelError, StorageError
 from windlass.base.garbage import hold_off
 from windlass.base.log import logger
+from windlass.checkpoint.background import Background
 from windlass.config import Config
 from windlass.engine.batches import loader_of
 from windlass.engine.blame import Blame
@@ -61,6 +62,7 @@ class Engine(Questions, nn.Module):
         self._no_sync = False
         self._scaled = False  # the loss of the backward to come has the loss scale in it
         self._norm: float | None = None
+        self._saves = Background(sharded.mesh.data.ranks)
         self._destroyed = False
         self.saved_tags: set[str] = set()  # of checkpoints that this engine wrote
         self._collect_again = hold_off() if config.disable_python_gc else _nothing
@@ -184,14 +186,14 @@ class Engine(Questions, nn.Module):
         assert self.optimizer is not None
         refuse_lost_gradients(self._sharded)
         fp16 = self._config.fp16.enabled
-        changed = [float(self._buffers_of.changed())]
+        flags = [float(self._buffers_of.changed()), self._saves.failed()]
         section = self._config.zero_optimization.offload_optimizer
         try:
             outcome = self._sharded.step(
                 self._config.gradient_clipping,
                 self._scaler.scale,
                 skip_overflow=fp16,
-                flags=changed,
+                flags=flags,
                 delay=section is not None and self.global_steps >= section.delayed_update_start,
             )
         except StorageError:
@@ -221,6 +223,8 @@ class Engine(Questions, nn.Module):
         if self.lr_scheduler is not None and outcome.applied:
             self._step_schedule(lr_kwargs)
         self._reporter.stepped()
+        if outcome.flags[1] > 0:  # of any rank: all are told at the same step
+            self._saves.finish()
 
     def _step_schedule(self, lr_kwargs: dict[str, Any]) -> None:
         if isinstance(self.lr_scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau) and "metrics" not in lr_kwargs:
@@ -425,6 +429,7 @@ class Engine(Questions, nn.Module):
         client_state: dict[str, Any] | None = None,
         save_latest: bool = True,
         exclude_frozen_parameters: bool | None = None,
+        blocking: bool | None = None,
     ) -> bool:
         """Write everything that training needs to go on. Collective.
 
@@ -434,6 +439,10 @@ class Engine(Questions, nn.Module):
             save_latest: `latest` names this tag.
             exclude_frozen_parameters: leave out parameters that are not trained, and keep a hash of each, by which a
                 load knows a changed base. None: where at most a tenth of all elements is trained (adapters).
+            blocking: return when it is written; else once a copy is taken, and write while training goes on. One such
+                save is under way at a time: the next one, `load_checkpoint` and `destroy` wait for it, and if it
+                failed, they or the step that comes first raise that, after what they do (a step) or before it (the
+                others). None: what the configuration says (`checkpoint.asynchronous`).
 
         Raises:
             CheckpointError: it could not be written, or there is no state to save since a step was made in part (see
@@ -441,7 +450,16 @@ class Engine(Questions, nn.Module):
             StorageError: what rests on disk can't be read.
         """
         self._refuse_parked("save_checkpoint")
-        return save_engine(self, save_dir, tag, client_state or {}, save_latest, exclude_frozen_parameters)
+        at_once = not self._config.checkpoint.asynchronous if blocking is None else blocking
+        return save_engine(self, save_dir, tag, client_state or {}, save_latest, exclude_frozen_parameters, at_once)
+
+    def finish_checkpoint(self) -> None:
+        """Wait until the save under way is written, if there is one (see `save_checkpoint`). Collective.
+
+        Raises:
+            CheckpointError: it was not written; on all ranks. What was there before is whole.
+        """
+        self._saves.finish()
 
     def load_checkpoint(
         self,
@@ -496,7 +514,10 @@ class Engine(Questions, nn.Module):
             self._destroyed = True
             self._collect_again()
             self._reporter.close()
-            self._sharded.destroy()
+            try:
+                self._saves.close()
+            finally:
+                self._sharded.destroy()
 
 
 def _nothing() -> None:
