@@ -1,0 +1,105 @@
+"""What a forward shows module by module: the weights that each saw, and what it returned."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from windlass.base.autograd import current_backward
+from windlass.base.tree import tensors
+from windlass.verify.sample import Sample, sample_of
+from windlass.zero.access import Released
+
+WEIGHT, OUTPUT = "weight", "output"
+_OF_MODULES = frozenset(vars(nn.Module()))  # what torch itself keeps on a module
+
+
+@dataclass(frozen=True)
+class Event:
+    """A tensor that a module saw or made.
+
+    Attributes:
+        kind: `WEIGHT` or `OUTPUT`.
+        module: its path, empty for the model itself.
+        tensor: the parameter's full name; of outputs the place among the module's.
+    """
+
+    kind: str
+    module: str
+    tensor: str
+    seen: Sample
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """What it is, whatever its values."""
+        return self.kind, self.module, self.tensor
+
+
+class Trace:
+    """Hooks on all modules of a model that note down events while `events` is a list.
+
+    A recomputation inside a backward is not noted. What is compiled runs unseen, but for its place in its parent.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.events: list[Event] | None = None
+        self._names = {id(p): name for name, p in model.named_parameters()}
+        self._handles: list[RemovableHandle] = []
+        hidden: tuple[str, ...] = ()
+        for name, module in model.named_modules():
+            if name.startswith(hidden) and hidden:
+                continue
+            if getattr(module, "_compiled_call_impl", None) is not None or isinstance(module, torch.jit.ScriptModule):
+                hidden += (f"{name}." if name else "",)
+                continue
+            self._handles.append(module.register_forward_pre_hook(self._before(name)))
+            self._handles.append(module.register_forward_hook(self._after(name)))
+
+    def close(self) -> None:
+        """Take the hooks away."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _before(self, name: str) -> Any:
+        def before(module: nn.Module, args: Any) -> None:
+            if self.events is None or current_backward() >= 0:
+                return
+            for parameter in module._parameters.values():
+                # one that is not here comes when it is used; to look at it would bring it
+                if parameter is not None and not isinstance(parameter, Released):
+                    known = self._names.get(id(parameter))
+                    if known is not None:
+                        self.events.append(Event(WEIGHT, name, known, sample_of(parameter)))
+
+        return before
+
+    def _after(self, name: str) -> Any:
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            if self.events is None or current_backward() >= 0:
+                return
+            for number, tensor in enumerate(tensors(output)):
+                if not isinstance(tensor, nn.Parameter):
+                    self.events.append(Event(OUTPUT, name, str(number), sample_of(tensor)))
+
+        return after
+
+
+def exits(model: nn.Module, output: Any) -> list[torch.Tensor]:
+    """The tensors through which gradients enter the model's backward, in an order that its copy has too: what it
+    returned, and what a forward left on its modules (a loss of a router, say)."""
+    found = {id(tensor): tensor for tensor in _with_graph(output)}
+    for module in model.modules():
+        for name, left in vars(module).items():
+            if isinstance(left, torch.Tensor) or (isinstance(left, list | dict) and name not in _OF_MODULES):
+                for tensor in _with_graph(left):
+                    found.setdefault(id(tensor), tensor)
+    return list(found.values())
+
+
+def _with_graph(value: Any) -> Iterator[torch.Tensor]:
+    return (tensor for tensor in tensors(value) if tensor.requires_grad and tensor.grad_fn is not None)
