@@ -44,7 +44,7 @@ class Comparison:
 
     def forward(self, call: Call, found: Replay, rank: int, micro: int) -> None:
         """A call's modules in the order in which they ran, then the buffers that it changed."""
-        where = {"rank": rank, "micro": micro}
+        where: dict[str, Any] = {"rank": rank, "micro": micro}
         for number, event in enumerate(call.events):
             again = found.events[number] if number < len(found.events) else None
             if again is None or again.key != event.key or again.seen.shape != event.seen.shape:
@@ -76,7 +76,9 @@ class Comparison:
             floor = max(_rms(want), typical)
             allowed = self._tolerance.forward * (want.abs() + floor)
             apart = difference(have, want, allowed, dtype)
-            self._note("gradient", apart, tensor=name, what="gradient on its rank", rank=rank, hint=_multiple(have, want))
+            self._note(
+                "gradient", apart, tensor=name, what="gradient on its rank", rank=rank, hint=_multiple(have, want)
+            )
 
     def reduce(self, reduced: dict[str, torch.Tensor | None], records: list[Record]) -> None:
         """The reduced gradients against the mean of what the ranks' autograd gave."""
@@ -116,16 +118,23 @@ class Comparison:
             hint = f"it is {have / want:.4g} times what it should be" if apart.beyond and want else ""
             self._note("clip", apart, tensor=what, what="of all gradients", hint=hint)
 
-    def update(self, have: dict[str, torch.Tensor], want: dict[str, torch.Tensor], old: dict[str, torch.Tensor]) -> None:
+    def update(
+        self, have: dict[str, torch.Tensor], want: dict[str, torch.Tensor], old: dict[str, torch.Tensor]
+    ) -> None:
         """The weights after the step."""
         for name, value in have.items():
             allowed = self._tolerance.update(old[name], want[name])
             apart = difference(value, want[name], allowed, value.dtype)
             hint = ""
             if apart.beyond:
-                hint = "it is what it was before the step" if torch.equal(value.cpu(), old[name].cpu()) else _multiple(
-                    value.double().cpu() - old[name].double().cpu(), want[name].double().cpu() - old[name].double().cpu()
-                ).replace("it is", "the change is")
+                hint = (
+                    "it is what it was before the step"
+                    if torch.equal(value.cpu(), old[name].cpu())
+                    else _multiple(
+                        value.double().cpu() - old[name].double().cpu(),
+                        want[name].double().cpu() - old[name].double().cpu(),
+                    ).replace("it is", "the change is")
+                )
             self._note("update", apart, tensor=name, what="weight after the step", hint=hint)
 
     # of a forward
@@ -160,7 +169,9 @@ class Comparison:
     # of all phases
 
     def _one_sided(self, phase: str, name: str, have: torch.Tensor | None, **where: Any) -> None:
-        hint = "there is no gradient, and there should be" if have is None else "there is a gradient where none should be"
+        hint = (
+            "there is no gradient, and there should be" if have is None else "there is a gradient where none should be"
+        )
         self._note(phase, Difference(math.inf, math.inf, 1), tensor=name, what="gradient", hint=hint, **where)
 
     def _note(
@@ -209,7 +220,7 @@ def _factor(have: torch.Tensor, want: torch.Tensor) -> float | None:
 
 def _rms(value: torch.Tensor) -> float:
     wide = _finite(value.double())
-    return float(wide.norm()) / max(1, wide.numel()) ** 0.5
+    return float(wide.norm()) / math.sqrt(max(1, wide.numel()))
 
 
 def _finite(value: torch.Tensor) -> torch.Tensor:

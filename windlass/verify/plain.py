@@ -180,7 +180,7 @@ class Plain:
 
 
 def _twin(optimizer: torch.optim.Optimizer, memo: dict[int, Any]) -> torch.optim.Optimizer:
-    """A copy over the copied parameters, with all attributes: torch's own way of copying keeps only groups and state."""
+    """A copy over the copied parameters, all attributes included: torch's own copying keeps only groups and state."""
     twin: torch.optim.Optimizer = object.__new__(type(optimizer))
     apart = ("step", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
     twin.__dict__.update(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -32,7 +33,7 @@ class Sample:
     @property
     def rms(self) -> float:
         """Root of the mean square of all elements."""
-        return self.norm / max(1, self.shape.numel()) ** 0.5
+        return self.norm / math.sqrt(max(1, self.shape.numel()))
 
 
 def sample_of(tensor: torch.Tensor) -> Sample:

@@ -119,8 +119,8 @@ class Watched:
         )
         if table.delayed:
             verdict.notes.append(
-                "delayed_update: weights are read after every step, which finishes its update at once; what is compared "
-                "is the update, not that it is used one step late"
+                "delayed_update: weights are read after every step, which finishes its update at once; what is "
+                "compared is the update, not that it is used one step late"
             )
         return verdict
 
@@ -188,7 +188,9 @@ class Watched:
         ours, theirs = _ties(self.engine.module), _ties(plain.model)
         for name in sorted(ours.keys() | theirs.keys()):
             if ours.get(name) != theirs.get(name):
-                self._deviates(name, f"{_tied(ours.get(name))} in the sharded model, {_tied(theirs.get(name))} in the plain one")
+                self._deviates(
+                    name, f"{_tied(ours.get(name))} in the sharded model, {_tied(theirs.get(name))} in the plain one"
+                )
         for name, wanted in plain.values():
             if name in values:
                 apart = difference(values[name], wanted.to(values[name].dtype), 0.0, wanted.dtype)

@@ -1,4 +1,4 @@
-"""What `windlass verify --model` trains: a model that is named, on batches that are generated or given by a function."""
+"""What `windlass verify --model` trains: a model that is named, on generated batches or those of a function."""
 
 from __future__ import annotations
 
