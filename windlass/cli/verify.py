@@ -97,7 +97,9 @@ def show(screen: Console, verdict: Verdict, name: str = "") -> None:
 
 def _table(verdict: Verdict) -> Table:
     phases = ("forward", "gradient", "reduce", "clip", "update")
-    table = Table(title="largest difference, in units in the last place", title_justify="left", box=None)
+    table = Table(
+        title="largest difference as a share of what is allowed; 0: equal bit by bit", title_justify="left", box=None
+    )
     for heading in ("step", "loss sharded", "loss plain", *phases):
         table.add_column(heading, justify="right")
     bad = {(one.step, one.phase) for one in verdict.deviations}
@@ -105,7 +107,7 @@ def _table(verdict: Verdict) -> Table:
         cells = [f"{row.step}", _loss(row.loss), _loss(row.plain_loss)]
         for phase in phases:
             skipped = not row.applied and phase in ("reduce", "clip")
-            text = "skipped" if skipped else _ulps(row.worst.get(phase, 0.0))
+            text = "skipped" if skipped else _figure(row.worst.get(phase, 0.0))
             cells.append(f"{text} !" if (row.step, phase) in bad else text)
         table.add_row(*cells)
     return table
@@ -119,7 +121,7 @@ def _show_deviation(screen: Console, first: Deviation) -> None:
         where += f", micro-batch {first.micro}"
     screen.print(f"NOT equal: they part at {where}, phase {first.phase}", style="bold red")
     rows = [("tensor", f"{first.tensor} ({first.what})"), ("module", first.module or "-")]
-    rows.append(("error", f"{_ulps(first.ulps)} units in the last place, {first.relative:.3g} relative"))
+    rows.append(("error", f"{_figure(first.ulps)} units in the last place, {first.relative:.3g} relative"))
     rows.append(("element", f"sharded {first.found:.9g}, plain {first.wanted:.9g}"))
     rows.append(("allowed", first.allowed))
     if first.hint:
@@ -148,7 +150,7 @@ def _loss(value: float | None) -> str:
     return "-" if value is None else f"{value:.6f}"
 
 
-def _ulps(value: float) -> str:
+def _figure(value: float) -> str:
     if not math.isfinite(value):
         return "inf"
     return f"{value:.3g}"

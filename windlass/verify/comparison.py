@@ -17,11 +17,11 @@ import torch
 from torch import nn
 
 from windlass.verify.call import Call
-from windlass.verify.difference import Difference, difference
+from windlass.verify.difference import NOT_THERE, Difference, difference
 from windlass.verify.plain import Replay
 from windlass.verify.recorder import Record
 from windlass.verify.tolerance import Tolerance
-from windlass.verify.trace import WEIGHT, Event
+from windlass.verify.trace import OUTPUT, WEIGHT, Event
 from windlass.verify.verdict import Deviation, StepRow
 
 _PROPORTIONAL = 1e-3  # a tensor that is a multiple of another up to this
@@ -45,14 +45,17 @@ class Comparison:
     def forward(self, call: Call, found: Replay, rank: int, micro: int) -> None:
         """A call's modules in the order in which they ran, then the buffers that it changed."""
         where: dict[str, Any] = {"rank": rank, "micro": micro}
-        for number, event in enumerate(call.events):
-            again = found.events[number] if number < len(found.events) else None
+        rest = iter(found.events)
+        for event in call.events:
+            again = next(rest, None)
+            while again is not None and again.kind == WEIGHT and again.key != event.key:
+                again = next(rest, None)  # a weight that was not there yet when the sharded module began
             if again is None or again.key != event.key or again.seen.shape != event.seen.shape:
                 self._other_order(event, again, where)
                 return
             self._event(event, again, where)
-        if len(found.events) > len(call.events):
-            self._other_order(None, found.events[len(call.events)], where)
+        if (more := next((event for event in rest if event.kind == OUTPUT), None)) is not None:
+            self._other_order(None, more, where)
         for name, wanted in found.buffers.items():
             have = call.buffers_after[name]
             allowed = self._tolerance.forward * (wanted.double().abs() + _rms(wanted))
@@ -103,9 +106,8 @@ class Comparison:
         """The step was skipped for gradients that are not finite: some are not, indeed."""
         self.row.applied = False
         if all(bool(torch.isfinite(value).all()) for record in records for value in record.sums.values()):
-            apart = Difference(math.inf, math.inf, 1, found=0.0, wanted=1.0)
             hint = "the step was skipped, and every gradient is finite"
-            self._note("clip", apart, tensor="the norm", what="decision to step", hint=hint)
+            self._note("clip", NOT_THERE, tensor="the norm", what="decision to step", hint=hint)
 
     def clip(self, reduced: dict[str, torch.Tensor | None], norm: float, coefficient: float, limit: float) -> None:
         """The norm of the reduced gradients, and what they were multiplied by to keep it below `limit` (0: none)."""
@@ -162,9 +164,10 @@ class Comparison:
         hint = f"the sharded model came to {ran}, the plain one to {_describe(again)}"
         shown = event or again
         assert shown is not None
-        apart = Difference(math.inf, math.inf, 1)
         tensor = shown.tensor if shown.kind == WEIGHT else _output(shown)
-        self._note("forward", apart, tensor=tensor, module=shown.module, what="order of modules", hint=hint, **where)
+        self._note(
+            "forward", NOT_THERE, tensor=tensor, module=shown.module, what="order of modules", hint=hint, **where
+        )
 
     # of all phases
 
@@ -172,7 +175,7 @@ class Comparison:
         hint = (
             "there is no gradient, and there should be" if have is None else "there is a gradient where none should be"
         )
-        self._note(phase, Difference(math.inf, math.inf, 1), tensor=name, what="gradient", hint=hint, **where)
+        self._note(phase, NOT_THERE, tensor=name, what="gradient", hint=hint, **where)
 
     def _note(
         self, phase: str, apart: Difference, *, tensor: str, what: str, module: str | None = None, **more: Any

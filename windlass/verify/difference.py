@@ -13,6 +13,7 @@ class Difference:
     """What lies between what was found and what was wanted.
 
     Attributes:
+        share: the largest distance of two elements as a share of what is allowed for them; infinite where nothing is.
         ulps: the largest distance of two elements, in units in the last place of the larger one.
         relative: 2-norm of the difference over that of what was wanted.
         beyond: elements that are further apart than allowed.
@@ -21,6 +22,7 @@ class Difference:
         wanted: what it should be.
     """
 
+    share: float
     ulps: float
     relative: float
     beyond: int
@@ -29,7 +31,8 @@ class Difference:
     wanted: float = 0.0
 
 
-EQUAL = Difference(0.0, 0.0, 0)
+EQUAL = Difference(0.0, 0.0, 0.0, 0)
+NOT_THERE = Difference(math.inf, math.inf, math.inf, 1)  # what has no counterpart
 
 
 def difference(
@@ -47,13 +50,14 @@ def difference(
     same = (have == want) | (have.isnan() & want.isnan())
     gap = torch.where(same, 0.0, (have - want).abs()).nan_to_num(nan=math.inf, posinf=math.inf)
     limit = allowed.double().cpu().reshape(-1) if isinstance(allowed, torch.Tensor) else torch.tensor(float(allowed))
-    excess = gap - limit.nan_to_num(nan=0.0, posinf=0.0)
-    place = int(excess.argmax())
+    share = torch.where(gap == 0, 0.0, gap / limit.nan_to_num(nan=0.0, posinf=0.0))
+    place = int(share.argmax())
     wanted_norm = float(want.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).norm())
     return Difference(
+        share=float(share[place]),
         ulps=float((gap / spacing(torch.maximum(have.abs(), want.abs()), dtype)).max()),
         relative=float(gap.norm()) / wanted_norm if wanted_norm else math.inf,
-        beyond=int((excess > 0).sum()),
+        beyond=int((share > 1).sum()),
         place=place,
         found=float(have[place]),
         wanted=float(want[place]),

@@ -11,7 +11,7 @@ from torch import nn
 
 from windlass.base.autograd import at_end_of_backward, current_backward
 from windlass.verify.call import Call, begin_call
-from windlass.verify.trace import Trace, exits
+from windlass.verify.trace import Trace, give_copies
 
 if TYPE_CHECKING:
     from windlass.engine.train import Engine
@@ -129,18 +129,20 @@ class Recorder:
         self._call.buffers = self._changed_buffers()
         self._trace.events = self._call.events
 
-    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _end(self, module: nn.Module, args: Any, output: Any) -> Any:
         call, self._call, self._trace.events = self._call, None, None
         if call is None or current_backward() >= 0:
-            return
+            return None
         call.buffers_after = self._changed_buffers()
         self._calls.append(call)
         if not call.grad:
-            return
-        for number, tensor in enumerate(exits(self._model, output)):
+            return None
+        given, copies = give_copies(self._model, output)
+        for number, tensor in enumerate(copies):
             tensor.register_hook(self._enter(call, number))
             if call.loss is None and tensor.dim() == 0:
                 call.loss = number, float(tensor.detach())
+        return given
 
     def _changed_buffers(self) -> dict[str, torch.Tensor]:
         changed = {}

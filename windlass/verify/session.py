@@ -18,7 +18,7 @@ from windlass.engine.train import Engine
 from windlass.engine.watch import Watch
 from windlass.optim.cpu_optimizer import CPUOptimizer
 from windlass.verify.comparison import Comparison
-from windlass.verify.difference import Difference, difference
+from windlass.verify.difference import NOT_THERE, Difference, difference
 from windlass.verify.order import Order
 from windlass.verify.plain import Plain
 from windlass.verify.recorder import Record, Recorder
@@ -198,7 +198,7 @@ class Watched:
                     self._deviates(name, "it is not the value that rank 0 began with", apart)
 
     def _deviates(self, name: str, hint: str, apart: Difference | None = None) -> None:
-        apart = apart or Difference(0.0, 0.0, 1)
+        apart = apart or NOT_THERE
         module = name.rpartition(".")[0]
         facts = {"step": 0, "phase": "start", "tensor": name, "module": module, "what": "weight before the first step"}
         self.verdict.deviations.append(Deviation.of(apart, **facts, allowed="equal bit by bit", hint=hint))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,12 +94,53 @@ def exits(model: nn.Module, output: Any) -> list[torch.Tensor]:
     """The tensors through which gradients enter the model's backward, in an order that its copy has too: what it
     returned, and what a forward left on its modules (a loss of a router, say)."""
     found = {id(tensor): tensor for tensor in _with_graph(output)}
-    for module in model.modules():
-        for name, left in vars(module).items():
-            if isinstance(left, torch.Tensor) or (isinstance(left, list | dict) and name not in _OF_MODULES):
-                for tensor in _with_graph(left):
-                    found.setdefault(id(tensor), tensor)
+    for _, _, left in _left_behind(model):
+        for tensor in _with_graph(left):
+            found.setdefault(id(tensor), tensor)
     return list(found.values())
+
+
+def give_copies(model: nn.Module, output: Any) -> tuple[Any, list[torch.Tensor]]:
+    """The output with a copy in place of each of its `exits`, and these copies; also in what was left on modules.
+
+    A gradient that comes to a copy comes from outside of the model, while one exit may lie on the way of another (a
+    hidden state that is returned beside the logits).
+    """
+    found = exits(model, output)
+    new = {id(tensor): tensor.clone() for tensor in found}
+    for module, name, left in _left_behind(model):
+        module.__dict__[name] = _exchanged(left, new)
+    return _exchanged(output, new), list(new.values())
+
+
+def _left_behind(model: nn.Module) -> list[tuple[nn.Module, str, Any]]:
+    return [
+        (module, name, left)
+        for module in model.modules()
+        for name, left in vars(module).items()
+        if isinstance(left, torch.Tensor) or (isinstance(left, list | dict) and name not in _OF_MODULES)
+    ]
+
+
+def _exchanged(value: Any, new: Mapping[int, torch.Tensor]) -> Any:
+    """`value` with tensors exchanged by id, in containers of every kind that `tensors` looks into."""
+    if isinstance(value, torch.Tensor):
+        return new.get(id(value), value)
+    if not any(id(tensor) in new for tensor in tensors(value)):
+        return value
+    if isinstance(value, tuple):
+        items = [_exchanged(item, new) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, (list, set, frozenset)):
+        return type(value)(_exchanged(item, new) for item in value)
+    other = copy.copy(value)
+    if isinstance(other, MutableMapping):
+        for key in list(other):
+            other[key] = _exchanged(other[key], new)
+        return other
+    for name, item in list(vars(other).items()):
+        object.__setattr__(other, name, _exchanged(item, new))
+    return other
 
 
 def _with_graph(value: Any) -> Iterator[torch.Tensor]:

@@ -49,7 +49,7 @@ class Deviation:
 class StepRow:
     """One compared step. Losses are means over micro-batches; None where the loss is computed outside of the engine.
 
-    `worst`: by phase the largest difference, in units in the last place.
+    `worst`: by phase the largest difference, as a share of what is allowed; `ulps`: in units in the last place.
     """
 
     step: int
@@ -57,10 +57,12 @@ class StepRow:
     plain_loss: float | None = None
     applied: bool = True
     worst: dict[str, float] = field(default_factory=dict)
+    ulps: dict[str, float] = field(default_factory=dict)
 
     def saw(self, phase: str, apart: Difference) -> None:
         """Keep the largest difference of a phase."""
-        self.worst[phase] = max(self.worst.get(phase, 0.0), apart.ulps)
+        self.worst[phase] = max(self.worst.get(phase, 0.0), apart.share)
+        self.ulps[phase] = max(self.ulps.get(phase, 0.0), apart.ulps)
 
 
 @dataclass
