@@ -16,19 +16,21 @@ from tests.dist.laws import specimen
 from tests.models import Place, Specimen, cast
 
 
-def train_watched(subject: Specimen, config: dict[str, Any], dtype: Any, accumulation: int, steps: int, **more: Any) -> None:
+def train_watched(subject: Specimen, config: dict[str, Any], dtype: Any, accumulation: int, steps: int) -> None:
     """Train it as any script would: the place of each micro-batch says its batch."""
     import windlass
 
     rank = dist.get_rank()
-    engine = windlass.initialize(model=oracle.build(subject, rank), config=config, **more)[0]
+    engine = windlass.initialize(model=oracle.build(subject, rank), config=config)[0]
     for step in range(steps):
         for micro in range(accumulation):
             subject.train(engine, cast(subject.batch(Place(step, micro, rank)), dtype), engine.backward)
             engine.step()
 
 
-def verify_rank(subject: str, config: dict[str, Any], dtype: Any, steps: int, fault: str | None) -> list[dict[str, Any]]:
+def verify_rank(
+    subject: str, config: dict[str, Any], dtype: Any, steps: int, fault: str | None
+) -> list[dict[str, Any]]:
     """What rank 0 finds of the specimen under `config`; other ranks return nothing."""
     from windlass.engine.watch import install
     from windlass.verify.order import Order

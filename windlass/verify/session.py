@@ -132,6 +132,11 @@ class Watched:
             if not engine.is_gradient_accumulation_boundary():
                 step(lr_kwargs)
                 return
+            if engine._sharded is not self._sharded:
+                raise VerifyError(
+                    "the model was laid out again in mid-run (parameters unfrozen or added, engine.refresh): verify "
+                    "compares runs whose trained parameters stay the same; verify it with them unfrozen from the start"
+                )
             scale = engine.loss_scale()
             self._take_over_edits()
             self._clip, self._reduced = None, {}
@@ -175,7 +180,8 @@ class Watched:
     def _whole(self) -> dict[str, torch.Tensor]:
         """Every parameter, on all ranks. Collective."""
         module = self.engine.module
-        return {name: full_param(module.get_parameter(name)) for name in self._names}
+        with torch.no_grad():
+            return {name: full_param(module.get_parameter(name)) for name in self._names}
 
     def start(self) -> None:
         """Compare names, ties and values before the first step. Collective."""
