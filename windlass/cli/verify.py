@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -71,7 +72,8 @@ def verify(
 def show(screen: Console, verdict: Verdict, name: str = "") -> None:
     """Print a verdict: what was compared, a row for each step, what is allowed, and where the two part."""
     parts = [f"{verdict.ranks} rank{'s' if verdict.ranks > 1 else ''}, stage {verdict.stage}{name}"]
-    parts += [f"{verdict.parameters:,} parameters", f"{verdict.micro_batches} micro-batch(es) a rank and step"]
+    many = "es" if verdict.micro_batches > 1 else ""
+    parts += [f"{verdict.parameters:,} parameters", f"{verdict.micro_batches} micro-batch{many} a rank and step"]
     screen.print(f"plain PyTorch in one process, beside {', '.join(parts)}")
     screen.print(f"dtypes: {verdict.dtypes}")
     if verdict.rows:
@@ -140,6 +142,8 @@ def _counts(text: str) -> list[int]:
 def _check(script: list[str] | None, config: str | None, model: str | None, batch: str | None) -> None:
     if bool(script) == (model is not None):
         raise ConfigError("name what to verify: a script, or --model (one of the two)")
+    if script and not Path(script[0]).is_file():
+        raise ConfigError(f"no such script: {script[0]}; check the path")
     if model is not None and config is None:
         raise ConfigError("--model needs --config: the ds_config.json under which it is to be trained")
     if batch is not None and model is None:

@@ -9,7 +9,7 @@ import torch
 
 from windlass.base.dtypes import dtype_name
 
-_ROUNDINGS = 16  # of one element on its way through an operation and what follows it
+_ROUNDINGS = 8  # of one element on its way through an operation and what follows it
 _IN_A_SUM = 8  # times the square root of the number of summands: sums taken in another order
 _OF_UPDATE = 64  # roundings of an optimizer's rule, which has quotients and roots
 _OF_WEIGHT = 4  # roundings of the new weight itself
@@ -37,8 +37,8 @@ class Tolerance:
 
     @property
     def forward(self) -> float:
-        """Of outputs and of a rank's own gradients, relative to an element or to the typical size."""
-        inside = max(torch.finfo(torch.float32).eps, 0.0) if self.compute != torch.float64 else _eps(torch.float64)
+        """Of outputs and of a rank's own gradients, relative to an element and the typical size together."""
+        inside = _eps(self.compute if self.compute == torch.float64 else torch.float32)  # sums of 16 bits are wider
         return _ROUNDINGS * _eps(self.compute) + _IN_A_SUM * inside * math.sqrt(self.longest)
 
     @property
@@ -49,7 +49,7 @@ class Tolerance:
     @property
     def norm(self) -> float:
         """Of the norm of all gradients, relative."""
-        return _ROUNDINGS * max(_eps(self.accumulate), _eps(torch.float32))
+        return 2 * _ROUNDINGS * max(_eps(self.accumulate), _eps(torch.float32))
 
     def update(self, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
         """Of each new weight: of the weight itself, and of the largest change in its tensor."""
@@ -68,9 +68,9 @@ class Tolerance:
         rule = "2^-2 (8-bit states)" if self.coded else f"{_OF_UPDATE} eps"
         return {
             "start": "equal bit by bit",
-            "forward": f"weights equal bit by bit; outputs {self.forward:.1e} of an element or of the tensor's rms, "
-            f"whichever is larger ({_ROUNDINGS} eps of {narrow}, {_IN_A_SUM} eps x sqrt({self.longest:,} summands))",
-            "gradient": f"{self.forward:.1e} of an element, of its tensor's rms or of all gradients' rms",
+            "forward": f"weights equal bit by bit; outputs {self.forward:.1e} of an element plus its tensor's rms "
+            f"({_ROUNDINGS} eps of {narrow}, {_IN_A_SUM} eps x sqrt({self.longest:,} summands))",
+            "gradient": f"{self.forward:.1e} of an element plus the rms of its tensor or of all gradients, whichever is larger",
             "reduce": f"{self.reduce:.1e} of the sum of its parts' magnitudes "
             f"({self.parts} + 2 roundings in {dtype_name(reduce)})",
             "clip": f"{self.norm:.1e} of the norm and of the clip coefficient",
