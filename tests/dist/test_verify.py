@@ -32,7 +32,9 @@ def assert_equal(found: dict[str, Any], steps: int = 3) -> None:
     assert found["equal"], found["deviations"][:3]
     assert len(found["rows"]) == steps
     for row in found["rows"]:
-        assert row["worst"]["forward"] == 0 and row["loss"] == pytest.approx(row["plain_loss"], abs=1e-6)
+        assert row["worst"]["forward"] == 0
+        if row["plain_loss"] is not None:  # the model returned its loss
+            assert row["loss"] == pytest.approx(row["plain_loss"], abs=1e-6)
         assert {"gradient", "update"} <= row["worst"].keys()
         assert not row["applied"] or {"reduce", "clip"} <= row["worst"].keys()
 

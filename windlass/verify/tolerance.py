@@ -70,7 +70,7 @@ class Tolerance:
             "start": "equal bit by bit",
             "forward": f"weights equal bit by bit; outputs {self.forward:.1e} of an element plus its tensor's rms "
             f"({_ROUNDINGS} eps of {narrow}, {_IN_A_SUM} eps x sqrt({self.longest:,} summands))",
-            "gradient": f"{self.forward:.1e} of an element plus the rms of its tensor or of all gradients, whichever is larger",
+            "gradient": f"{self.forward:.1e} of an element plus its tensor's rms, or that of all gradients if larger",
             "reduce": f"{self.reduce:.1e} of the sum of its parts' magnitudes "
             f"({self.parts} + 2 roundings in {dtype_name(reduce)})",
             "clip": f"{self.norm:.1e} of the norm and of the clip coefficient",
