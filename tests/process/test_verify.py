@@ -113,12 +113,15 @@ def verify(*arguments: str) -> int:
 
 
 def test_a_script_is_verified_as_it_is(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert verify("script.py", "--lr", "0.01", "--config", "ds.json", "--steps", "2") == 0
+    assert verify("script.py", "--lr", "0.01", "--config", "ds.json", "--steps", "2", "--alone") == 0
     said = capfd.readouterr().out
     lines = said.splitlines()
     assert lines[0].startswith("plain PyTorch in one process, beside 2 ranks, stage 3, ")
     assert "2 micro-batches a rank and step" in lines[0] and "this does not stand" not in said
     assert lines[-1] == "equal: 2 steps, every phase within its bound"
+    first, second = (line.split() for line in lines[4:6])
+    assert first[0] == "1" and second[0] == "2" and len(first) == 10
+    assert first[1] == first[2] == first[8] and float(second[9]) < 1e-4, "the copy that trains alone stays near"
 
 
 @pytest.mark.slow

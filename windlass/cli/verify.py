@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from windlass.verify.verdict import Deviation, Verdict
 
 
+_WIDTH = 110  # of the table, where a terminal is not wider
+
+
 def verify(
     script: Annotated[
         list[str] | None,
@@ -43,6 +46,12 @@ def verify(
     nproc: Annotated[str, typer.Option(help="Numbers of ranks to verify on, with commas between them.")] = "2",
     steps: Annotated[int, typer.Option(help="Optimizer steps to compare.", min=1)] = 5,
     seed: Annotated[int, typer.Option(help="With --model: of initial weights and generated tokens.")] = 0,
+    alone: Annotated[
+        bool,
+        typer.Option(
+            "--alone", help="Let a second plain copy train on its own throughout, and tell how far rounding takes it."
+        ),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the verdicts as JSON, and nothing else.")] = False,
 ) -> None:
     """Train plain in one process and sharded by CONFIG on N ranks, on the same batches; compare each step phase by
@@ -53,7 +62,7 @@ def verify(
     from windlass.verify.order import Order
     from windlass.verify.run import verify as verify_on
 
-    order = Order("", steps, config, list(script or []), model, batch, seed)
+    order = Order("", steps, config, list(script or []), model, batch, seed, alone)
     screen = Console(stderr=as_json, soft_wrap=True, highlight=False, markup=False)
     found: list[Verdict] = []
     for count in counts:
@@ -77,7 +86,7 @@ def show(screen: Console, verdict: Verdict, name: str = "") -> None:
     screen.print(f"plain PyTorch in one process, beside {', '.join(parts)}")
     screen.print(f"dtypes: {verdict.dtypes}")
     if verdict.rows:
-        screen.print(_table(verdict))
+        screen.print(_table(verdict), width=max(screen.width, _WIDTH))  # a pipe would have 80 columns
     for phase, allowed in verdict.tolerances.items():
         screen.print(f"  allowed, {phase:<9}{allowed}")
     for note in verdict.notes:
@@ -102,7 +111,8 @@ def _table(verdict: Verdict) -> Table:
     table = Table(
         title="largest difference as a share of what is allowed; 0: equal bit by bit", title_justify="left", box=None
     )
-    for heading in ("step", "loss sharded", "loss plain", *phases):
+    alone = any(row.drift is not None for row in verdict.rows)
+    for heading in ("step", "loss sharded", "loss plain", *phases, *(("loss alone", "drift") if alone else ())):
         table.add_column(heading, justify="right")
     bad = {(one.step, one.phase) for one in verdict.deviations}
     for row in verdict.rows:
@@ -111,6 +121,8 @@ def _table(verdict: Verdict) -> Table:
             skipped = not row.applied and phase in ("reduce", "clip")
             text = "skipped" if skipped else _figure(row.worst.get(phase, 0.0))
             cells.append(f"{text} !" if (row.step, phase) in bad else text)
+        if alone:
+            cells += [_loss(row.alone_loss), "-" if row.drift is None else f"{row.drift:.1e}"]
         table.add_row(*cells)
     return table
 

@@ -20,6 +20,7 @@ class Order:
         script: what follows `python`: a path and its arguments.
         model: a Hugging Face configuration or directory, `hub:NAME`, or `package.module:function`.
         batch: `ROWSxLENGTH` of generated tokens, or `package.module:function`.
+        alone: let a second copy train on its own, and tell how far it drifts.
         seed: of initial weights and generated batches.
     """
 
@@ -30,6 +31,7 @@ class Order:
     model: str | None = None
     batch: str | None = None
     seed: int = 0
+    alone: bool = False
 
     @property
     def result(self) -> Path:

@@ -17,6 +17,7 @@ from windlass.config import Config
 from windlass.engine.train import Engine
 from windlass.engine.watch import Watch
 from windlass.optim.cpu_optimizer import CPUOptimizer
+from windlass.verify.alone import Alone
 from windlass.verify.comparison import Comparison
 from windlass.verify.difference import NOT_THERE, Difference, difference
 from windlass.verify.order import Order
@@ -42,6 +43,7 @@ class Session(Watch):
         self.order, self.config = order, order.config
         self.engines: list[Watched] = []
         self._copy: Plain | None = None
+        self._second: Plain | None = None
         self._coming: tuple[torch.optim.Optimizer | None, Config | None] = None, None
 
     def before(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config) -> None:
@@ -56,14 +58,17 @@ class Session(Watch):
         with whole:
             if dist.get_rank() == 0:
                 self._copy = Plain(model, optimizer, compute, local_device())
+                if self.order.alone:
+                    self._second = Plain(model, optimizer, compute, local_device())
 
     def after(self, engine: Engine) -> None:
         """Watch the engine from now on."""
         optimizer, config = self._coming
         if optimizer is None or config is None:
             return
-        watched = Watched(self, engine, self._copy, config)
-        self._copy = None
+        alone = Alone(self._second, config.gradient_clipping) if self._second is not None else None
+        watched = Watched(self, engine, self._copy, alone, config)
+        self._copy = self._second = None
         self.engines.append(watched)
         watched.start()
         self.looked_at(watched)
@@ -95,8 +100,11 @@ class Watched:
         deviated: something did, on all ranks.
     """
 
-    def __init__(self, session: Session, engine: Engine, plain: Plain | None, config: Config) -> None:
+    def __init__(
+        self, session: Session, engine: Engine, plain: Plain | None, alone: Alone | None, config: Config
+    ) -> None:
         self._session, self.engine, self.plain, self._config = session, engine, plain, config
+        self._alone = alone
         self._sharded = engine._sharded
         self._names = [name for name, _ in engine.module.named_parameters()]
         self._trained = [name for name, p in engine.module.named_parameters() if p.requires_grad]
@@ -211,7 +219,10 @@ class Watched:
 
     def _take_over_edits(self) -> None:
         if self._changed:
-            self._take_over(self._whole())
+            values = self._whole()
+            self._take_over(values)
+            if self._alone is not None:
+                self._alone.take_over(values)
         self._changed = False
 
     def _take_over(self, values: dict[str, torch.Tensor]) -> None:
@@ -222,10 +233,12 @@ class Watched:
     def _take_over_all(self) -> None:
         """What a checkpoint brought is where the plain side goes on from, too. Collective."""
         assert self.engine.optimizer is not None
-        self._take_over(self._whole())
-        state = self.engine.optimizer.state_dict()
+        values, state = self._whole(), self.engine.optimizer.state_dict()
+        self._take_over(values)
         if self.plain is not None:
             self.plain.optimizer.load_state_dict(state)
+        if self._alone is not None:
+            self._alone.take_over(values, state)
         self._recorder.take()
         self._changed = False
 
@@ -268,6 +281,8 @@ class Watched:
                 comparison.forward(call, found, rank, micro + 1)
                 plain_losses.append(found.loss)
                 losses += [call.loss[1]] if call.loss is not None else []
+                if self._alone is not None:
+                    self._alone.replay(call, rank)
             comparison.gradient(record, plain.take_sums(), rank)
             losses += record.losses if not any(call.loss for call in record.calls) else []
             record.calls = []
@@ -285,6 +300,9 @@ class Watched:
             plain.step(given, self._options)
         comparison.update(values, dict(plain.values()), old)
         self._take_over(values)
+        if self._alone is not None:
+            row = comparison.row
+            row.alone_loss, row.drift = self._alone.step(records, self._options, values, applied=row.applied)
         self._reduced = {}
         self.verdict.rows.append(comparison.row)
         self.verdict.deviations += sorted(comparison.deviations, key=lambda one: PHASES.index(one.phase))

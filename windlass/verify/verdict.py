@@ -47,7 +47,10 @@ class Deviation:
 
 @dataclass
 class StepRow:
-    """One compared step. Losses are means over micro-batches; None where the loss is computed outside of the engine.
+    """One compared step. Of a copy that trains on its own, `alone_loss`, and `drift`: the 2-norm of all weights'
+    distance from the sharded ones, over that of these.
+
+    Losses are means over micro-batches; None where the loss is computed outside of the engine.
 
     `worst`: by phase the largest difference, as a share of what is allowed; `ulps`: in units in the last place.
     """
@@ -56,6 +59,8 @@ class StepRow:
     loss: float | None = None
     plain_loss: float | None = None
     applied: bool = True
+    alone_loss: float | None = None
+    drift: float | None = None
     worst: dict[str, float] = field(default_factory=dict)
     ulps: dict[str, float] = field(default_factory=dict)
 
