@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from windlass.verify.verdict import Deviation, Verdict
 
 
-_WIDTH = 110  # of the table, where a terminal is not wider
+_WIDTH = 110  # of the table; a pipe would have 80 columns
 
 
 def verify(
@@ -64,6 +64,7 @@ def verify(
 
     order = Order("", steps, config, list(script or []), model, batch, seed, alone)
     screen = Console(stderr=as_json, soft_wrap=True, highlight=False, markup=False)
+    screen.width = max(screen.width, _WIDTH)
     found: list[Verdict] = []
     for count in counts:
         verdicts = verify_on(order, count)
@@ -86,7 +87,7 @@ def show(screen: Console, verdict: Verdict, name: str = "") -> None:
     screen.print(f"plain PyTorch in one process, beside {', '.join(parts)}")
     screen.print(f"dtypes: {verdict.dtypes}")
     if verdict.rows:
-        screen.print(_table(verdict), width=max(screen.width, _WIDTH))  # a pipe would have 80 columns
+        screen.print(_table(verdict))
     for phase, allowed in verdict.tolerances.items():
         screen.print(f"  allowed, {phase:<9}{allowed}")
     for note in verdict.notes:
