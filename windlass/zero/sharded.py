@@ -162,6 +162,8 @@ class ShardedModel:
         self._attach(blocks)
         self.steps_next: Callable[[], bool] = lambda: False  # whether a step follows the backward that runs
         self.loss_scale: Callable[[], float] = lambda: 1.0  # what is in the gradients now
+        # told the norm and the clip coefficient of a step, with reduced gradients in place; on all ranks
+        self.before_update: Callable[[float, float], None] = lambda norm, clip: None
         self.masters.remember_versions(self.units)
         self._learned = False
         registry.register(self)
@@ -282,6 +284,7 @@ class ShardedModel:
         self.gradients.spread()
         self.take_back()
         clip = clip_coefficient(norm, limit)
+        self.before_update(norm, clip)
         used = {slot.unit.index: flags for slot, flags in zip(self.slots, verdict.used, strict=True)}
         batches = _stepped(self.update.run(used, scale / clip))
         if delay and self.delayed is not None:
