@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from windlass.base.activity import activity
 from windlass.base.pending import DONE, Pending, Step, Then
 from windlass.comm.groups import Group
 from windlass.comm.ordered_sum import ordered_sum, sum_of_squares
@@ -180,6 +181,7 @@ class NcclTransport(_Wire):
         own = cut(flat, group.index, group.size)
         work = _ALL_GATHER(flat, own, group=group.process_group, async_op=True)
         assert work is not None
+        activity.started(work)
         yield work
 
 
@@ -227,6 +229,7 @@ class NcclReduction(_Summed):
             self._sum = torch.empty(out.numel(), dtype=wire, device=out.device)
             pg = group.process_group
             self._work = _REDUCE_SCATTER(self._sum, self._sent, group=pg, async_op=True)
+            activity.started(self._work)
 
 
 class WholeReduction(_Summed):

@@ -146,6 +146,16 @@ def _kept_activations(config: Config) -> Iterator[tuple[str, str]]:
             )
 
 
+def _watchdog(config: Config) -> Iterator[tuple[str, str]]:
+    section = config.watchdog
+    if section.timeout_s < section.report_after_s:
+        yield (
+            "watchdog.timeout_s",
+            f"{section.timeout_s:g} is less than watchdog.report_after_s {section.report_after_s:g}, so a run would end "
+            "before it is reported why; exchange them",
+        )
+
+
 RULES: tuple[Rule, ...] = (
     _one_precision,
     _param_dtype,
@@ -156,4 +166,5 @@ RULES: tuple[Rule, ...] = (
     _learning_rate,
     _schedule_order,
     _kept_activations,
+    _watchdog,
 )

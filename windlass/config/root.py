@@ -32,6 +32,7 @@ from windlass.config.retired import Amp, InferenceInTraining, MsAmp, Nebula, Qua
 from windlass.config.scheduler import SchedulerConfig
 from windlass.config.section import NUMBER, Count, DtypeName, Int, Positive, Section
 from windlass.config.verdict import accepted, honoured, refused
+from windlass.config.watchdog import Watchdog
 from windlass.config.zero import Zero
 
 
@@ -123,6 +124,8 @@ class Config(Section):
     """What is cut over the ranks; `true` is an older spelling of stage 1."""
     comm: Comm = honoured(Comm, native=True)
     """The transport of the collectives."""
+    watchdog: Watchdog = honoured(Watchdog, native=True)
+    """Reports of hangs."""
     tensorboard: TensorBoard = honoured(TensorBoard)
     """Event files."""
     csv_monitor: CsvMonitor = honoured(CsvMonitor)
