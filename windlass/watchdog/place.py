@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import linecache
 import os
 import sys
 import sysconfig
 import threading
+import tokenize
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
@@ -128,7 +128,7 @@ def place_of_error(error: BaseException, trace: TracebackType | None) -> tuple[P
 
 def _outwards(frame: FrameType | None) -> Iterable[tuple[FrameType, int]]:
     while frame is not None:
-        yield frame, frame.f_lineno
+        yield frame, frame.f_lineno or 0  # Python knows none between two lines
         frame = frame.f_back
 
 
@@ -139,8 +139,12 @@ def _read(stack: list[tuple[FrameType, int]], mark: During | None) -> tuple[Plac
     for frame, number in stack:
         code = frame.f_code
         kind = kind_of(code.co_filename)
+        if code.co_filename.startswith("<") and frame.f_globals.get("__name__") != "__main__":
+            kind = Kind.STANDARD  # written at run time, as dataclasses do
         if kind is Kind.USER and not line:
             line = _line(code, number)
+        if kind is Kind.MEETING and code.co_name == "<module>":  # it is being imported
+            waits, operation, decided = None, "", True
         if kind is Kind.MEETING and not decided:
             waits = frame
             if code.co_name not in ("wrapper", "decorate_context"):
@@ -173,6 +177,17 @@ def _names(mark: During | None) -> tuple[str, ...]:
 def _line(code: CodeType, number: int) -> str:
     path = code.co_filename
     near = os.path.relpath(path) if path.startswith(os.getcwd() + os.sep) else path
-    text = linecache.getline(path, number).strip()
+    source = _source(path)
+    text = source[number - 1].strip() if 0 < number <= len(source) else ""
     where = f"{near}:{number} in {code.co_name}"
     return f"{where}: {text[:100]}" if text else where
+
+
+@lru_cache(maxsize=64)
+def _source(path: str) -> list[str]:
+    """The lines of a file of Python; not by `linecache`, which the main thread may be changing."""
+    try:
+        with tokenize.open(path) as file:
+            return file.readlines()
+    except (OSError, SyntaxError, UnicodeDecodeError):
+        return []

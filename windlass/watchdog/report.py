@@ -45,7 +45,7 @@ def _cells(sight: Sight) -> tuple[str, ...]:
     record = sight.record
     if record is None:
         return (str(sight.state), "-", "-", "-")
-    return (_state(sight, record), _operation(record), _parameter(record.place), record.place.line or "-")
+    return (_state(sight, record), _operation(sight), _parameter(record.place), record.place.line or "-")
 
 
 def _state(sight: Sight, record: Record) -> str:
@@ -60,8 +60,12 @@ def _state(sight: Sight, record: Record) -> str:
     return "waits" if record.waits_s else "alive"
 
 
-def _operation(record: Record) -> str:
+def _operation(sight: Sight) -> str:
+    record = sight.record
+    assert record is not None
     place = record.place
+    if sight.state in (State.DEAD, State.SILENT, State.STOPPED) and record.end is End.NO:
+        return f"last seen: {_operation(Sight(sight.rank, record, State.ALIVE))}"
     if place.operation:
         return f"{place.operation} ({place.call})" if place.call else place.operation
     return f"{place.call}, waiting for no rank" if place.call else "outside the engine"

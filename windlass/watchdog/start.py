@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from windlass.base.activity import activity
 from windlass.base.log import logger
+from windlass.base.process import ENDED_BY_WATCHDOG
 from windlass.watchdog.board import Board
 from windlass.watchdog.settings import Limits
 from windlass.watchdog.watch import Watch
@@ -60,9 +61,13 @@ def _install() -> None:
         if watch is None or not watch.watches or isinstance(error, KeyboardInterrupt):
             before(kind, error, trace)
             return
-        watch.failed(error, trace)
-        if watch.was_cut_off:  # the cause first: it is another rank's
+        if not watch.decided:
+            watch.failed(error, trace)
+        if watch.decided or watch.was_cut_off:  # the cause first: it is another rank's
             watch.await_decision()
+            if watch.decided:
+                logger.error("this rank ended of it: %s: %s", kind.__name__, error)
+                sys.exit(ENDED_BY_WATCHDOG)
             before(kind, error, trace)
         else:
             before(kind, error, trace)

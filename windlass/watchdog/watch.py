@@ -28,7 +28,7 @@ from windlass.watchdog.place import Place, Watcher, place_of_error
 from windlass.watchdog.record import End, Record
 from windlass.watchdog.report import report
 from windlass.watchdog.settings import Limits
-from windlass.watchdog.sight import Lookout, State
+from windlass.watchdog.sight import Lookout, Sight, State
 from windlass.watchdog.verdict import Verdict, judge
 
 _LINGER_SECONDS = 10.0  # how long a rank that was cut off waits to hear why
@@ -55,14 +55,17 @@ class Watch:
         self._last: object | None = None
         self._beat = self._rung = 0
         self._through: tuple[Place, End, str] | None = None
-        self._lost = self._left = False
+        self._lost = self._left = self._complained = False
         self._next_report = limits.report_after
         self._stopping, self._decided = threading.Event(), threading.Event()
         first = rank - int(os.environ.get("LOCAL_RANK", "0"))
         size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         self._near = [r for r in range(first, first + size) if 0 <= r < world and r != rank]
         self._thread = threading.Thread(target=self._run, name="windlass-watchdog", daemon=True)
+        self._tick_began = 0.0
         self._thread.start()
+        if keeper not in (None, rank):
+            threading.Thread(target=self._guard, name="windlass-watchdog-guard", daemon=True).start()
 
     def use(self, limits: Limits) -> None:
         """Go on with other limits."""
@@ -106,6 +109,11 @@ class Watch:
         """Whether the exception that ends this rank came out of a wait for others."""
         return self._through is not None and self._through[1] is End.CUT_OFF
 
+    @property
+    def decided(self) -> bool:
+        """Whether it was said why this rank is ended."""
+        return self._decided.is_set()
+
     def await_decision(self) -> None:
         """After `failed`: wait until it is known what became of the others, or until they know of this rank."""
         if self.was_cut_off:
@@ -121,11 +129,22 @@ class Watch:
             if not self._board.stands():
                 return
             try:
-                if not self._lost:
-                    self._tick()
+                self._tick_began = time.monotonic()
+                self._tick_alone() if self._lost else self._tick()
             except BoardLost:
                 self._lost = True
-            if self._lost:
+            except Exception:  # a fault of the watchdog's own must not end a run that is well
+                if not self._complained:
+                    logger.exception("a fault of the watchdog, which goes on")
+                self._complained = True
+            finally:
+                self._tick_began = 0.0
+
+    def _guard(self) -> None:
+        """Where a rank keeps the board and is stopped, the thread never comes back from it: then this one looks."""
+        while not self._stopping.wait(self.limits.tick) and self._thread.is_alive():
+            began = self._tick_began
+            if began and time.monotonic() - began > 2 * self.limits.silent_after and not self._decided.is_set():
                 self._tick_alone()
 
     def _tick(self) -> None:
@@ -142,7 +161,7 @@ class Watch:
     def _look(self, record: Record) -> None:
         decision = self._board.decision()
         if decision:
-            logger.error("rank %d is ended: %s; the table is in the output of the lowest rank", self._rank, decision)
+            logger.error("ended by the watchdog: %s", decision)
             self._end()
         self._lookout.update(self._board.read(self._near))
         for lower in range(self._rank):
@@ -157,35 +176,38 @@ class Watch:
         self._judge()
 
     def _tick_alone(self) -> None:
-        """The board is gone, and with it a process: what this rank can tell by itself."""
+        """The board is gone, or does not answer: what this rank can tell by itself."""
         record = self._record()
         if record.waits_s < self.limits.look_after and record.end is not End.CUT_OFF:
             return
         self._lookout.update({self._rank: record})
         sights = [one for one in self._lookout.sights() if one.record is not None]
         verdict = judge(sights, self.limits)
-        if verdict is None or not verdict.fatal:
+        if self._lost and (verdict is None or not verdict.fatal):
             keeper = f"rank {self._keeper}" if self._keeper is not None else "the launcher"
             verdict = Verdict(f"the process of {keeper}, where the ranks met, is gone", True)
-        logger.error(report(verdict, sights, self._rank))
-        self._end()
+        if verdict is not None and self._tell(verdict, sights):
+            self._end()
 
     def _judge(self) -> None:
         sights = self._lookout.sights()
         verdict = judge(sights, self.limits)
         if verdict is None:
             self._next_report = self.limits.report_after
-            return
+        elif self._tell(verdict, sights):
+            self._board.decide(f"{verdict.headline} (the table of all ranks is in the output of rank {self._rank})")
+            time.sleep(2.5 * self.limits.tick)  # the others read it; this process may keep the board
+            self._end()
+
+    def _tell(self, verdict: Verdict, sights: list[Sight]) -> bool:
+        """Print a report if it is time for one; whether the run is over."""
         longest = max(one.waits_s for one in sights)
-        if not verdict.fatal:
-            if longest >= self._next_report:
-                self._next_report = 2 * longest
-                logger.error(report(verdict, sights, self._rank))
-            return
-        logger.error(report(verdict, sights, self._rank))
-        self._board.decide(verdict.headline)
-        time.sleep(2.5 * self.limits.tick)  # the others read it; this process may keep the board
-        self._end()
+        if verdict.fatal or longest >= self._next_report:
+            self._next_report = 2 * longest
+            logger.error(report(verdict, sights, self._rank))
+        if verdict.fatal:
+            self._decided.set()
+        return verdict.fatal
 
     def _record(self) -> Record:
         now = time.monotonic()
