@@ -24,7 +24,7 @@ from windlass.base import log
 
 RANKS = 2
 REPORT_AFTER_S = 3.0
-TIMEOUT_S = {"stop": 9.0}
+TIMEOUT_S = {"stop": 5.0}
 SLOW_S = 5.0
 
 
@@ -87,7 +87,12 @@ def _fork(folder: Path, run: str, rank: int, port: int) -> int:
     out = os.open(folder / f"rank{rank}.out", os.O_WRONLY | os.O_CREAT)
     os.dup2(out, 1)
     os.dup2(out, 2)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_PORT": str(port), "WINDLASS_TRANSPORT": transport}
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "MASTER_PORT": str(port),
+        "WINDLASS_TRANSPORT": transport,
+    }
     log.set_level("WARNING", "the test")
     # as a script ends: through the hook of exceptions, and through what was left for the end
     code = 0

@@ -185,4 +185,3 @@ class Counters:
                     "it is alive, and the watchdog's hang report says what it runs instead; raise the time-out of "
                     "init_distributed if it needs longer"
                 )
-

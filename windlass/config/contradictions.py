@@ -151,8 +151,8 @@ def _watchdog(config: Config) -> Iterator[tuple[str, str]]:
     if section.timeout_s < section.report_after_s:
         yield (
             "watchdog.timeout_s",
-            f"{section.timeout_s:g} is less than watchdog.report_after_s {section.report_after_s:g}, so a run would end "
-            "before it is reported why; exchange them",
+            f"{section.timeout_s:g} is less than watchdog.report_after_s {section.report_after_s:g}, so a run would "
+            "end before it is reported why; exchange them",
         )
 
 

@@ -7,7 +7,7 @@ from datetime import timedelta
 from typing import Any, cast
 
 import torch.distributed as dist
-from torch.distributed import PrefixStore, TCPStore
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import _get_default_store
 
 from windlass.watchdog.record import Record

@@ -111,7 +111,7 @@ def _long(sights: list[Sight], limits: Limits) -> Verdict | None:
 def _stragglers(sights: list[Sight]) -> str:
     words = {
         State.ALIVE: "alive and elsewhere (a straggler)",
-        State.SILENT: "alive, but no thread of its Python runs (native code holds its lock, or the machine is overloaded)",
+        State.SILENT: "alive, but no thread of its Python runs (native code holds its lock, or the host is overloaded)",
         State.STOPPED: "stopped (SIGSTOP; `kill -CONT` continues it)",
         State.ABSENT: "not there yet: no engine was made on it",
     }
