@@ -156,6 +156,19 @@ def _watchdog(config: Config) -> Iterator[tuple[str, str]]:
         )
 
 
+def _elastic(config: Config) -> Iterator[tuple[str, str]]:
+    section = config.elasticity
+    if not section.enabled or section.ignore_non_elastic_batch_info:
+        return
+    for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
+        if getattr(config, key) is not None:
+            yield (
+                key,
+                f"{getattr(config, key)}, but elasticity.enabled computes the batch; delete one, or set "
+                "elasticity.ignore_non_elastic_batch_info to true",
+            )
+
+
 RULES: tuple[Rule, ...] = (
     _one_precision,
     _param_dtype,
@@ -167,4 +180,5 @@ RULES: tuple[Rule, ...] = (
     _schedule_order,
     _kept_activations,
     _watchdog,
+    _elastic,
 )

@@ -6,6 +6,8 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from windlass.base.process import ENDED_BY_WATCHDOG
+
 # What a rank ends with that was asked to stop and did: by a signal, or by a handler that says so.
 _STOPPED = frozenset(128 + number for number in (signal.SIGINT, signal.SIGTERM))
 _SAME_MOMENT_SECONDS = 1
@@ -25,6 +27,8 @@ class Failure:
         return self.status if self.status >= 0 else 128 - self.status
 
     def __str__(self) -> str:
+        if self.status == ENDED_BY_WATCHDOG:
+            return f"rank {self.rank} was ended by its watchdog, whose report says why"
         if self.status >= 0:
             return f"rank {self.rank} ended with exit code {self.status}"
         return f"rank {self.rank} was ended by {_signal_name(-self.status)}"
@@ -43,14 +47,15 @@ def outcome_of(failures: Sequence[Failure]) -> Outcome:
     """The worst exit code of the ranks that failed by themselves.
 
     After a first failure the other ranks are told to stop, and killed if they do not; what they end with follows from
-    it and must not hide it. So only the failures of the first moment count, and of these a rank that was stopped counts
-    only if there is no other.
+    it and must not hide it. So only the failures of the first moment count, and of these a rank that was stopped, or
+    that its watchdog ended because of another, counts only if there is no other.
     """
     if not failures:
         return Outcome(0)
     first = min(failure.time for failure in failures)
     early = [failure for failure in failures if failure.time - first <= _SAME_MOMENT_SECONDS]
     own = [failure for failure in early if failure.code not in _STOPPED] or early
+    own = [failure for failure in own if failure.code != ENDED_BY_WATCHDOG] or own
     return Outcome(max(failure.code for failure in own), tuple(sorted(own, key=lambda failure: failure.rank)))
 
 

@@ -29,7 +29,7 @@ def start(limits: Limits | None) -> None:
     """
     global _watch
     if _watch is not None and (limits is None or not _watch.watches):
-        _watch.stop()
+        _watch.stop(through=False)
         _watch, activity.watched, activity.under_way = None, False, None
     if limits is None or dist.get_world_size() == 1:
         return
@@ -78,4 +78,4 @@ def _install() -> None:
 
 def _stop() -> None:
     if _watch is not None:
-        _watch.stop()
+        _watch.stop(through=True)

@@ -76,13 +76,17 @@ class Watch:
         """Whether the thread runs, in this process, for the group that there is now."""
         return self._thread.is_alive() and os.getpid() == self._pid and self._board.stands()
 
-    def stop(self) -> None:
-        """The program is through: say so, and end the thread."""
+    def stop(self, *, through: bool) -> None:
+        """End the thread.
+
+        Args:
+            through: the program is, and the others shall know.
+        """
         if os.getpid() != self._pid or self._stopping.is_set() or self._decided.is_set():
             return
         self._stopping.set()
         self._thread.join(2.0)
-        if self._thread.is_alive() or self._lost:
+        if self._thread.is_alive() or self._lost or not through:
             return
         with contextlib.suppress(BoardLost):
             if self._through is None:
