@@ -47,10 +47,10 @@ def start_elastic(
         outcome = start(entrypoint, nproc, env={**(env or {}), RESTARTS: str(restarts)}, **options)
         if outcome.code == 0 or outcome.interrupted_by is not None or restarts == max_restarts:
             return outcome
-        lost = sum(failure.status < 0 for failure in outcome.failures)
+        lost = sum(failure.lost for failure in outcome.failures)
         told = "; ".join(map(str, outcome.failures))
         if nproc - lost < min_nproc:
-            logger.warning("%s; %d ranks are left, fewer than %d: not started again", told, nproc - lost, min_nproc)
+            logger.warning("%s; not started again: ranks left are %d, fewer than %d", told, nproc - lost, min_nproc)
             return outcome
         nproc -= lost
         logger.warning("%s; started again on %d ranks (restart %d of %d)", told, nproc, restarts + 1, max_restarts)

@@ -26,6 +26,11 @@ class Failure:
         """The exit code as a shell counts it: 128 plus the number of the signal that ended it."""
         return self.status if self.status >= 0 else 128 - self.status
 
+    @property
+    def lost(self) -> bool:
+        """Whether a signal ended it that was no wish to stop: what it ran on may be gone with it."""
+        return self.status < 0 and self.code not in _STOPPED
+
     def __str__(self) -> str:
         if self.status == ENDED_BY_WATCHDOG:
             return f"rank {self.rank} was ended by its watchdog, whose report says why"
