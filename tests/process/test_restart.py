@@ -140,7 +140,8 @@ def test_losses_go_on_as_those_of_a_run_resumed_by_hand(tmp_path: Path, stage: i
             time.sleep(0.1)
         with socket.socket() as probe:
             assert probe.connect_ex(("127.0.0.1", port)) != 0, f"port {port} is still served"
-    assert set(os.listdir("/dev/shm")) <= shared
+        names = set(os.listdir("/dev/shm")) - shared  # others use this machine too: by the number of the process
+        assert not [name for name in names if "windlass" in name or str(pid) in name or str(port) in name]
 
     by_hand = tmp_path / "by hand"
     by_hand.mkdir()

@@ -24,6 +24,9 @@ class Activity:
         self.broken: tuple[BaseException, During] | None = None
         self.under_way: tuple[object, During | None] | None = None
         self.evaluating = False
+        self.moved = (
+            0  # counts what travelled within waits, so that a long one which gets on is known from one that hangs
+        )
         self.watched = False  # somebody looks, and clears `under_way` when that ended
 
     def started(self, work: object) -> None:

@@ -19,6 +19,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from windlass.base.activity import During, activity
 from windlass.base.errors import CommunicationError
 from windlass.base.process import is_alive
 from windlass.comm.groups import Group
@@ -162,6 +163,10 @@ class Counters:
         """
         if self.reached(counter, value):
             return
+        with During(what) if activity.now is None else contextlib.nullcontext():
+            self._block(counter, value, what)
+
+    def _block(self, counter: int, value: int, what: str) -> None:
         start, pause, checked = time.monotonic(), 0.0, 0.0
         while not self.reached(counter, value):
             waited = time.monotonic() - start

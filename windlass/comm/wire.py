@@ -144,6 +144,7 @@ class GlooReduction:
         return self._span >= self._out.numel() and all(work.is_completed() for work in self._works)
 
     def _start(self, begin: int) -> None:
+        activity.moved += 1
         group, end = self._group, min(begin + self._span, self._out.numel())
         parts = [cut(self._flat, index, group.size)[begin:end].to(self._wire) for index in range(group.size)]
         self._sent, self._parts, self._works = parts, list(parts), []

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import _get_default_store
 
+from windlass.base.log import logger
 from windlass.watchdog.record import Record
 
 _PATIENCE = timedelta(seconds=10)
@@ -32,7 +33,8 @@ class Board:
 
     @classmethod
     def open(cls) -> Board | None:
-        """A board for the ranks of the default group; None where they did not meet at a TCP store."""
+        """A board for the ranks of the default group; None where they did not meet at a TCP store, or it
+        takes no more connections."""
         global _boards
         origin = store = cast(Any, _get_default_store())
         while isinstance(store, PrefixStore):
@@ -40,7 +42,11 @@ class Board:
         if not isinstance(store, TCPStore):
             return None
         _boards += 1
-        own = TCPStore(store.host, store.port, is_master=False, timeout=_PATIENCE, wait_for_workers=False)
+        try:
+            own = TCPStore(store.host, store.port, is_master=False, timeout=_PATIENCE, wait_for_workers=False)
+        except RuntimeError as error:
+            logger.error("no watchdog: no second connection to %s:%d (%s)", store.host, store.port, error)
+            return None
         return cls(origin, PrefixStore(f"windlass watchdog {_boards}", own), dist.get_rank())
 
     def stands(self) -> bool:

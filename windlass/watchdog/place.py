@@ -6,6 +6,7 @@ import os
 import sys
 import sysconfig
 import threading
+import time
 import tokenize
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from functools import lru_cache
 from types import CodeType, FrameType, TracebackType
 
 import torch
+import torch.distributed as dist
 
 from windlass.base.activity import During, activity
 
@@ -77,30 +79,56 @@ def kind_of(path: str) -> Kind:
 class Watcher:
     """Looks where this process is, again and again.
 
+    Frames are never kept from one look to the next: they would keep the tensors of functions that have returned. A wait
+    without a mark is known again by its frame's number, which Python may give to a later frame too; so it counts as the
+    same only while its thread takes hardly any CPU time. (Where an accelerator is, waits spin: there the number of
+    collectives of the default group has to tell.)
+
     Attributes:
-        waits: what tells one wait from the next: the same object as long as the wait is the same; None: no wait.
+        waits: what tells one wait from the next: equal as long as the wait is the same; None: no wait.
     """
 
     def __init__(self) -> None:
         self._main = threading.main_thread().ident or 0
         self.waits: object | None = None
+        spins = torch.cuda.is_available() or not hasattr(time, "pthread_getcpuclockid")
+        self._clock = None if spins else time.pthread_getcpuclockid(self._main)
+        self._used = self._looked = 0.0
+        self._moves = 0
 
     def look(self) -> Place:
         """Of the main thread; where that runs a backward whose hooks run in a thread of autograd's, of that too."""
+        self._note_moves()
         frames = sys._current_frames()
         stack = list(_outwards(frames.get(self._main)))
         mark = activity.now
-        place, self.waits = _read(stack, mark if mark is not None and mark.thread == self._main else None)
+        place, frame = _read(stack, _of_thread(mark, self._main))
+        self.waits = self._key(frame, _of_thread(mark, self._main))
         if self.waits is None and any(frame.f_code.co_name == "_engine_run_backward" for frame, _ in stack):
             for thread, frame in frames.items():
                 if thread in (self._main, threading.get_ident()) or self.waits is not None:
                     continue
-                inner, self.waits = _read(
-                    list(_outwards(frame)), mark if mark is not None and mark.thread == thread else None
-                )
+                inner, meeting = _read(list(_outwards(frame)), _of_thread(mark, thread))
+                self.waits = self._key(meeting, _of_thread(mark, thread))
                 if self.waits is not None:
                     place = Place("backward", inner.operation, inner.names, place.line)
         return self._apart(place) if self.waits is None else place
+
+    def _note_moves(self) -> None:
+        """Tell a wait that is over from the next one that looks the same."""
+        now = time.monotonic()
+        if self._clock is not None:
+            used = time.clock_gettime(self._clock)
+            self._moves += used - self._used > 0.05 * (now - self._looked)
+            self._used = used
+        elif (group := dist.group.WORLD) is not None:
+            self._moves = group._get_sequence_number_for_group()  # type: ignore[attr-defined]
+        self._looked = now
+
+    def _key(self, frame: FrameType | None, mark: During | None) -> object | None:
+        if frame is None:
+            return None
+        return (mark, activity.moved) if mark is not None else (id(frame), frame.f_lasti, self._moves)
 
     def _apart(self, place: Place) -> Place:
         """What was started on an accelerator's own stream and is not finished is waited for wherever the host is."""
@@ -132,8 +160,12 @@ def _outwards(frame: FrameType | None) -> Iterable[tuple[FrameType, int]]:
         frame = frame.f_back
 
 
-def _read(stack: list[tuple[FrameType, int]], mark: During | None) -> tuple[Place, object | None]:
-    """The place of a stack, innermost frame first; and what identifies the wait that it is in."""
+def _of_thread(mark: During | None, thread: int) -> During | None:
+    return mark if mark is not None and mark.thread == thread else None
+
+
+def _read(stack: list[tuple[FrameType, int]], mark: During | None) -> tuple[Place, FrameType | None]:
+    """The place of a stack, innermost frame first; and the frame of the wait that it is in."""
     waits: FrameType | None = None
     operation, line, call, decided, backward = "", "", "", False, False
     for frame, number in stack:

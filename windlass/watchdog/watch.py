@@ -219,7 +219,7 @@ class Watch:
             place, end, error = self._through
         else:
             place, end, error = self._watcher.look(), End.NO, ""
-            if self._watcher.waits is not self._held:
+            if self._watcher.waits != self._held:
                 self._held, self._since = self._watcher.waits, now
             if activity.last is not self._last or self._held is not None:
                 self._last, self._busy_since = activity.last, now
