@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from windlass import watchdog
 from windlass.base.device import keep_freed_memory, local_device
 from windlass.base.dtypes import parse_dtype
 from windlass.base.errors import ConfigError, ModelError, StorageError
@@ -91,6 +92,7 @@ def initialize(
             "dist_init_required=False, but torch.distributed is not initialised; initialise it or leave that out"
         )
     init_distributed(port=distributed_port)
+    watchdog.start(_limits(settings_of))
     world = dist.get_world_size()
     source = "torch.distributed" if "WORLD_SIZE" in os.environ else "one process, no launcher"
     progress = Progress(settings_of.resolve_batch(world, source))
@@ -112,6 +114,11 @@ def initialize(
         logger.info(line)
     watch.after(engine)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _limits(config: Config) -> watchdog.Limits | None:
+    section = config.watchdog
+    return watchdog.Limits(section.report_after_s, section.timeout_s) if section.enabled else None
 
 
 def _source(args: Any, config: Any, config_params: Any) -> Any:

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from windlass.base.activity import During
 from windlass.base.errors import CheckpointError
 
 T = TypeVar("T")
@@ -51,7 +52,8 @@ class Ranks:
             if self.world_size == 1 and isinstance(error, CheckpointError):
                 raise
             failure = error
-        outcomes = self._gather((None if failure is None else told(failure), result))
+        with During(step):
+            outcomes = self._gather((None if failure is None else told(failure), result))
         failures = {rank: text for rank, (text, _) in enumerate(outcomes) if text is not None}
         if failures:
             raise CheckpointError(told_together(step, failures, self.world_size)) from failure

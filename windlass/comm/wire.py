@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from windlass.base.activity import activity
 from windlass.base.pending import DONE, Pending, Step, Then
 from windlass.comm.groups import Group
 from windlass.comm.ordered_sum import ordered_sum, sum_of_squares
@@ -143,6 +144,7 @@ class GlooReduction:
         return self._span >= self._out.numel() and all(work.is_completed() for work in self._works)
 
     def _start(self, begin: int) -> None:
+        activity.moved += 1
         group, end = self._group, min(begin + self._span, self._out.numel())
         parts = [cut(self._flat, index, group.size)[begin:end].to(self._wire) for index in range(group.size)]
         self._sent, self._parts, self._works = parts, list(parts), []
@@ -180,6 +182,7 @@ class NcclTransport(_Wire):
         own = cut(flat, group.index, group.size)
         work = _ALL_GATHER(flat, own, group=group.process_group, async_op=True)
         assert work is not None
+        activity.started(work)
         yield work
 
 
@@ -227,6 +230,7 @@ class NcclReduction(_Summed):
             self._sum = torch.empty(out.numel(), dtype=wire, device=out.device)
             pg = group.process_group
             self._work = _REDUCE_SCATTER(self._sum, self._sent, group=pg, async_op=True)
+            activity.started(self._work)
 
 
 class WholeReduction(_Summed):

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from windlass.base.activity import activity
 from windlass.base.errors import ConfigError, LossError, ModelError, StorageError
 from windlass.base.garbage import hold_off
 from windlass.base.log import logger
@@ -122,6 +123,7 @@ class Engine(Questions, nn.Module):
             args, kwargs = _cast((args, kwargs), torch.float16)
         self._blame.micro_batch = self.progress.micro_steps
         self._sharded.health.refuse("a forward")
+        activity.evaluating = not self.module.training
         with self._reporter.timed("forward"), self._autocast():
             output = self.module(*args, **kwargs)
         self._sharded.after_forward()

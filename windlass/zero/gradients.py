@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from windlass.base.activity import During
 from windlass.base.errors import ModelError
 from windlass.comm.transport import Buffer, Need, Reduction, Transport, cut
 from windlass.zero.gradient_slot import GradientSlot
@@ -318,9 +319,10 @@ class Gradients:
         group = self._transport.group
         if group.size > 1:
             vector = torch.tensor(have, dtype=torch.int32, device=self.slots[0].unit.full.device)
-            dist.all_reduce(vector, group=group.process_group)
+            with During("agreement on late gradients"):
+                dist.all_reduce(vector, group=group.process_group)
+                have = vector.tolist()
             self._transport.traffic.control += vector.numel()
-            have = vector.tolist()
         return [count > 0 for count in have]
 
     def _reduce(self, slot: GradientSlot) -> None:
@@ -333,15 +335,16 @@ class Gradients:
         if not self._cut and not slot.holds:
             slot.shard = slot.unit.own_cut(slot.buffer.local)
         out, add = self._landing.out(slot, own)
-        reduction = self._transport.reduce(
-            self.slots.index(slot),
-            slot.buffer,
-            out,
-            add=add,
-            factor=self._after,
-            elements=slot.unit.numel,
-            wire=self._wire,
-        )
+        with During("reduce", slot.unit.names):
+            reduction = self._transport.reduce(
+                self.slots.index(slot),
+                slot.buffer,
+                out,
+                add=add,
+                factor=self._after,
+                elements=slot.unit.numel,
+                wire=self._wire,
+            )
         self._flying.append(_Flight(slot, reduction, slot.place, out))
         slot.written.clear()
         slot.holds = True
@@ -377,7 +380,8 @@ class Gradients:
     def _land(self) -> None:
         """Finish the oldest reduction: they end in the order in which they began, as on all ranks."""
         flight = self._flying.popleft()
-        flight.reduction.wait()
+        with During("reduce", flight.slot.unit.names):
+            flight.reduction.wait()
         flight.slot.squares = flight.reduction.squares
         self._landing.land(flight.slot, flight.out)
         if flight.place is not None:

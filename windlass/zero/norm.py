@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from windlass.base.activity import During
 from windlass.comm.groups import Group
 from windlass.comm.ordered_sum import sum_of_squares
 from windlass.comm.traffic import Traffic
@@ -81,10 +82,11 @@ def agree(
     none = torch.zeros((), dtype=torch.float64, device=device)
     total = torch.stack([none, *(one.to(device) for one in squares)]).sum()
     vector = torch.cat([total.reshape(1), torch.tensor(facts, dtype=torch.float64, device=device)])
-    if data.size > 1:
-        dist.all_reduce(vector, group=data.process_group)
-        traffic.control += vector.numel()
-    return _read(vector.tolist(), slots)
+    with During("agreement of the step"):
+        if data.size > 1:
+            dist.all_reduce(vector, group=data.process_group)
+            traffic.control += vector.numel()
+        return _read(vector.tolist(), slots)
 
 
 def _read(values: list[float], slots: list[GradientSlot]) -> Verdict:

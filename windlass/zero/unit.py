@@ -8,6 +8,7 @@ from enum import Enum
 import torch
 from torch import nn
 
+from windlass.base.activity import During
 from windlass.base.errors import ModelError
 from windlass.base.memory import Ledger
 from windlass.base.pending import DONE, Pending
@@ -166,14 +167,16 @@ class Unit:
             self._pending = self._regather.gather(self.buffer, elements=self.numel)
             return
         fetched = self.rests.fetch(self.own_full)
-        self._pending = self.transport.gather(self.buffer, elements=self.numel, ready=fetched)
+        with During("gather", self.names):
+            self._pending = self.transport.gather(self.buffer, elements=self.numel, ready=fetched)
 
     def await_present(self, *, backward: bool = False) -> None:
         """Gather if nobody has, wait, and point the parameters at their values."""
         if self.presence is Presence.PRESENT:
             return
         self.gather(backward=backward)
-        self._pending.wait()
+        with During("gather", self.names):
+            self._pending.wait()
         self._pending = DONE
         self._point()
 
