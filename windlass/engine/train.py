@@ -153,6 +153,7 @@ class Engine(Questions, nn.Module):
     def _take_step(self, lr_kwargs: dict[str, Any]) -> None:
         assert self.optimizer is not None
         fp16 = self._config.fp16.enabled
+        self._buffers_of.before_forward()  # a rank that had no batch for this step
         changed = [float(self._buffers_of.changed())]
         section = self._config.zero_optimization.offload_optimizer
         try:

@@ -15,6 +15,7 @@ from windlass.base.errors import ModelError, StorageError, UpdateError
 from windlass.base.log import logger
 from windlass.base.memory import Ledger, arena
 from windlass.base.pending import Pending
+from windlass.comm.board import Board
 from windlass.comm.choose import choose_transport
 from windlass.comm.groups import DataMesh
 from windlass.optim.elementwise import is_elementwise, prefer_fused, state_bytes
@@ -35,6 +36,7 @@ from windlass.zero.hooks import attach_block, attach_gradients, attach_model
 from windlass.zero.landing import Landing
 from windlass.zero.masters import Masters
 from windlass.zero.norm import Verdict, agree, clip_coefficient
+from windlass.zero.order import Order
 from windlass.zero.parking import Parking
 from windlass.zero.partition import Block, plan_units
 from windlass.zero.runtime import Runtime
@@ -97,10 +99,13 @@ class ShardedModel:
         self.units = make_units(plans, settings, homes, mesh, self.group, trains=trains)
         self._builder = Builder(model, settings, homes, mesh, self.group, self.transport, regather, device, self.ledger)
         trainable = [unit for unit in self.units if unit.trainable]
+        self.order = Order(self.units, hoists=settings.ahead > 0)
+        boards: list[Board] = []
         self.gradients = Gradients(
             trainable,
             policy,
             self.transport,
+            self.order,
             accumulate=settings.accumulate,
             wire=settings.wire,
             overlap=settings.overlap,
@@ -134,14 +139,18 @@ class ShardedModel:
         try:
             self._reserve()
         except BaseException:
-            _close(mesh, self.ledger, homes.disk)
+            _close(mesh, self.ledger, homes.disk, boards)
             raise
         for unit, span in self._builder.fill(self.units, plans, self.gradients):
             self.masters.make(unit, span)
             del span  # or it would live while the next unit is filled
+        if self.group.size > 1 and (trainable or any(unit.frees for unit in self.units)):
+            boards.append(self.transport.board())
+            self.order.agree_on(boards[0])
         self.parking = Parking(self.units, self.slots, self.masters, device, self.ledger)
         foresight = Foresight(settings.ahead, self._live(), settings.reuse, homes.read_ahead)
-        self.runtime = Runtime(self.units, blocks, foresight)
+        self.runtime = Runtime(self.units, blocks, foresight, self.order)
+        self.runtime.reduces = lambda: bool(self.slots) and self.gradients.syncing()
         self.health.passing = self._passing
         self.gradients.landed = self._landed
         self.runtime.on_backward_end.append(self.gradients.end_backward)
@@ -155,13 +164,12 @@ class ShardedModel:
             dtype, make = settings.accumulate, self._builder.slot
             self.delayed = Delayed(self.slots, self.masters, self.units, device, homes.gradient, make, dtype)
         self._handles: list[RemovableHandle] = []
-        self._closer = finalize(self, _close, mesh, self.ledger, homes.disk)
+        self._closer = finalize(self, _close, mesh, self.ledger, homes.disk, boards)
         self.health.check("initialize could not put the model on disk", loses=True)
         self._attach(blocks)
         self.steps_next: Callable[[], bool] = lambda: False  # whether a step follows the backward that runs
         self.loss_scale: Callable[[], float] = lambda: 1.0  # what is in the gradients now
         self.masters.remember_versions(self.units)
-        self._learned = False
         registry.register(self)
 
     def _reserve(self) -> None:
@@ -196,12 +204,19 @@ class ShardedModel:
         if self.homes.param is not Home.NVME:
             return
         try:
-            self.health.check(
-                "this forward could not read parameters, and its results are wrong", loses=self._under_way()
-            )
+            self._look()
         except StorageError:
             self._read_again()
             raise
+
+    def _look(self) -> None:
+        what = "this forward could not read parameters, and its results are wrong"
+        if self.order.alone or self.group.size < self.mesh.data.size:
+            self.health.check(what, loses=self._under_way())
+            return
+        self.order.bad = lambda: self.health.bad_here() > 0
+        self.order.told = lambda: self.health.tell(what, loses=self._under_way())
+        self.order.look()
 
     def _read_again(self) -> None:
         """What was brought from disk, or is on its way from there, may be NaN: whoever needs it reads it anew."""
@@ -261,6 +276,7 @@ class ShardedModel:
             raise ModelError("there is no optimizer to step: pass one to initialize, or name one in the configuration")
         self.require_trainable(p for group in self.update.optimizer.param_groups for p in group["params"])
         self.health.refuse("a step")
+        self.order.meet("a step")
         trouble = self._await_result()
         verdict = self._agree([float(trouble is not None), *(flags or [])])
         if verdict.flags.pop() > 0:
@@ -306,6 +322,7 @@ class ShardedModel:
         """
         if self.delayed is None or not self.delayed.under_way:
             return
+        self.order.meet("the end of a delayed update")
         trouble = self._await_result()
         failed = torch.tensor([float(trouble is not None)], dtype=torch.float64, device=self.device)
         if self.mesh.data.size > 1:  # which also says that no peer computes with the old parameters any more
@@ -373,6 +390,7 @@ class ShardedModel:
     @contextmanager
     def renewing(self, units: list[Unit]) -> Iterator[None]:
         """As `editing`, but whoever is inside brings to hand what it sets, and writes it back itself. Collective."""
+        self.order.meet("a change of parameters or states")
         self.finish_update()
         if self.group.size > 1 and any(unit.buffer.parts for unit in units):
             dist.barrier(group=self.group.process_group)  # a peer may be in its backward still, and read them there
@@ -402,8 +420,10 @@ class ShardedModel:
         if self.delayed is not None:
             self.delayed.close()
         self.parking.bring_back()
+        self.order.meet("destroy")
         self.gradients.finish()
         for unit in self.units:
+            self.order.gather_now(unit)
             unit.await_present()
             for parameter, view in zip(unit.parameters, unit.views(), strict=True):
                 if isinstance(parameter, Released):
@@ -473,9 +493,7 @@ class ShardedModel:
         count = self.group.size if self.policy.state else data.size
 
         def ask() -> Verdict:
-            learn = not self._learned
-            known = [*flags, self.health.bad_here()]
-            return agree(self.gradients, data, count, traffic, learn_order=learn, flags=known)
+            return agree(self.gradients, data, count, traffic, flags=[*flags, self.health.bad_here()])
 
         replicated = self.policy.state and self.mesh.replicate.size > 1
         verdict = ask()
@@ -488,8 +506,7 @@ class ShardedModel:
                     traffic.add("replicate", 2 * slot.unit.numel // count, 0)
         if any(verdict.unreduced) or replicated:
             verdict = ask()
-        self.gradients.learn(verdict.order if not self._learned else [], verdict.late)
-        self._learned = True
+        self.order.new_step()
         return verdict
 
     def _refuse_unused(self, used: list[list[bool]]) -> None:
@@ -609,8 +626,10 @@ def _wait(written: list[Pending]) -> None:
     written.clear()
 
 
-def _close(mesh: DataMesh, ledger: Ledger, disk: DiskTier | None) -> None:
+def _close(mesh: DataMesh, ledger: Ledger, disk: DiskTier | None, boards: list[Board]) -> None:
     """What does not go away with the memory of a model."""
+    for board in boards:
+        board.close()
     if disk is not None:
         disk.close()
     ledger.close()
