@@ -3,7 +3,6 @@ of."""
 
 from __future__ import annotations
 
-import contextlib
 from typing import Protocol
 
 import torch
@@ -26,10 +25,6 @@ class Board(Protocol):
         Args:
             what: is waited for, should a peer not come.
         """
-        ...
-
-    def close(self) -> None:
-        """Nobody exchanges anything any more."""
         ...
 
 
@@ -61,24 +56,14 @@ class SharedBoard:
                 numbers += [self._counters.read(rank, place + at) for at in range(len(part))]
         return told
 
-    def close(self) -> None:
-        return
-
 
 class WireBoard:
-    """Over a gloo group of its own, on the CPU, whatever moves the tensors. Making it is collective."""
+    """Over gloo, on the CPU, whatever moves the tensors; no collective of a transport is under way meanwhile."""
 
     def __init__(self, group: Group) -> None:
-        self._size = group.size
-        made = dist.new_group(list(group.ranks), backend="gloo", use_local_synchronization=True)
-        assert made is not None
-        self._process_group = made
+        self._group = group
 
     def exchange(self, mine: list[int], what: str) -> list[list[int]]:
-        told = [torch.empty(len(mine), dtype=torch.int64) for _ in range(self._size)]
-        dist.all_gather(told, torch.tensor(mine, dtype=torch.int64), group=self._process_group)
+        told = [torch.empty(len(mine), dtype=torch.int64) for _ in range(self._group.size)]
+        dist.all_gather(told, torch.tensor(mine, dtype=torch.int64), group=self._group.talks)
         return [numbers.tolist() for numbers in told]
-
-    def close(self) -> None:
-        with contextlib.suppress(ValueError):  # it went with the default group, or was closed before
-            dist.destroy_process_group(self._process_group)

@@ -15,7 +15,6 @@ from windlass.base.errors import ModelError, StorageError, UpdateError
 from windlass.base.log import logger
 from windlass.base.memory import Ledger, arena
 from windlass.base.pending import Pending
-from windlass.comm.board import Board
 from windlass.comm.choose import choose_transport
 from windlass.comm.groups import DataMesh
 from windlass.optim.elementwise import is_elementwise, prefer_fused, state_bytes
@@ -100,7 +99,6 @@ class ShardedModel:
         self._builder = Builder(model, settings, homes, mesh, self.group, self.transport, regather, device, self.ledger)
         trainable = [unit for unit in self.units if unit.trainable]
         self.order = Order(self.units, hoists=settings.ahead > 0)
-        boards: list[Board] = []
         self.gradients = Gradients(
             trainable,
             policy,
@@ -139,14 +137,13 @@ class ShardedModel:
         try:
             self._reserve()
         except BaseException:
-            _close(mesh, self.ledger, homes.disk, boards)
+            _close(mesh, self.ledger, homes.disk)
             raise
         for unit, span in self._builder.fill(self.units, plans, self.gradients):
             self.masters.make(unit, span)
             del span  # or it would live while the next unit is filled
         if self.group.size > 1 and (trainable or any(unit.frees for unit in self.units)):
-            boards.append(self.transport.board())
-            self.order.agree_on(boards[0])
+            self.order.agree_on(self.transport.board())
         self.parking = Parking(self.units, self.slots, self.masters, device, self.ledger)
         foresight = Foresight(settings.ahead, self._live(), settings.reuse, homes.read_ahead)
         self.runtime = Runtime(self.units, blocks, foresight, self.order)
@@ -164,7 +161,7 @@ class ShardedModel:
             dtype, make = settings.accumulate, self._builder.slot
             self.delayed = Delayed(self.slots, self.masters, self.units, device, homes.gradient, make, dtype)
         self._handles: list[RemovableHandle] = []
-        self._closer = finalize(self, _close, mesh, self.ledger, homes.disk, boards)
+        self._closer = finalize(self, _close, mesh, self.ledger, homes.disk)
         self.health.check("initialize could not put the model on disk", loses=True)
         self._attach(blocks)
         self.steps_next: Callable[[], bool] = lambda: False  # whether a step follows the backward that runs
@@ -626,10 +623,8 @@ def _wait(written: list[Pending]) -> None:
     written.clear()
 
 
-def _close(mesh: DataMesh, ledger: Ledger, disk: DiskTier | None, boards: list[Board]) -> None:
+def _close(mesh: DataMesh, ledger: Ledger, disk: DiskTier | None) -> None:
     """What does not go away with the memory of a model."""
-    for board in boards:
-        board.close()
     if disk is not None:
         disk.close()
     ledger.close()
