@@ -1,4 +1,4 @@
-"""ZeRO 0-3 on one path. Reading order: policy, layout, partition, access, unit, foresight, runtime, hooks, ring,
+"""ZeRO 0-3 on one path. Reading order: policy, layout, partition, access, unit, foresight, order, runtime, hooks, ring,
 gradients, norm, health, turn, update, whole, registry, born, born_units, sharded, values, gathered, born_site,
 born_homes, born_deferred, born_files, born_models, init_sharded."""
 

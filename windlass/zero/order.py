@@ -315,10 +315,7 @@ class Order:
         assert self._board is not None
         self._drain()
         self._finish()
-        if self.trusts:
-            posts = [[says, value, len(expected), 0]]
-        else:
-            posts = self._ask(says, value, what, expected)
+        posts = self._ask(says, value, what, expected)
         said = [post[0] for post in posts]
         if _Says.LOOKS in said and any(post[3] for post in posts):
             self.told()
@@ -342,6 +339,8 @@ class Order:
 
     def _ask(self, says: _Says, value: int, what: str, expected: tuple[int, ...]) -> list[list[int]]:
         assert self._board is not None
+        if self.trusts:
+            return [[says, value, len(expected), 0]]
         self.doing = what
         posts = self._board.exchange([says, value, len(expected), int(self.bad())], what)
         self.doing = ""
