@@ -328,6 +328,7 @@ class Engine(Questions, nn.Module):
     def full_state_dict(self, *, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
         """Whole parameters and buffers by name on the CPU of rank 0, empty on others. Collective."""
         self._refuse_parked("full_state_dict")
+        self._sharded.order.meet("the reading of parameters or states")
         return full_state_dict(self._sharded, dtype=dtype)
 
     def save_16bit_model(
@@ -343,6 +344,7 @@ class Engine(Questions, nn.Module):
             )
             return False
         self._refuse_parked("save_16bit_model")
+        self._sharded.order.meet("the reading of parameters or states")
         return save_16bit_model(self._sharded, save_dir, save_filename, exclude_frozen_parameters)
 
     def save_checkpoint(
@@ -366,6 +368,7 @@ class Engine(Questions, nn.Module):
             StorageError: what rests on disk can't be read.
         """
         self._refuse_parked("save_checkpoint")
+        self._sharded.order.meet("a checkpoint")
         return save_engine(self, save_dir, tag, client_state or {}, save_latest, exclude_frozen_parameters)
 
     def load_checkpoint(
@@ -389,6 +392,7 @@ class Engine(Questions, nn.Module):
         if custom_load_fn is not None:
             raise ModelError("custom_load_fn is not supported; load the model's weights before initialize instead")
         self._refuse_parked("load_checkpoint")
+        self._sharded.order.meet("a checkpoint")
         optimizer_too = load_optimizer_states and not load_module_only
         return load_engine(self, load_dir, tag, load_module_strict, optimizer_too, load_lr_scheduler_states)
 

@@ -40,6 +40,7 @@ MEETINGS = (
     "the reading of parameters or states",
     "a change of parameters or states",
     "parameters gathered whole",
+    "a checkpoint",
     "destroy",
 )
 _REMEMBERED = 64  # windows of one kind in a step that are remembered one by one
@@ -136,11 +137,6 @@ class Order:
         kind, _ = self._open
         self._known[self._open] = self._known[kind, _NONE] = tuple(self._needs)
         self._open, self._needs = None, []
-
-    @property
-    def windowed(self) -> bool:
-        """Whether a forward or backward of this rank is a window now."""
-        return self._open is not None
 
     def meet(self, what: str) -> None:
         """Wait, and serve the others, until all ranks are at the same of `MEETINGS`. Collective.

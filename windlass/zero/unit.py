@@ -201,7 +201,7 @@ class Unit:
             stale: the cut at rest has newer values than `full`, so that no second copy may be taken from it.
         """
         self._pending.wait()
-        self._pending = DONE
+        self._pending, self.brought = DONE, False
         if self._regather is not None and self.secondary is not None and not self._secondary_valid and not stale:
             near = self._regather.group
             self.secondary.copy_(cut(self.full, near.index, near.size))
