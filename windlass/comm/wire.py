@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch.distributed as dist
 
 from windlass.base.activity import activity
 from windlass.base.pending import DONE, Pending, Step, Then
+from windlass.comm.board import WireBoard
 from windlass.comm.groups import Group
 from windlass.comm.ordered_sum import ordered_sum, sum_of_squares
 from windlass.comm.traffic import Traffic
@@ -28,9 +30,13 @@ class _Wire:
     def __init__(self, group: Group, ways: Ways) -> None:
         self.group, self.traffic, self.ways = group, Traffic(), ways
         self._tag = 0
+        self._waiting: deque[Then] = deque()
 
     def allocate(self, needs: list[Need], device: torch.device, *, lanes: int = 0) -> list[Buffer]:
         return [Buffer(_flat(need, device)) for need in needs]
+
+    def board(self) -> WireBoard:
+        return WireBoard(self.group)
 
     def settle(self, buffer: Buffer) -> None:
         return
@@ -56,6 +62,7 @@ class _Wire:
         wire: torch.dtype,
     ) -> Reduction:
         self._count("reduce", elements, buffer.local.numel(), wire.itemsize)
+        self._begin_waiting()
         if not self.ways.scatter and self.group.size > 1:
             return WholeReduction(self.group, buffer.local, out, add, factor, wire)
         return self._scatter(buffer.local, out, add, factor, wire)
@@ -63,19 +70,36 @@ class _Wire:
     def gather(self, buffer: Buffer, *, elements: int, ready: Pending = DONE) -> Pending:
         if self.group.size == 1:
             return ready
-        if ready is not DONE:  # started when it is waited for, which is at the same point on all ranks
-            return Then(ready, lambda: self.gather(buffer, elements=elements))
         self._count("gather", elements, buffer.local.numel(), buffer.local.element_size())
-        if not self.ways.together:
-            works = list(_broadcasts(buffer.local, self.group))
-        else:
-            works = list(self._gather(buffer.local))
+        self._begin_waiting()
+        tag = self._next_tag()
+        if ready is DONE:
+            return self._gathering(buffer.local, tag)
+        waiting = Then(ready, lambda: self._gathering(buffer.local, tag))
+        self._waiting.append(waiting)
+        return waiting
+
+    def _gathering(self, flat: torch.Tensor, tag: int) -> Pending:
+        together = self.ways.together
+        works = list(self._gather(flat, tag) if together else _broadcasts(flat, self.group))
         return Step(None, lambda: _wait(works), lambda: None)
+
+    def _begin_waiting(self) -> None:
+        """Begin gathers whose own cut was still on its way, where those of all ranks must begin in one order."""
+        while self._waiting:
+            first = self._waiting.popleft()
+            if not self._tagged:
+                first.begin()
+
+    @property
+    def _tagged(self) -> bool:
+        """Whether messages of different collectives are told apart by their tags."""
+        return False
 
     def _scatter(self, flat: torch.Tensor, out: torch.Tensor, add: bool, factor: float, wire: torch.dtype) -> Reduction:
         raise NotImplementedError
 
-    def _gather(self, flat: torch.Tensor) -> Iterator[dist.Work]:
+    def _gather(self, flat: torch.Tensor, tag: int) -> Iterator[dist.Work]:
         raise NotImplementedError
 
     def _next_tag(self) -> int:
@@ -100,8 +124,12 @@ class GlooTransport(_Wire):
     def _scatter(self, flat: torch.Tensor, out: torch.Tensor, add: bool, factor: float, wire: torch.dtype) -> Reduction:
         return GlooReduction(self.group, flat, out, add, factor, wire, self.ways, self._next_tag())
 
-    def _gather(self, flat: torch.Tensor) -> Iterator[dist.Work]:
-        group, tag = self.group, self._next_tag()
+    @property
+    def _tagged(self) -> bool:
+        return self.ways.together and self.ways.scatter
+
+    def _gather(self, flat: torch.Tensor, tag: int) -> Iterator[dist.Work]:
+        group = self.group
         span = max(1, self.ways.gather_chunk // group.size)
         own = cut(flat, group.index, group.size)
         for start in range(0, own.numel(), span):
@@ -177,7 +205,7 @@ class NcclTransport(_Wire):
     def _scatter(self, flat: torch.Tensor, out: torch.Tensor, add: bool, factor: float, wire: torch.dtype) -> Reduction:
         return NcclReduction(self.group, flat, out, add, factor, wire)
 
-    def _gather(self, flat: torch.Tensor) -> Iterator[dist.Work]:
+    def _gather(self, flat: torch.Tensor, tag: int) -> Iterator[dist.Work]:
         group = self.group
         own = cut(flat, group.index, group.size)
         work = _ALL_GATHER(flat, own, group=group.process_group, async_op=True)

@@ -188,6 +188,7 @@ class Engine(Questions, nn.Module):
         assert self.optimizer is not None
         refuse_lost_gradients(self._sharded)
         fp16 = self._config.fp16.enabled
+        self._buffers_of.before_forward()  # a rank that had no batch for this step
         flags = [float(self._buffers_of.changed()), self._saves.failed()]
         section = self._config.zero_optimization.offload_optimizer
         try:
@@ -387,6 +388,7 @@ class Engine(Questions, nn.Module):
     def full_state_dict(self, *, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
         """Whole parameters and buffers by name on the CPU of rank 0, empty on others. Collective."""
         self._refuse_parked("full_state_dict")
+        self._sharded.order.meet("the reading of parameters or states")
         return full_state_dict(self._sharded, dtype=dtype)
 
     def load_module_state_dict(
@@ -422,6 +424,7 @@ class Engine(Questions, nn.Module):
             )
             return False
         self._refuse_parked("save_16bit_model")
+        self._sharded.order.meet("the reading of parameters or states")
         return save_16bit_model(self._sharded, save_dir, save_filename, exclude_frozen_parameters)
 
     def save_checkpoint(
@@ -452,6 +455,7 @@ class Engine(Questions, nn.Module):
             StorageError: what rests on disk can't be read.
         """
         self._refuse_parked("save_checkpoint")
+        self._sharded.order.meet("a checkpoint")
         at_once = not self._config.checkpoint.asynchronous if blocking is None else blocking
         return save_engine(self, save_dir, tag, client_state or {}, save_latest, exclude_frozen_parameters, at_once)
 
@@ -499,6 +503,7 @@ class Engine(Questions, nn.Module):
         if custom_load_fn is not None:
             raise ModelError("custom_load_fn is not supported; load the model's weights before initialize instead")
         self._refuse_parked("load_checkpoint")
+        self._sharded.order.meet("a checkpoint")
         wanted = Wanted(
             module_strict=load_module_strict,
             optimizer=load_optimizer_states and not load_module_only,
