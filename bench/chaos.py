@@ -188,7 +188,7 @@ def _looked_at(folder: Path, before: list[int], drafts: set[str]) -> dict[str, A
         problems.append(f"a save of step {promised} was said to be done, {kept} is what there is")
     if any(line[1] == "done" for line in marks[0]) and (old := drafts & _drafts(folder)):
         problems.append(f"drafts of an earlier round are still there: {sorted(old)}")
-    begun = int(next((line[2] for line in marks[0] if line[1] == "up"), 0))
+    begun = int(next((line[2] for line in marks[0] if line[1] == "up"), kept))  # it may not have come so far
     return {
         "in_save": _under_way(saves),
         "began_at": begun,
