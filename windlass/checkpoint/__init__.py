@@ -4,9 +4,9 @@ In reading order: fragment (a flat range as boxes), state (what is saved), plain
 directory (names on disk, `latest`, temporary name and rename), index (`checkpoint.json`), tensor_file (one safetensors
 file), agree (one error for all ranks), shards, sources and storage (planner, what is read, and storage under
 `torch.distributed.checkpoint`), transfer (the two calls into it), save, load, retention (which former ones go). In one
-process: torch_file and deepspeed_files (others' files as an index), stored (one checkpoint, tensor by tensor), read,
-streamed_file and export (Hugging Face's files), plain_torch, catalogue (what lies in a directory); fingerprint (a hash
-of tensors in any cut).
+process: torch_file, deepspeed_cuts, deepspeed_plain and deepspeed_files (others' files as an index), stored (one
+checkpoint, tensor by tensor), read, streamed_file and export (Hugging Face's files), plain_torch, catalogue (what lies
+in a directory); fingerprint (a hash of tensors in any cut).
 """
 
 from windlass.checkpoint.directory import read_latest, tags
