@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -39,19 +40,25 @@ def make(out: Path, stage: int, precision: str, ranks: int) -> None:
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
     }
     command = [sys.executable, "-m", "tests.deepspeed_maker", str(out), str(stage), precision]
-    started = [
-        subprocess.Popen(
-            command,
-            env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(ranks)
-    ]
-    said = [process.communicate(timeout=300)[0] for process in started]
-    assert not any(process.returncode for process in started), "\n".join(said)
+    logs = [out / f"log_{rank}" for rank in range(ranks)]
+    started = []
+    for rank, log in enumerate(logs):
+        own = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        with log.open("w") as file:
+            started.append(subprocess.Popen(command, env=own, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT))
+    until = time.monotonic() + 200
+    try:
+        while any(process.poll() is None for process in started):
+            assert not any(process.poll() for process in started) and time.monotonic() < until
+            time.sleep(0.1)
+        assert not any(process.returncode for process in started)
+    except AssertionError as error:
+        error.add_note("\n".join(log.read_text()[-2000:] for log in logs))
+        raise
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
 
 
 def gone_on(folder: str, stage: int, precision: str) -> dict[str, object]:

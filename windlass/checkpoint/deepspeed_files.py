@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,34 +21,18 @@ from typing import Any
 import torch
 
 from windlass.base.errors import CheckpointError
-from windlass.base.log import logger
 from windlass.checkpoint import plain
+from windlass.checkpoint.deepspeed_cuts import Cuts
+from windlass.checkpoint.deepspeed_plain import told_by
 from windlass.checkpoint.directory import METADATA
-from windlass.checkpoint.fragment import boxes
-from windlass.checkpoint.index import FORMAT, FORMAT_VERSION, Chunk, Index, TensorRecord, read_index
-from windlass.checkpoint.tensor_file import code_of
-from windlass.checkpoint.torch_file import (
-    LossScaler,
-    Namespace,
-    StoredTensor,
-    entry_within,
-    literal,
-    read_torch_file,
-)
+from windlass.checkpoint.index import FORMAT, FORMAT_VERSION, Index, read_index
+from windlass.checkpoint.torch_file import StoredTensor, read_torch_file
 
 Order = Sequence[Sequence[str]]
 """By optimizer group, the names of its parameters in the optimizer's order."""
 
-# What the engine itself writes beside the caller's `client_state`.
-_OWN = frozenset(
-    """
-    module buffer_names optimizer param_shapes frozen_param_shapes shared_params frozen_param_fragments lr_scheduler
-    data_sampler random_ltd skipped_steps global_steps global_samples dp_world_size mp_world_size ds_config ds_version
-    checkpoint_parallel_dimensions universal_checkpoint_info
-    """.split()  # noqa: SIM905
-)
 # Of an optimizer group: who it is for, and how it is computed, which this run decides by itself.
-_NOT_KEPT = frozenset({"params", "step", "fused", "foreach", "capturable", "differentiable"})
+_NOT_KEPT = frozenset({"params", "param_names", "step", "fused", "foreach", "capturable", "differentiable"})
 
 
 def index_of(path: Path, order: Order | None = None) -> Index:
@@ -60,7 +44,15 @@ def index_of(path: Path, order: Order | None = None) -> Index:
     Raises:
         CheckpointError: there is none, it is damaged, or of a kind that is not read.
     """
-    return read_index(path) if (path / METADATA).is_file() else _Reading(path, order).index()
+    if (path / METADATA).is_file():
+        return read_index(path)
+    try:
+        return _Reading(path, order).index()
+    except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
+        raise CheckpointError(
+            f"{path} does not have the layout that DeepSpeed 0.19 writes ({type(error).__name__}: {error}); a file is "
+            "damaged, or of another version. Load it with what wrote it"
+        ) from error
 
 
 def names_in_order(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
@@ -88,9 +80,11 @@ class _Reading:
 
     path: Path
     order: Order | None
-    tensors: dict[str, TensorRecord] = field(default_factory=dict)
     kinds: dict[str, dict[str, str]] = field(default_factory=dict)
     values: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.cuts = Cuts(self.path)
 
     def index(self) -> Index:
         """Look at all files."""
@@ -147,14 +141,14 @@ class _Reading:
             if not isinstance(tensor, StoredTensor):
                 continue  # extra state of a module
             if name in buffers:
-                self._whole(f"buffer/{name}", tensor)
+                self.cuts.whole(f"buffer/{name}", tensor)
             elif stage < 3:
                 key = (tensor.begin, tuple(tensor.shape))
                 kept = seen.setdefault(key, name) if tensor.numel() else name
                 if kept != name:
                     tied[name] = kept
-                elif f"param/{name}" not in self.tensors:
-                    self._whole(f"param/{name}", tensor)
+                elif f"param/{name}" not in self.cuts.tensors:
+                    self.cuts.whole(f"param/{name}", tensor)
         said = first.get("shared_params")
         return tied | (dict(said) if isinstance(said, dict) else {})
 
@@ -163,9 +157,9 @@ class _Reading:
         for name, shape in (states[0].get("frozen_param_shapes") or {}).items():
             parts = [state["frozen_param_fragments"][name] for state in states]
             if math.prod(shape) == 0:
-                self._add(f"param/{name}", tuple(shape), parts[0].dtype, [(0, 0, parts[0], 0)])
+                self.cuts.add(f"param/{name}", tuple(shape), parts[0].dtype, [(0, 0, parts[0], 0)])
                 continue
-            self._cut_in_parts(f"param/{name}", tuple(shape), [(part, 0) for part in parts])
+            self.cuts.cut_in_parts(f"param/{name}", tuple(shape), [(part, 0) for part in parts])
 
     # what the optimizer holds
 
@@ -180,15 +174,15 @@ class _Reading:
         masters = [one["fp32_flat_groups"] for one in saved]
         optimizers = [one["optimizer_state_dict"] for one in saved]
         for group in groups:
-            self._check(
+            self.cuts.check(
                 len(group.shapes) and all(len(flat) == len(groups) for flat in masters), "flat groups of masters"
             )
             at = 0
             for name, shape in group.shapes.items():
                 size = -(-math.prod(shape) // len(saved))
-                self._cut_in_parts(f"param/{name}", shape, [(flat[group.number], at) for flat in masters])
+                self.cuts.cut_in_parts(f"param/{name}", shape, [(flat[group.number], at) for flat in masters])
                 for key, found in self._states(name, optimizers, group):
-                    self._cut_in_parts(f"state/{name}/{key}", shape, [(one, at) for one in found])
+                    self.cuts.cut_in_parts(f"state/{name}/{key}", shape, [(one, at) for one in found])
                 at += size
         return self._hyper(optimizers[0], groups)
 
@@ -206,9 +200,9 @@ class _Reading:
             paddings = (saved[0].get("param_alignment_paddings") or {number: []})[number]
             at = 0
             for place, (name, shape) in enumerate(group.shapes.items()):
-                self._cut_in_a_row(f"param/{name}", shape, masters, part, at)
+                self.cuts.cut_in_a_row(f"param/{name}", shape, masters, part, at)
                 for key, found in self._states(name, optimizers, group):
-                    self._cut_in_a_row(f"state/{name}/{key}", shape, found, part, at)
+                    self.cuts.cut_in_a_row(f"state/{name}/{key}", shape, found, part, at)
                 at += math.prod(shape) + (int(paddings[place]) if place < len(paddings) else 0)
         return self._hyper(optimizers[0], groups)
 
@@ -231,7 +225,7 @@ class _Reading:
         groups = []
         for number, names in enumerate(self.order):
             for name in names:
-                self._check(isinstance(module.get(name), StoredTensor), f"the module's {name!r}")
+                self.cuts.check(isinstance(module.get(name), StoredTensor), f"the module's {name!r}")
             groups.append(_Group({name: tuple(module[name].shape) for name in names}, number))
         for group, values in zip(groups, saved, strict=True):
             at = 0
@@ -240,12 +234,14 @@ class _Reading:
                 source = _Group(group.shapes, values["params"][0 if flat is not None else place])
                 start = at if flat is not None else 0
                 if flat is not None:
-                    self._cut_in_a_row(f"param/{name}", shape, [flat[group.number]], flat[group.number].numel(), start)
+                    self.cuts.cut_in_a_row(
+                        f"param/{name}", shape, [flat[group.number]], flat[group.number].numel(), start
+                    )
                 elif "fp32_groups" in given:
-                    self._whole(f"param/{name}", given["fp32_groups"][group.number][place], shape)
+                    self.cuts.whole(f"param/{name}", given["fp32_groups"][group.number][place], shape)
                 for key, found in self._states(name, [optimizer], source):
-                    self._check(found[0].numel() >= start + numel, f"the state {key!r} of {name!r}")
-                    self._cut_in_a_row(f"state/{name}/{key}", shape, found, found[0].numel(), start)
+                    self.cuts.check(found[0].numel() >= start + numel, f"the state {key!r} of {name!r}")
+                    self.cuts.cut_in_a_row(f"state/{name}/{key}", shape, found, found[0].numel(), start)
                 at += numel
         return self._hyper(optimizer, groups)
 
@@ -269,10 +265,10 @@ class _Reading:
                 yield key, [one[key] for one in found]
             elif isinstance(value, StoredTensor):
                 kinds[key] = f"whole {str(value.dtype).removeprefix('torch.')}"
-                self._whole(f"state/{name}/{key}", value)
+                self.cuts.whole(f"state/{name}/{key}", value)
             else:
                 kinds[key] = "whole float32"
-                self._literal(f"state/{name}/{key}", torch.tensor(float(value)))
+                self.cuts.literal(f"state/{name}/{key}", torch.tensor(float(value)))
 
     def _hyper(self, optimizer: Mapping[str, Any], groups: list[_Group]) -> list[dict[str, Any]]:
         """Hyper-parameters of each optimizer group, with the names of its parameters."""
@@ -286,72 +282,7 @@ class _Reading:
             made.append({"parameters": names, "values": {k: v for k, v in values.items() if k not in _NOT_KEPT}})
         return made
 
-    # where tensors lie
-
-    def _cut_in_parts(self, name: str, shape: tuple[int, ...], parts: Iterable[tuple[StoredTensor, int]]) -> None:
-        """A tensor of which each rank has an equal part, `at` in something flat of its own."""
-        found = list(parts)
-        size, numel = -(-math.prod(shape) // len(found)), math.prod(shape)
-        ranges = []
-        for rank, (flat, at) in enumerate(found):
-            start, stop = min(rank * size, numel), min((rank + 1) * size, numel)
-            self._check(flat.numel() >= at + stop - start, f"rank {rank}'s part of {name!r}")
-            ranges.append((start, stop, flat, at))
-        self._add(name, shape, found[0][0].dtype, ranges)
-
-    def _cut_in_a_row(
-        self, name: str, shape: tuple[int, ...], flats: Sequence[StoredTensor], part: int, at: int
-    ) -> None:
-        """A tensor that is elements `[at, ...)` of something flat of which each rank has `part` elements."""
-        numel = math.prod(shape)
-        ranges = []
-        for rank, flat in enumerate(flats):
-            first, last = max(at, rank * part), min(at + numel, (rank + 1) * part)
-            if first < last:
-                self._check(flat.numel() >= last - rank * part, f"rank {rank}'s part of {name!r}")
-                ranges.append((first - at, last - at, flat, first - rank * part))
-        self._add(name, shape, flats[0].dtype, ranges or [(0, 0, flats[0], 0)])
-
-    def _whole(self, name: str, tensor: StoredTensor, shape: tuple[int, ...] | None = None) -> None:
-        shape = tuple(tensor.shape) if shape is None else shape
-        self._check(tuple(tensor.shape) == shape, f"the shape of {name!r}")
-        self._add(name, shape, tensor.dtype, [(0, tensor.numel(), tensor, 0)])
-
-    def _add(
-        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, ranges: list[tuple[int, int, StoredTensor, int]]
-    ) -> None:
-        """A tensor whose elements `[start, stop)` are those from `at` on of a stored one, for each of `ranges`."""
-        chunks = []
-        for start, stop, flat, at in ranges:
-            if flat.dtype != dtype:
-                raise CheckpointError(f"{self.path}: {name!r} is {dtype} on one rank and {flat.dtype} on another")
-            if not flat.is_contiguous():
-                raise CheckpointError(
-                    f"{self.path}: {name!r} was saved with strides {flat.stride()}, and only tensors that lie in one "
-                    "piece are read; save it from contiguous parameters"
-                )
-            if math.prod(shape) == 0:
-                chunks.append(_chunk((0,) * len(shape), shape, flat.path, entry_within(flat, 0, 0)))
-            for box in boxes(shape, start, stop):
-                entry = entry_within(flat, at + box.start - start, at + box.stop - start)
-                chunks.append(_chunk(box.offsets, box.sizes, flat.path, entry))
-        covered = sum(math.prod(chunk.sizes) for chunk in chunks)
-        self._check(covered == math.prod(shape), f"{covered} of {math.prod(shape)} elements of {name!r}")
-        self.tensors[name] = TensorRecord.model_construct(shape=shape, dtype=code_of(dtype), chunks=tuple(chunks))
-
-    def _literal(self, name: str, tensor: torch.Tensor) -> None:
-        file = next(iter(sorted(self.path.glob("*model_states.pt"))))
-        chunk = _chunk((), (), file, literal(tensor))
-        self.tensors[name] = TensorRecord.model_construct(shape=(), dtype=code_of(tensor.dtype), chunks=(chunk,))
-
-    def _check(self, fits: Any, what: str) -> None:
-        if not fits:
-            raise CheckpointError(
-                f"{self.path}: {what} does not fit what the other files say; a file is damaged, missing or of another "
-                "version of DeepSpeed (0.19 is read)"
-            )
-
-    # the rest
+    # all of it
 
     def _made(
         self,
@@ -362,45 +293,35 @@ class _Reading:
         groups: list[dict[str, Any]],
         tied: dict[str, str],
     ) -> Index:
-        module_dtypes = {
+        tensors = self.cuts.tensors
+        dtypes = {
             name: str(tensor.dtype).removeprefix("torch.")
             for name, tensor in first["module"].items()
-            if isinstance(tensor, StoredTensor) and f"param/{name}" in self.tensors and tensor.dtype != torch.float32
+            if isinstance(tensor, StoredTensor) and f"param/{name}" in tensors and tensor.dtype != torch.float32
         }
-        steps, config = int(first.get("global_steps") or 0), first.get("ds_config")
-        accumulation = config.get("gradient_accumulation_steps", 1) if isinstance(config, dict) else 1
         told = {
-            "engine": {
-                "micro_steps": steps * (accumulation if isinstance(accumulation, int) else 1),
-                "global_steps": steps,
-                "global_samples": int(first.get("global_samples") or 0),
-                "skipped_steps": int(first.get("skipped_steps") or 0),
-            },
+            **told_by(first, saved, self.path),
             "layout": {"stage": stage, "ranks": ranks},
             "states": self.kinds,
             "values": self.values,
             "spans": {},
             "groups": groups,
-            "loss_scale": _loss_scale(first, saved),
-            "schedule": first.get("lr_scheduler"),
             "trainable_only": None,  # it does not say
             "buffers": True,
             "tied": tied,
-            "dtypes": module_dtypes,
-            "client": {key: value for key, value in first.items() if key not in _OWN},
-            "written_by": f"DeepSpeed {first.get('ds_version', '')}".strip(),
+            "dtypes": dtypes,
         }
-        encoded, found = plain.encode(_only_plain(told, self.path), "plain/")
+        encoded, found = plain.encode(told, "plain/")
         for name, tensor in found.items():
             assert isinstance(tensor, StoredTensor)
-            self._whole(name, tensor)
-        files = {chunk.file for record in self.tensors.values() for chunk in record.chunks}
+            self.cuts.whole(name, tensor)
+        files = {chunk.file for record in tensors.values() for chunk in record.chunks}
         return Index.model_construct(
             format=FORMAT,
             format_version=FORMAT_VERSION,
             world_size=ranks,
             files={name: (self.path / name).stat().st_size for name in sorted(files)},
-            tensors=self.tensors,
+            tensors=tensors,
             plain=encoded,
             ranks=(None,) * ranks,
         )
@@ -417,10 +338,6 @@ def _numbered(path: Path, pattern: str) -> list[Path]:
     return [found[rank] for rank in sorted(found)]
 
 
-def _chunk(offsets: tuple[int, ...], sizes: tuple[int, ...], file: Path, entry: str) -> Chunk:
-    return Chunk.model_construct(offsets=offsets, sizes=sizes, file=file.name, entry=entry, crc32=None)
-
-
 def _stage_of(saved: Mapping[str, Any]) -> int:
     given = getattr(saved.get("zero_stage"), "given", (1,))
     return int(given[0]) if given else 1
@@ -431,42 +348,3 @@ def _as_torch(state: Any) -> dict[str, Any]:
     if isinstance(state, list):
         return {"state": dict(enumerate(state)), "param_groups": [{"params": [n]} for n in range(len(state))]}
     return dict(state)
-
-
-def _loss_scale(first: Mapping[str, Any], saved: list[dict[str, Any]]) -> dict[str, Any]:
-    """As `windlass.optim.loss_scale` keeps it: good steps are those since the last overflow or doubling."""
-    scaler = saved[0].get("loss_scaler") if saved else None
-    facts = scaler.__dict__ if isinstance(scaler, LossScaler) else first.get("optimizer") or {}
-    if "cur_scale" not in facts:
-        return {"scale": 1.0}
-    if "last_overflow_iter" not in facts:
-        return {"scale": float(facts["cur_scale"])}
-    return {
-        "scale": float(facts["cur_scale"]),
-        "good_steps": int(facts["cur_iter"]) - int(facts["last_overflow_iter"]) - 1,
-        "hysteresis_left": int(facts.get("cur_hysteresis", 1)),
-    }
-
-
-def _only_plain(told: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Options of argparse as dictionaries; what of the caller's is no plain data is left out, and named."""
-    client = {}
-    for key, value in told["client"].items():
-        value = _opened(value)
-        try:
-            plain.encode(value, "")
-        except CheckpointError as error:
-            logger.warning("%s: %r of the client state is left out: %s", path, key, error)
-            continue
-        client[key] = value
-    return {**told, "client": client}
-
-
-def _opened(value: Any) -> Any:
-    if isinstance(value, Namespace):
-        return {key: _opened(item) for key, item in value.__dict__.items() if key != "given"}
-    if isinstance(value, dict):
-        return {key: _opened(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_opened(item) for item in value)
-    return value

@@ -257,6 +257,10 @@ def test_files_that_do_not_fit_are_told(tmp_path: Path) -> None:
     changed(path / MODEL, lambda value: value["module"].update(base=torch.randn(4, 3).t()))
     assert "'param/base' was saved with strides (1, 3)" in said()
     (path / MODEL).write_bytes(whole)
+    changed(path / MODEL, lambda value: value.update(ds_config=5, optimizer={"state": {}}))
+    with pytest.raises(CheckpointError, match=r"layout that DeepSpeed 0.19 writes \(KeyError: 'param_groups'\)"):
+        Stored(tmp_path, order=trained().groups)
+    (path / MODEL).write_bytes(whole)
     changed(path / MODEL, lambda value: value.pop("module"))
     assert "have no module" in said()
     raw = BytesIO()
