@@ -68,7 +68,8 @@ def save_engine(
         return drawers[id(chunk)]
 
     units = [unit for unit in model.units if unit.trainable or not trainable_only]
-    taken = fingerprint(model, units) if blocking else None  # it reads everything, which is what this save puts off
+    # it reads everything, which is what a save that does not block puts off
+    taken = fingerprint(model, units, "nothing is saved") if blocking else None
     shards = list(parameters(model, units, drawer_of, keep=False, later=not blocking))
     states = Outgoing()
 
