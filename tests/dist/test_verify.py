@@ -79,7 +79,7 @@ def test_every_planted_fault_is_found_where_it_is(fault: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(("stage", "transport"), [(0, "gloo"), (1, "shm"), (2, "gloo"), (3, "shm"), (3, "gloo")])
 @pytest.mark.parametrize("name", [*ZOO, *HF_ZOO])
 def test_every_specimen_is_equal(name: str, stage: int, transport: str) -> None:
     traits = specimen(name).traits

@@ -33,7 +33,8 @@ def run(order: Order) -> None:
     """
     from windlass.engine.watch import install
     from windlass.verify import subject
-    from windlass.verify.session import Finished, Session, VerifyError
+    from windlass.verify.session import Finished, Session
+    from windlass.verify.watched import VerifyError
 
     session = Session(order)
     before = install(session)
