@@ -97,7 +97,7 @@ class Watcher:
         self._moves = 0
 
     def look(self) -> Place:
-        """Of the thread that trains; where that runs a backward whose hooks run in a thread of autograd's, of that too."""
+        """Of the thread that trains, and of one of autograd's where a backward runs there."""
         self._note_moves()
         frames = sys._current_frames()
         stack = list(_outwards(frames.get(self._main)))
