@@ -57,28 +57,32 @@ def check(fault: str, ranks: list[Rank], transport: str, faulty: int) -> None:
         assert [rank.code for rank in ranks] == [0, 0], ranks
         assert all("finished" in rank.text for rank in ranks)
         assert f"for rank {faulty}, which is alive and elsewhere (a straggler)" in headline
-        assert re.search(rf"alive +\d+ s  outside the engine  - +{LINE}time\.sleep\(SLOW_S\)", table[str(faulty)])
+        assert re.search(rf"alive +\d+ s  outside the engine +- +{LINE}time\.sleep\(SLOW_S\)", table[str(faulty)])
     else:
         assert not any("finished" in rank.text for rank in ranks)
         assert ranks[well].code == ENDED_BY_WATCHDOG, ranks
-        assert re.search(rf"(gather|reduce|barrier)( \(\w+\))? +(-|\d\.weight.*\(\d\)) +{LINE}\w", table[str(well)])
-    if fault in ("save", "eval", "gather"):
+        operation = r"(gather|reduce|barrier|step|forward|agreed order: [^(]+?)( \(\w+\))?"
+        assert re.search(rf"{operation} +(-|\d\.weight.*\(\d\)) +{LINE}\w", table[str(well)]), table
+    if fault == "save":  # the engine itself notices, and both ranks raise
+        assert "a collective failed on ranks 0-1: " in headline
+        assert "ranks wait for each other in different places" in headline and f"rank {faulty} is at" in headline
+        assert re.search(rf"save +- +{LINE}engine\.save_checkpoint", table[str(faulty)]), table
+        assert ranks[faulty].code == ENDED_BY_WATCHDOG
+    elif fault in ("eval", "gather"):
         assert "ranks are in different collectives and will never meet" in headline
         assert ranks[faulty].code == ENDED_BY_WATCHDOG
         what = {
-            "save": r"preparing to save \(save\) +- +" + LINE + "engine.save_checkpoint",
-            "eval": r"gather \(evaluation\) +0\.weight and 1 more \(0\) +" + LINE + "engine.eval_batch",
-            "gather": r"gather \(GatheredParameters\) +0\.weight and 1 more \(0\) +" + LINE + "with windlass",
+            "eval": r"forward without gradients \(evaluation\) +- +" + LINE + "engine.eval_batch",
+            "gather": r"parameters gathered whole \(GatheredParameters\) +- +" + LINE + "with windlass",
         }
-        if transport == "gloo" or fault == "save":  # a gather from shared memory needs no partner
-            assert re.search(what[fault], table[str(faulty)]), table
+        assert re.search(what[fault], table[str(faulty)]), table
     elif fault == "raise":
         assert f"rank {faulty} ended with an exception, and rank {well} waits for it" in headline
         assert ranks[faulty].text.index("ValueError: one rank is unwell") >= 0
         assert told.text.index("ValueError: one rank is unwell") < told.text.index("hang report:")
         assert "RuntimeError" not in told.text.partition("hang report:")[0], "its own error goes before the cause"
         assert ranks[faulty].code == 1 or (told is ranks[faulty] and ranks[faulty].code == ENDED_BY_WATCHDOG)
-        assert re.search(r"failed +\d+ s  outside the engine  - +" + LINE + "raise ValueError", table[str(faulty)])
+        assert re.search(r"failed +\d+ s  outside the engine +- +" + LINE + "raise ValueError", table[str(faulty)])
     elif fault == "return":
         assert f"the program of rank {faulty} ended early, without an error, and rank {well} waits" in headline
         assert ranks[faulty].code == 0

@@ -77,7 +77,7 @@ def kind_of(path: str) -> Kind:
 
 
 class Watcher:
-    """Looks where this process is, again and again.
+    """Looks where the thread that made it is, again and again: the one that trains.
 
     Frames are never kept from one look to the next: they would keep the tensors of functions that have returned. A wait
     without a mark is known again by its frame's number, which Python may give to a later frame too; so it counts as the
@@ -89,7 +89,7 @@ class Watcher:
     """
 
     def __init__(self) -> None:
-        self._main = threading.main_thread().ident or 0
+        self._main = threading.get_ident()
         self.waits: object | None = None
         spins = torch.cuda.is_available() or not hasattr(time, "pthread_getcpuclockid")
         self._clock = None if spins else time.pthread_getcpuclockid(self._main)
@@ -97,7 +97,7 @@ class Watcher:
         self._moves = 0
 
     def look(self) -> Place:
-        """Of the main thread; where that runs a backward whose hooks run in a thread of autograd's, of that too."""
+        """Of the thread that trains, and of one of autograd's where a backward runs there."""
         self._note_moves()
         frames = sys._current_frames()
         stack = list(_outwards(frames.get(self._main)))

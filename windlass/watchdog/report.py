@@ -68,6 +68,8 @@ def _operation(sight: Sight) -> str:
         return f"last seen: {_operation(Sight(sight.rank, record, State.ALIVE))}"
     if place.operation:
         return f"{place.operation} ({place.call})" if place.call else place.operation
+    if record.end is End.CUT_OFF and place.call:
+        return place.call
     return f"{place.call}, waiting for no rank" if place.call else "outside the engine"
 
 

@@ -69,7 +69,9 @@ def _cut_off(cut_off: list[Sight], hurt: list[Sight], sights: list[Sight]) -> Ve
         return None
     if (different := _differ(sights)) is not None:
         return different
-    return Verdict(f"a collective failed on {ranks([one.rank for one in cut_off])}", True)
+    told = next((one.record.error for one in cut_off if one.record is not None and one.record.error), "")
+    why = f": {told.strip().splitlines()[-1]}" if told else ""
+    return Verdict(f"a collective failed on {ranks([one.rank for one in cut_off])}{why}", True)
 
 
 def _apart(sights: list[Sight], limits: Limits) -> Verdict | None:

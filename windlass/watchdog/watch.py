@@ -21,6 +21,7 @@ import traceback
 from types import TracebackType
 
 from windlass.base.activity import activity
+from windlass.base.errors import CommunicationError
 from windlass.base.log import logger
 from windlass.base.process import ENDED_BY_WATCHDOG
 from windlass.watchdog.board import Board, BoardLost
@@ -100,7 +101,7 @@ class Watch:
     def failed(self, error: BaseException, trace: TracebackType | None) -> None:
         """An exception that nobody caught ends this rank: tell the others."""
         place, waiting = place_of_error(error, trace)
-        cut_off = waiting and isinstance(error, RuntimeError)
+        cut_off = isinstance(error, CommunicationError) or (waiting and isinstance(error, RuntimeError))
         text = "".join(traceback.format_exception(type(error), error, trace))
         self._through = place, End.CUT_OFF if cut_off else End.FAILED, text
         self._held, self._since = None, time.monotonic()

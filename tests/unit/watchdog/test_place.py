@@ -48,6 +48,31 @@ def test_outside_there_is_no_wait() -> None:
     assert place.line.endswith("in test_outside_there_is_no_wait: place = watcher.look()")
 
 
+class Work:
+    """A collective on a stream of its own."""
+
+    done = False
+
+    def is_completed(self) -> bool:
+        return self.done
+
+
+def test_what_runs_apart_from_the_host_is_waited_for_until_it_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
+    watcher, work = Watcher(), Work()
+    with During("gather", ["a.weight"]):
+        activity.started(work)
+    assert activity.under_way is None, "nobody would ever let go of it"
+    monkeypatch.setattr(activity, "watched", True)
+    with During("gather", ["a.weight"]):
+        activity.started(work)
+        activity.started(Work())  # the oldest counts
+    for _ in range(2):
+        place = watcher.look()
+        assert watcher.waits is work and (place.operation, place.names) == ("gather", ("a.weight",))
+    work.done = True
+    assert watcher.look().operation == "" and watcher.waits is None and activity.under_way is None
+
+
 def test_marks_nest_and_remember_what_broke() -> None:
     with During("step") as _:
         outer = activity.now
