@@ -24,7 +24,7 @@ _PROMISED = 1.01
 CASES = {
     "agreeing, nobody asks": "all ranks run the same modules and are taken to (no deployment does that)",
     "agreeing": "all ranks run the same modules",
-    "apart": "each rank runs experts of its own, the same in every step",
+    "apart": "each rank runs experts of its own, the same in every step: more is reduced and stepped, too",
     "apart, changing": "each rank chooses its experts anew in every step",
     "uneven": "as `agreeing`, and rank 0 has a micro-batch more than others",
 }

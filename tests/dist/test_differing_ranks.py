@@ -104,7 +104,7 @@ def rounds_of(name: str, transport: str) -> list[int]:
         told.append(0)
         subject.train(engine, subject.batch(Place(step, 0, rank)), engine.backward)
         engine.step()
-    del board.exchange
+    board.exchange = exchange
     engine.destroy()
     return told
 
