@@ -31,6 +31,9 @@ class _Wire:
     def allocate(self, needs: list[Need], device: torch.device, *, lanes: int = 0) -> list[Buffer]:
         return [Buffer(_flat(need, device)) for need in needs]
 
+    def extend(self, needs: list[Need], device: torch.device, *, lanes: int = 0) -> list[Buffer]:
+        return self.allocate(needs, device, lanes=lanes)
+
     def settle(self, buffer: Buffer) -> None:
         return
 
