@@ -32,20 +32,20 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 def net(seed: int = 0) -> Net:
-    """Of four layers only the first and the last bias are trained."""
+    """Of four layers only the first and the last bias are trained: what joins later is larger."""
     torch.manual_seed(seed)
     made = Net(4)
     made.requires_grad_(False)
-    made.layers[0].requires_grad_(True)
-    assert isinstance(made.layers[3].bias, nn.Parameter)
-    made.layers[3].bias.requires_grad_(True)
+    for layer in (made.layers[0], made.layers[3]):
+        assert isinstance(layer.bias, nn.Parameter)
+        layer.bias.requires_grad_(True)
     return made
 
 
 def thawed(model: Any) -> list[list[nn.Parameter]]:
     """What is unfrozen after two steps, and after three: a layer and half of another; the other half."""
     layers = model.layers
-    return [[*layers[1].parameters(), layers[2].bias], [layers[2].weight, layers[3].weight]]
+    return [[*layers[1].parameters(), layers[2].bias], [layers[2].weight, layers[3].weight, layers[0].weight]]
 
 
 def engine_for(model: nn.Module, kind: str, everything: bool, stage: int, home: str, folder: str, bits: str) -> Any:
