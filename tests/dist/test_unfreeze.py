@@ -1,4 +1,4 @@
-"""Parameters that were frozen begin to be trained in the middle of a run, as plain torch would train them."""
+"""Parameters that were frozen begin to be trained in the middle of a run, where they are, as plain torch would."""
 
 from __future__ import annotations
 
@@ -79,10 +79,13 @@ def in_turn(cases: list[tuple[Any, ...]], folder: str) -> list[dict[str, Any]]:
         engine = engine_for(net(), kind, everything, stage, home, place, "fp32")
         steps(engine, 0, 2)
         for step, parameters in enumerate(thawed(engine.module), 2):
-            engine.unfreeze(parameters)
+            laid_out = engine._sharded
+            for parameter in parameters:
+                parameter.requires_grad_(True)
             if not everything:
                 engine.optimizer.add_param_group({"params": parameters})
             steps(engine, step, step + 1)
+            assert engine._sharded is laid_out  # nothing was gathered and cut anew
         engine.save_checkpoint(place)
         taken = engine.fingerprint()
         steps(engine, 4, 6)
@@ -146,7 +149,8 @@ def in_sixteen_bits(stage: int, home: str, folder: str) -> float:
     engine = engine_for(net(), "AdamW", True, stage, home, folder, "bf16")
     steps(engine, 0, 1, "bf16")
     before = whole(engine)["layers.1.weight"].float()
-    engine.unfreeze(engine.module.layers[1].parameters())
+    engine.module.layers[1].requires_grad_(True)
+    engine.refresh()
     steps(engine, 1, 3, "bf16")
     after = whole(engine)["layers.1.weight"]
     engine.destroy()
@@ -158,44 +162,3 @@ def in_sixteen_bits(stage: int, home: str, folder: str) -> float:
 def test_masters_in_sixteen_bits(stage: int, home: str, tmp_path: Any) -> None:
     found = run_ranks(in_sixteen_bits, 2, stage, home, str(tmp_path), env=LATE)
     assert found[0] == found[1] and 0.01 < found[0] < 0.03
-
-
-def said_by(call: Callable[[], object]) -> str:
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
-
-
-def refused() -> list[str]:
-    engine = engine_for(net(), "AdamW", True, 3, "none", "", "fp32")
-    layers = engine.module.layers
-    said = [said_by(lambda: engine.unfreeze([nn.Parameter(torch.zeros(3))]))]
-    said.append(said_by(lambda: engine.unfreeze(layers[1 + dist.get_rank()].parameters())))
-    engine.backward(engine(batch(0, 0)))
-    said.append(said_by(lambda: engine.unfreeze(layers[1].parameters())))
-    engine.step()
-    layers[1].weight.requires_grad_(True)
-    engine.backward(engine(batch(1, 0)))
-    said.append(said_by(engine.step))
-    engine.zero_grad()
-    engine.unfreeze([layers[1].weight])
-    layers[1].bias.requires_grad_(True)  # of a unit that is trained, and yet nobody takes its gradient
-    said.append(said_by(engine.step))
-    engine.destroy()
-    return said
-
-
-def test_what_cannot_be_unfrozen_is_told_on_all_ranks() -> None:
-    first, second = run_ranks(refused, 2)
-    assert first == second
-    expected = [
-        "ModelError: unfreeze: a parameter of shape (3,) is none of the model's",
-        "ModelError: unfreeze: rank 0 names ['layers.1.bias', 'layers.1.weight'], rank 1 ['layers.2.bias', ",
-        "ModelError: unfreeze: a step was begun, and its gradients would lack those of the new parameters",
-        "ModelError: 'layers.1.weight' was frozen at initialize and requires a gradient now, which it would never get",
-        "ModelError: 'layers.1.bias' was frozen at initialize",
-    ]
-    for text, want in zip(first, expected, strict=True):
-        assert text.startswith(want), text
