@@ -97,6 +97,11 @@ class ChunkToFill:
         self.shards: list[FlatShard] = []
         self.opened = False
 
+    @property
+    def converts(self) -> bool:
+        """Whether a state is kept in another format than it was saved in, or may be."""
+        return bool(self._conversions)
+
     def expect(self, tenancy: Tenancy, loose: dict[str, Any]) -> None:
         """A tenant's states shall be those of the checkpoint; `loose` are counts, read before, and plain values."""
         self._with_states = True

@@ -228,7 +228,8 @@ def _fill(
             with drawer.open():
                 pass
     model.health.check("what was loaded could not be kept", loses=True)
-    own = _alike(shards, saved), states_too and _alike(states, saved) and not plain.get("spans")
+    kept = states_too and not any(drawer.converts for drawer in drawers.values())
+    own = _alike(shards, saved), kept and _alike(states, saved)
     everywhere = ranks.each("loading", lambda: own)
     names = (*found.missing, *found.unexpected)
     whole = [not any(name.startswith(prefix) for name in names) for prefix in ("param/", "state/")]
