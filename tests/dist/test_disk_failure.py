@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -244,25 +245,40 @@ def test_a_write_that_fails_when_its_step_is_over_is_told_by_the_next(tmp_path: 
 
 
 def failing_save(folder: str) -> list[str]:
+    from windlass.engine import saving
+    from windlass.engine.fingerprint import fingerprint
+
     subject, engine = begin(folder)
     step(subject, engine, 0)
     breaker = Breaker(engine)
     breaker.smash("read")
-    said = attempt(lambda: engine.save_checkpoint(f"{folder}/saved"))
+    before = attempt(lambda: engine.save_checkpoint(f"{folder}/saved"))
     breaker.mend()
-    there = str(any(Path(folder, "saved").iterdir()))
+    there = str(Path(folder, "saved").exists())
+
+    def then_smash(*args: Any) -> Any:
+        taken = fingerprint(*args)
+        breaker.smash("read")
+        return taken
+
+    with mock.patch.object(saving, "fingerprint", then_smash):  # which reads all of it, too
+        said = attempt(lambda: engine.save_checkpoint(f"{folder}/saved"))
+    breaker.mend()
+    there += str(any(Path(folder, "saved").iterdir()))
     breaker.smash("write")  # a save writes nothing to the tier, and so loses nothing there
     again = attempt(lambda: engine.save_checkpoint(f"{folder}/saved"))
     breaker.mend()
     step(subject, engine, 1)
     engine.destroy()
-    return [said, there, again]
+    return [before, said, there, again]
 
 
 def test_a_save_that_cannot_read_is_refused_on_all_ranks(tmp_path: Path) -> None:
-    for said, there, again in run_ranks(failing_save, 2, str(tmp_path)):
-        assert said.startswith("StorageError: ") and "rank 0: reading" in said and "as they were" in said
-        assert there == "False" and again == ""
+    for before, said, there, again in run_ranks(failing_save, 2, str(tmp_path)):
+        for text in (before, said):
+            assert text.startswith("StorageError: nothing is saved")
+            assert "rank 0: reading" in text and "as they were" in text
+        assert there == "FalseFalse" and again == ""
 
 
 def destroyed_blind(folder: str) -> list[Any]:

@@ -43,13 +43,19 @@ class Fingerprint:
         return f"{self.parameters}-{self.states}"
 
 
-def fingerprint(model: ShardedModel, units: Iterable[Unit] | None = None) -> Fingerprint:
+def fingerprint(
+    model: ShardedModel, units: Iterable[Unit] | None = None, failed: str = "there is no fingerprint"
+) -> Fingerprint:
     """Take the fingerprint of `model`, or of some of its units and all its optimizer states. Collective.
 
     Memory: what rests on disk comes one chunk at a time; 512 KiB besides.
 
+    Args:
+        failed: begins the error where something can't be read.
+
     Raises:
-        CheckpointError: something could not be read, or has no hash, on some rank; on all ranks.
+        CheckpointError: something has no hash, on some rank; on all ranks.
+        StorageError: something can't be read, on some rank; on all ranks.
         UpdateError: the update under way failed on some rank.
     """
     model.finish_update()
@@ -70,7 +76,7 @@ def fingerprint(model: ShardedModel, units: Iterable[Unit] | None = None) -> Fin
     try:
         sums = Ranks.of(model.mesh.data.process_group).each("taking the fingerprint", work)
     except CheckpointError:  # on all ranks
-        model.health.check("there is no fingerprint, masters and optimizer states could not be read")
+        model.health.check(f"{failed}, masters and optimizer states could not be read")
         raise
     return Fingerprint(digest(one for one, _ in sums), digest(other for _, other in sums))
 

@@ -48,7 +48,7 @@ def save_engine(
         return drawers.setdefault(id(chunk), ChunkToRead(model.masters, chunk))
 
     units = [unit for unit in model.units if unit.trainable or not trainable_only]
-    taken = fingerprint(model, units)
+    taken = fingerprint(model, units, "nothing is saved")
     shards = list(parameters(model, units, drawer_of, keep=False))
     states = Outgoing()
 

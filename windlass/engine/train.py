@@ -371,7 +371,8 @@ class Engine(Questions, nn.Module):
         number of ranks: 16 hexadecimal digits of the parameters, 16 of the states. See docs/checkpoints.md. Collective.
 
         Raises:
-            CheckpointError: something could not be read, or has no hash; on all ranks.
+            CheckpointError: something has no hash; on all ranks.
+            StorageError: what rests on disk can't be read; on all ranks.
         """
         self._refuse_parked("fingerprint")
         return str(fingerprint(self._sharded))
