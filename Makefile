@@ -8,7 +8,7 @@ INSTALL := $(BIN)/python -m pip install -qq --no-compile --disable-pip-version-c
 INPUTS := pyproject.toml constraints.txt CMakeLists.txt $(wildcard windlass/kernels/native/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check lint parity bench bench-infinity clean
+.PHONY: help demo test check lint parity bench bench-infinity chaos clean
 
 help:
 	@echo "make demo    train a small Llama on real text over two ranks; about five minutes with the installation"
@@ -16,6 +16,7 @@ help:
 	@echo "make check   style, types, import contract, unit tests: what a commit has to pass"
 	@echo "make parity  the full products of the laws (long)"
 	@echo "make bench   speed and memory beside plain PyTorch (long)"
+	@echo "make chaos   kills ranks and launchers while they train and save, 50 times (some minutes)"
 	@echo "make bench-infinity  half a billion parameters under a quarter of the memory that they take (some minutes)"
 
 demo: $(VENV)/.demo
@@ -41,6 +42,9 @@ bench: $(VENV)/.test
 
 bench-infinity: $(VENV)/.test
 	$(BIN)/python bench/infinity.py
+
+chaos: $(VENV)/.test
+	$(BIN)/python bench/chaos.py
 
 clean:
 	rm -rf $(VENV)

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from windlass import optim as optim
     from windlass import zero as zero
     from windlass.base.errors import WindlassError as WindlassError
+    from windlass.checkpoint.plain_torch import read_checkpoint as read_checkpoint
     from windlass.comm.bootstrap import init_distributed as init_distributed
     from windlass.engine.train import Engine as Engine
     from windlass.from_pretrained import from_pretrained as from_pretrained
@@ -30,6 +31,7 @@ __all__ = [
     "init_distributed",
     "initialize",
     "optim",
+    "read_checkpoint",
     "zero",
 ]
 
@@ -40,6 +42,7 @@ _HOMES = {
     "from_pretrained": "windlass.from_pretrained",
     "init_distributed": "windlass.comm.bootstrap",
     "initialize": "windlass.initialize",
+    "read_checkpoint": "windlass.checkpoint.plain_torch",
 }
 _PACKAGES = ("checkpointing", "optim", "zero")
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from windlass import watchdog
 from windlass.base.device import keep_freed_memory, local_device
 from windlass.base.dtypes import parse_dtype
 from windlass.base.errors import ConfigError, ModelError, StorageError
@@ -23,6 +24,7 @@ from windlass.config import Config, load
 from windlass.engine.progress import Progress
 from windlass.engine.reporting import opening_lines
 from windlass.engine.train import Engine
+from windlass.engine.watch import installed
 from windlass.optim import by_name, muon_groups, schedules
 from windlass.optim.loss_scale import LossScale, StaticLossScale, from_config
 from windlass.parallel import activations
@@ -79,7 +81,8 @@ def initialize(
         raise ModelError("initialize needs a model: initialize(model=..., config=...)")
     if mpu is not None or mesh_param is not None:
         raise ConfigError("mpu and mesh_param ask for model parallelism, which is not yet built; leave them out")
-    settings_of = load(_source(args, config, config_params))
+    watch = installed()
+    settings_of = load(watch.config or _source(args, config, config_params))
     settings_of.ensure_supported()
     set_level_of_config(settings_of.log_level)
     if "activation_checkpointing" in settings_of.model_fields_set and not activations.is_configured():
@@ -89,6 +92,7 @@ def initialize(
             "dist_init_required=False, but torch.distributed is not initialised; initialise it or leave that out"
         )
     init_distributed(port=distributed_port)
+    watchdog.start(_limits(settings_of))
     world = dist.get_world_size()
     source = "torch.distributed" if "WORLD_SIZE" in os.environ else "one process, no launcher"
     progress = Progress(settings_of.resolve_batch(world, source))
@@ -96,6 +100,7 @@ def initialize(
     _check_hardware(settings_of, device)
     _supersede(model)
     built = _optimizer(model, optimizer, model_parameters, settings_of)
+    watch.before(model, built, settings_of)
     sharded = _shard(model, built, settings_of, device)
     engine = Engine(sharded, built, settings_of, progress, _loss_scale(settings_of))
     engine.lr_scheduler = _scheduler(engine, lr_scheduler, settings_of)
@@ -107,7 +112,13 @@ def initialize(
         keep_freed_memory()
     for line in opening_lines(sharded, settings_of, world):
         logger.info(line)
+    watch.after(engine)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _limits(config: Config) -> watchdog.Limits | None:
+    section = config.watchdog
+    return watchdog.Limits(section.report_after_s, section.timeout_s) if section.enabled else None
 
 
 def _source(args: Any, config: Any, config_params: Any) -> Any:

@@ -13,7 +13,7 @@ from torch import Tensor
 from tests import oracle
 from tests.dist.harness import run_ranks
 from tests.hf_models import HF_ZOO
-from tests.models import ROWS, ZOO, Place, Specimen, cast
+from tests.models import DIFFERING, ROWS, ZOO, Place, Specimen, cast
 from tests.oracle import Recipe, Trace, relative_error
 
 SGD = (("lr", 0.05), ("momentum", 0.9))
@@ -57,8 +57,8 @@ class RankTrace:
 
 
 def specimen(name: str) -> Specimen:
-    """The specimen of that name, from either zoo."""
-    return ZOO[name] if name in ZOO else HF_ZOO[name]
+    """The specimen of that name, from any zoo."""
+    return next(zoo[name] for zoo in (ZOO, DIFFERING, HF_ZOO) if name in zoo)
 
 
 def adamw(subject: Specimen, precision: str = "fp32") -> tuple[tuple[str, Any], ...]:

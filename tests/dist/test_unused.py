@@ -58,9 +58,8 @@ def divergent(stage: int, transport: str) -> list[dict[str, Any]]:
     return stepped("unused_by_rank", recipe, Setting(stage=stage, transport=transport))
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
 def test_ranks_may_run_different_modules(stage: int, transport: str) -> None:
-    """At stage 3 the gathers of such ranks need an agreed order, which is later work."""
+    """More of them in test_differing_ranks.py."""
     wanted = oracle.train(specimen("unused_by_rank"), Recipe(ranks=2, steps=5))
     for snapshots in run_ranks(divergent, 2, stage, transport, transport=transport, timeout=30):
         error, where = relative_error(snapshots[-1], wanted.params)

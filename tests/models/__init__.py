@@ -4,10 +4,12 @@ Each `Specimen` says how to build a model, how a micro-batch looks at a given pl
 one micro-batch is trained. Nothing here knows of the engine: the oracle trains the same specimens in plain PyTorch.
 
 In reading order: `specimen` and `plain`, which the others are made of; `shared`, `adapters`, `unused`, `recomputed`,
-`trained`, `packed`, `buffers`, `strange` and `layers`, by what is awkward; `zoo`, the table of all.
+`trained`, `packed`, `buffers`, `strange` and `layers`, by what is awkward; `zoo`, the table of all; `differing`, of
+which each rank runs other modules.
 """
 
 from tests.models.adapters import LoraBlock, lora
+from tests.models.differing import DIFFERING
 from tests.models.packed import LossOutside
 from tests.models.plain import Block, Regressor, mlp
 from tests.models.recomputed import Checkpointed
@@ -28,6 +30,7 @@ from tests.models.specimen import (
 from tests.models.zoo import ZOO
 
 __all__ = [
+    "DIFFERING",
     "ROWS",
     "VOCABULARY",
     "WIDTH",

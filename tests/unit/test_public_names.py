@@ -23,6 +23,7 @@ PUBLIC = {
         "init_distributed",
         "initialize",
         "optim",
+        "read_checkpoint",
         "zero",
     ],
     "windlass.zero": [

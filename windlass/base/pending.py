@@ -91,10 +91,14 @@ class Then:
             self._advance()
         return self._now.poll()
 
-    def wait(self) -> None:
-        self._now.wait()
+    def begin(self) -> None:
+        """Block until the first is finished and the rest has started."""
         if self._start is not None:
+            self._now.wait()
             self._advance()
+
+    def wait(self) -> None:
+        self.begin()
         self._now.wait()
 
     def _advance(self) -> None:

@@ -1,14 +1,18 @@
 """Checkpoints: a training state as named tensors cut over ranks, in safetensors and JSON.
 
 In reading order: fragment (a flat range as boxes), state (what is saved), plain (numbers, strings, lists as JSON),
-directory (names on disk, `latest`, temporary name and rename), index (`checkpoint.json`), tensor_file (one safetensors
-file), agree (one error for all ranks), shards, sources and storage (planner, what is read, and storage under
-`torch.distributed.checkpoint`), transfer (the two calls into it), save, load, read (whole tensors in one process),
-fingerprint (a hash that no cut changes).
+directory (names on disk, `latest`, temporary name and rename), draft (what is being written), index
+(`checkpoint.json`), tensor_file (one safetensors file), rank_file (what a rank writes, at once or from a copy), agree
+(one error for all ranks), shards, sources and storage (planner, what is read, and storage under
+`torch.distributed.checkpoint`), transfer (the two calls into it), save, background (a save while training goes on),
+load, retention (which former ones go). In one process: torch_file, deepspeed_cuts, deepspeed_plain and deepspeed_files
+(others' files as an index), stored (one checkpoint, tensor by tensor), read, streamed_file and export (Hugging Face's
+files), plain_torch, catalogue (what lies in a directory); fingerprint (a hash of tensors in any cut).
 """
 
 from windlass.checkpoint.directory import read_latest, tags
 from windlass.checkpoint.load import load
+from windlass.checkpoint.plain_torch import PlainCheckpoint, read_checkpoint
 from windlass.checkpoint.read import read_full, read_outline, read_plain
 from windlass.checkpoint.save import save
 from windlass.checkpoint.state import Drawer, FlatShard, LoadedState, Resting, SavedState
@@ -16,10 +20,12 @@ from windlass.checkpoint.state import Drawer, FlatShard, LoadedState, Resting, S
 __all__ = [
     "FlatShard",
     "LoadedState",
+    "PlainCheckpoint",
     "Drawer",
     "Resting",
     "SavedState",
     "load",
+    "read_checkpoint",
     "read_full",
     "read_latest",
     "read_outline",

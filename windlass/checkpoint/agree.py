@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from windlass.base.activity import During
 from windlass.base.errors import CheckpointError
 
 T = TypeVar("T")
@@ -51,7 +52,8 @@ class Ranks:
             if self.world_size == 1 and isinstance(error, CheckpointError):
                 raise
             failure = error
-        outcomes = self._gather((None if failure is None else told(failure), result))
+        with During(step):
+            outcomes = self._gather((None if failure is None else told(failure), result))
         failures = {rank: text for rank, (text, _) in enumerate(outcomes) if text is not None}
         if failures:
             raise CheckpointError(told_together(step, failures, self.world_size)) from failure
@@ -61,6 +63,25 @@ class Ranks:
         """Runs `work` on rank 0 alone and returns its result on every rank. Collective; raises as `each` does."""
         results = self.each(step, lambda: work() if self.rank == 0 else None)
         return results[0]  # type: ignore[return-value]
+
+    def to_first(self, step: str, work: Callable[[], T]) -> list[T]:
+        """Runs `work` on every rank and returns the results of all on rank 0, nothing on others. Collective; raises as
+        `each` does."""
+        if self.world_size == 1:
+            return self.each(step, work)
+        failure: Exception | None = None
+        mine: tuple[str | None, T | None] = (None, None)
+        try:
+            mine = (None, work())
+        except Exception as error:
+            failure, mine = error, (told(error), None)
+        found: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
+        dist.gather_object(mine, found, group=self.group, group_dst=0)
+        failures = [{rank: text for rank, (text, _) in enumerate(found or ()) if text is not None}]
+        dist.broadcast_object_list(failures, group=self.group, group_src=0)
+        if failures[0]:
+            raise CheckpointError(told_together(step, failures[0], self.world_size)) from failure
+        return [result for _, result in found or ()]
 
     def _gather(self, item: Any) -> list[Any]:
         if self.world_size == 1:

@@ -16,9 +16,9 @@ METADATA = "checkpoint.json"
 LATEST = "latest"
 
 # [Note: a checkpoint appears whole or not at all]
-# Data is written under the hidden name `.TAG.writing`; every file and then the directory is fsynced, `checkpoint.json`
-# last of all, and a rename makes it `TAG`. Only then does `latest` change, itself by a rename. Saving a tag again moves
-# the old one to `.TAG.replaced` first: whoever finds `TAG` missing after a crash between the two renames reads that.
+# Data is written under a hidden name (draft.py); every file and then the directory is fsynced, `checkpoint.json` last
+# of all, and a rename makes it `TAG`. Only then does `latest` change, itself by a rename. Saving a tag again moves the
+# old one to `.TAG.replaced` first: whoever finds `TAG` missing after a crash between the two renames reads that.
 
 
 def check_tag(tag: str) -> str:
@@ -70,7 +70,7 @@ def write_latest(directory: Path, tag: str) -> None:
 def tags(directory: str | os.PathLike[str]) -> list[str]:
     """The tags of the finished checkpoints in `directory`, oldest first."""
     try:
-        finished = [path for path in Path(directory).iterdir() if _is_checkpoint(path) and path.name[0] != "."]
+        finished = [path for path in Path(directory).iterdir() if is_checkpoint(path) and path.name[0] != "."]
     except OSError:
         return []
     return [path.name for path in sorted(finished, key=lambda path: (path / METADATA).stat().st_mtime_ns)]
@@ -89,64 +89,18 @@ def find(directory: str | os.PathLike[str], tag: str | None) -> tuple[str, Path]
     if name is None:
         raise CheckpointError(f"{root} has no {LATEST!r} file; pass a tag. {_known(root)}")
     path = root / name
-    if not path.exists() and _is_checkpoint(_replaced(root, name)):
-        path = _replaced(root, name)
+    if not path.exists() and is_checkpoint(replaced(root, name)):
+        path = replaced(root, name)
         logger.warning("%s was being replaced when its writer died; reading the former one, %s", name, path)
     if not path.resolve().is_relative_to(root.resolve()):
         raise CheckpointError(f"{path} leads outside {root}, to {path.resolve()}; pass that directory itself")
     if not path.is_dir():
         raise CheckpointError(f"there is no checkpoint {name!r} in {root}. {_known(root)}")
-    if not _is_checkpoint(path):
+    if not is_checkpoint(path) and not is_deepspeed(path):
         raise CheckpointError(
             f"{path} is not a windlass checkpoint: it has no {METADATA}; a save that did not finish? {_known(root)}"
         )
     return name, path
-
-
-def begin(directory: Path, tag: str) -> Path:
-    """Makes the empty, hidden directory in which the checkpoint `tag` is written, and returns it.
-
-    Raises:
-        CheckpointError: it cannot be made, or `tag` is there and is no checkpoint.
-    """
-    staging = directory / f".{tag}.writing"
-    final, replaced = directory / tag, _replaced(directory, tag)
-    with disk_errors(staging, 0):
-        directory.mkdir(parents=True, exist_ok=True)
-        if final.exists() and not _is_checkpoint(final) and not (final.is_dir() and not any(final.iterdir())):
-            raise CheckpointError(f"{final} exists and is not a windlass checkpoint; remove it or choose another tag")
-        if replaced.exists() and not final.exists():
-            os.rename(replaced, final)
-        for stale in (staging, replaced):
-            if stale.exists():
-                shutil.rmtree(stale)
-        staging.mkdir()
-    return staging
-
-
-def commit(directory: Path, tag: str) -> Path:
-    """Gives what `begin` made its name. A former checkpoint of that name stays good until the new one has it."""
-    staging, final, replaced = directory / f".{tag}.writing", directory / tag, _replaced(directory, tag)
-    with disk_errors(final, 0):
-        sync_directory(staging)
-        if final.exists():
-            os.rename(final, replaced)
-        os.rename(staging, final)
-        sync_directory(directory)
-        if replaced.exists():
-            shutil.rmtree(replaced)
-    return final
-
-
-def discard(directory: Path, tag: str) -> None:
-    """Removes what `begin` made, after a save that failed; says so where even that fails."""
-    staging = directory / f".{tag}.writing"
-    try:
-        shutil.rmtree(staging)
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        logger.warning("the unfinished checkpoint %s could not be removed (%s); remove it by hand", staging, error)
 
 
 def require_space(path: Path, needed: int) -> None:
@@ -184,12 +138,19 @@ def sync_directory(directory: Path) -> None:
         os.close(handle)
 
 
-def _replaced(directory: Path, tag: str) -> Path:
+def replaced(directory: Path, tag: str) -> Path:
+    """Where the former checkpoint `tag` is while a new one takes its name."""
     return directory / f".{tag}.replaced"
 
 
-def _is_checkpoint(path: Path) -> bool:
+def is_checkpoint(path: Path) -> bool:
+    """Whether there is a finished checkpoint, undamaged or not."""
     return (path / METADATA).is_file()
+
+
+def is_deepspeed(path: Path) -> bool:
+    """Whether DeepSpeed wrote this checkpoint, and not windlass."""
+    return not is_checkpoint(path) and any(path.glob("*mp_rank_*_model_states.pt"))
 
 
 def _known(root: Path) -> str:

@@ -25,13 +25,16 @@ class _Record(BaseModel):
 
 
 class Chunk(_Record):
-    """One box of a tensor: where it lies in the tensor, which entry of which file holds it, the crc32 of its bytes."""
+    """One box of a tensor: where it lies in the tensor, which entry of which file holds it, the crc32 of its bytes.
+
+    In an index that others' files stand for, `crc32` is None and `file` may have any name of the directory's own.
+    """
 
     offsets: tuple[NonNegativeInt, ...]
     sizes: tuple[NonNegativeInt, ...]
     file: FileName
     entry: str
-    crc32: NonNegativeInt
+    crc32: NonNegativeInt | None
 
 
 class TensorRecord(_Record):

@@ -15,8 +15,9 @@ from windlass.base.errors import CheckpointError
 from windlass.base.log import logger
 from windlass.checkpoint import plain
 from windlass.checkpoint.agree import Ranks
+from windlass.checkpoint.deepspeed_files import Order, index_of
 from windlass.checkpoint.directory import find
-from windlass.checkpoint.index import Index, read_index
+from windlass.checkpoint.index import Index
 from windlass.checkpoint.state import RESERVED, Holding, LoadedState, SavedState, holdings, whole
 from windlass.checkpoint.tensor_file import dtype_of
 
@@ -32,6 +33,7 @@ def load(
     optional: tuple[str, ...] = (),
     cast: bool = False,
     advice: str = "Load with strict=False to take what matches, or ignore names by prefix",
+    order: Order | None = None,
 ) -> LoadedState:
     """Fills the tensors of `into` in place from `directory`/`tag`. Every rank of the group must call it.
 
@@ -47,6 +49,7 @@ def load(
         optional: prefixes of names whose absence, here or there, is only reported.
         cast: whether values of another dtype are converted; else another dtype is an error.
         advice: ends the error about names that differ.
+        order: names of the optimizer's parameters by group, which DeepSpeed's files of stage 0 lack.
 
     Raises:
         CheckpointError: the same on all ranks: no such checkpoint, damaged files, another shape or dtype, names that
@@ -55,7 +58,7 @@ def load(
     ranks = Ranks.of(process_group)
     name, path = ranks.first("looking for the checkpoint", lambda: find(directory, tag))
     wanted: list[_Wanted] = []
-    matches = ranks.each("preparing to load", lambda: _prepare(wanted, path, into, ranks.rank, cast))
+    matches = ranks.each("preparing to load", lambda: _prepare(wanted, path, into, ranks.rank, cast, order))
     mine = wanted[0]
     asked = {name for names, _ in matches for name in names}
     missing = tuple(sorted({name for _, names in matches for name in names}))
@@ -96,9 +99,11 @@ class _Wanted:
     set_aside: dict[str, torch.Tensor]
 
 
-def _prepare(wanted: list[_Wanted], path: Path, into: SavedState, rank: int, cast: bool) -> tuple[list[str], list[str]]:
+def _prepare(
+    wanted: list[_Wanted], path: Path, into: SavedState, rank: int, cast: bool, order: Order | None
+) -> tuple[list[str], list[str]]:
     """Puts what this rank is to read into `wanted`; returns the names it asks for, and those that are missing."""
-    index = read_index(path)
+    index = index_of(path, order)
     held = holdings(into.shards, into.tensors, overlap=True)
     missing = [name for name in held if name not in index.tensors]
     present = {name: holding for name, holding in held.items() if name in index.tensors}

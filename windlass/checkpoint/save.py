@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ import torch.distributed as dist
 from windlass.base.errors import CheckpointError
 from windlass.checkpoint import plain
 from windlass.checkpoint.agree import Ranks
-from windlass.checkpoint.directory import begin, check_tag, commit, discard, write_latest
+from windlass.checkpoint.directory import check_tag, write_latest
+from windlass.checkpoint.draft import Draft
+from windlass.checkpoint.rank_file import RankFile
 from windlass.checkpoint.state import Holding, SavedState, holdings, whole
 
 
@@ -38,22 +41,100 @@ def save(
         CheckpointError: the same on all ranks: a disk without room, a bad tag, a tensor that the ranks' ranges do not
             cover exactly, plain data that is no plain data, ranks that disagree.
     """
-    root = Path(directory)
     ranks = Ranks.of(process_group)
-    held: dict[str, Holding] = {}
-    told = ranks.each("preparing to save", lambda: _prepare(held, root, tag, state, ranks.rank))
-    _check_same(told)
-    staging = ranks.first("preparing to save", lambda: begin(root, tag))
-    try:
-        # Imported here: the first import of torch.distributed.checkpoint costs as much as torch's own.
-        from windlass.checkpoint import transfer
+    return Begun(directory, tag, state, ranks, save_latest).finish(ranks)
 
-        transfer.write(staging, held, ranks, told[0][1], [own for _, _, own in told])
-        return ranks.first("finishing the save", lambda: _finish(root, tag, save_latest))
-    except BaseException:
-        if ranks.rank == 0:
-            discard(root, tag)
-        raise
+
+class Begun:
+    """A save whose ranks have agreed on who writes what; nothing is written yet. Collective.
+
+    Args:
+        then: called on the first rank once it is there, and `latest` names it.
+
+    Raises:
+        CheckpointError: as `save`, the same on all ranks.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        tag: str,
+        state: SavedState,
+        ranks: Ranks,
+        save_latest: bool,
+        then: Callable[[], object] = lambda: None,
+    ) -> None:
+        self._then = then
+        self._root, self._tag, self._save_latest = Path(directory), tag, save_latest
+        self._draft: Draft | None = None
+        held: dict[str, Holding] = {}
+        told = ranks.each("preparing to save", lambda: _prepare(held, self._root, tag, state, ranks.rank))
+        _check_same(told)
+        try:
+            path = ranks.first("preparing to save", self._begin)
+            # Imported here: the first import of torch.distributed.checkpoint costs as much as torch's own.
+            from windlass.checkpoint import transfer
+
+            self._writer = transfer.plan(path, held, ranks, told[0][1], [own for _, _, own in told])
+        except BaseException:
+            self._discard()
+            raise
+
+    @property
+    def path(self) -> Path:
+        """What it will be."""
+        return self._root / self._tag
+
+    @property
+    def file(self) -> RankFile:
+        """What this rank writes."""
+        return self._writer.file
+
+    def finish(self, ranks: Ranks, refused: Exception | None = None) -> Path:
+        """Writes it, and returns its path. Collective over the same ranks; from any thread, if they have a group of
+        their own.
+
+        Args:
+            refused: why this rank can't write its part, if so.
+
+        Raises:
+            CheckpointError: the same on all ranks; nothing is left of it.
+        """
+        try:
+            results = ranks.to_first("saving", lambda: self._write(refused))
+            return ranks.first("finishing the save", lambda: self._commit(results))
+        except BaseException:
+            self._discard()
+            raise
+        finally:
+            self.file.let_go()
+
+    def abandon(self) -> None:
+        """It will not be written. Not collective."""
+        self.file.let_go()
+        self._discard()
+
+    def _write(self, refused: Exception | None) -> list[Any]:
+        if refused is not None:
+            raise refused
+        return self._writer.write()
+
+    def _begin(self) -> Path:
+        self._draft = Draft(self._root, self._tag)
+        return self._draft.path
+
+    def _commit(self, results: list[Any]) -> Path:
+        assert self._draft is not None
+        self._writer.finish_with(results)
+        path = self._draft.commit()
+        if self._save_latest:
+            write_latest(self._root, self._tag)
+        self._then()
+        return path
+
+    def _discard(self) -> None:
+        if self._draft is not None:
+            self._draft.discard()
 
 
 def _prepare(held: dict[str, Holding], root: Path, tag: str, state: SavedState, rank: int) -> tuple[str, Any, Any]:
@@ -72,10 +153,3 @@ def _check_same(told: list[tuple[str, Any, Any]]) -> None:
     if len({where for where, _, _ in told}) > 1:
         places = "; ".join(f"rank {rank}: {where}" for rank, (where, _, _) in enumerate(told))
         raise CheckpointError(f"ranks save to different places ({places}); give all the same directory and tag")
-
-
-def _finish(root: Path, tag: str, save_latest: bool) -> Path:
-    path = commit(root, tag)
-    if save_latest:
-        write_latest(root, tag)
-    return path

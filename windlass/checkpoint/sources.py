@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 from windlass.checkpoint.fragment import flat_start, is_contiguous
 from windlass.checkpoint.index import Chunk
 from windlass.checkpoint.tensor_file import TensorFile
+from windlass.checkpoint.torch_file import open_tensors
 
 _AT_ONCE = 1 << 22  # bytes of what is converted, moved to a device or only summed up
 _OPEN = 64  # files at once; a checkpoint of more ranks has more
@@ -137,7 +138,7 @@ class Sources:
 
     def _file(self, source: Source) -> TensorFile:
         name = source.chunk.file
-        file = self._files.pop(name, None) or TensorFile(self._path / name)
+        file = self._files.pop(name, None) or open_tensors(self._path / name)
         self._files[name] = file
         if len(self._files) > _OPEN:
             list(self._files.values())[-_OPEN - 1].close()

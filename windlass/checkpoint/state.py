@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -30,6 +31,35 @@ class Drawer(Protocol):
 
     def open(self) -> AbstractContextManager[Any]:
         """A context in which they are in memory. After a load, leaving it keeps what was filled in."""
+
+
+class AwayDrawer:
+    """A drawer of which nothing is in memory, and which another thread may open later: until that is over, whoever is
+    to change what is in it waits.
+
+    Attributes:
+        wanted: somebody waits.
+    """
+
+    def __init__(self) -> None:
+        self.wanted = False
+        self._over = threading.Event()
+
+    def open(self) -> AbstractContextManager[Any]:
+        """As `Drawer`; from any thread."""
+        raise NotImplementedError
+
+    def hold(self) -> None:
+        """From now on whoever is to change it waits."""
+
+    def over(self) -> None:
+        """It was copied, or nobody will copy it."""
+        self._over.set()
+
+    def wait(self) -> None:
+        """Return once it is over."""
+        self.wanted = True
+        self._over.wait()
 
 
 @dataclass(frozen=True)

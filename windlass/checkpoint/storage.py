@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,10 +33,11 @@ from torch.futures import Future
 from windlass.base.errors import CheckpointError
 from windlass.checkpoint.directory import METADATA, disk_errors, require_space
 from windlass.checkpoint.index import FORMAT, FORMAT_VERSION, Chunk, Index, TensorRecord, read_index, to_text
+from windlass.checkpoint.rank_file import Item, RankFile
 from windlass.checkpoint.shards import ShardLoadPlanner, ShardSavePlanner, Where, data_of, nbytes_of
 from windlass.checkpoint.sources import Source, Sources
 from windlass.checkpoint.state import Drawer
-from windlass.checkpoint.tensor_file import Entry, TensorFileWriter, code_of, dtype_of
+from windlass.checkpoint.tensor_file import Entry, code_of, dtype_of
 
 T = TypeVar("T")
 
@@ -87,25 +89,30 @@ class SafetensorsWriter(StorageWriter):
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        future: Future[list[WriteResult]] = Future()
-        future.set_result(self._write(plan.items, planner) if plan.items else [])
-        return future
+        file = self.file_of(plan, planner)
+        return _done(self.results(plan, file, file.write()))
 
-    def _write(self, items: list[WriteItem], planner: SavePlanner) -> list[WriteResult]:
-        named = {_entry_name(item): item for item in items}
-        path = self.path / f"rank_{self._rank:05d}.safetensors"
-        entries = {name: _entry(item) for name, item in named.items()}
-        sums: dict[str, int] = {}
-        with TensorFileWriter(path, entries) as file:
-            for drawer, names in _by_drawer(named.items(), lambda named_item: _drawer_of(planner, named_item[1])):
-                with drawer.open() if drawer is not None else nullcontext():
-                    for name, item in names:
-                        sums[name] = file.write(name, _resolved(planner, item))
-        size = path.stat().st_size
-        return [
-            WriteResult(item.index, entries[name].nbytes, Written(path.name, size, name, sums[name]))
-            for name, item in named.items()
+    def file_of(self, plan: SavePlan, planner: SavePlanner) -> RankFile:
+        """What this rank writes of the plan that was agreed on."""
+        items = [
+            Item(_entry_name(item), _entry(item), partial(_resolved, planner, item), _drawer_of(planner, item))
+            for item in plan.items
         ]
+        return RankFile(self.path / f"rank_{self._rank:05d}.safetensors", items)
+
+    def results(self, plan: SavePlan, file: RankFile, sums: dict[str, int]) -> list[WriteResult]:
+        """What the coordinator has to know of a file that is written.
+
+        Args:
+            sums: crc32 of each entry.
+        """
+        size = file.path.stat().st_size if plan.items else 0
+        found = []
+        for item in plan.items:
+            name = _entry_name(item)
+            where = Written(file.path.name, size, name, sums[name])
+            found.append(WriteResult(item.index, file.entries[name].nbytes, where))
+        return found
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Writes the index, durably: from here on the directory holds a whole checkpoint."""
@@ -132,6 +139,31 @@ class SafetensorsWriter(StorageWriter):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return "://" not in str(checkpoint_id)
+
+
+class LaterWriter(SafetensorsWriter):
+    """As SafetensorsWriter, but only what is to be written is agreed on; `write` and `finish_with` are for later.
+
+    Attributes:
+        file: of this rank.
+    """
+
+    file: RankFile
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        self._plan, self.file = plan, self.file_of(plan, planner)
+        return _done([])
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        self._metadata = metadata
+
+    def write(self) -> list[WriteResult]:
+        """Writes this rank's file; from any thread, and without other ranks."""
+        return self.results(self._plan, self.file, self.file.write())
+
+    def finish_with(self, results: list[list[WriteResult]]) -> None:
+        """As `finish`, with what `write` returned on all ranks. On the first rank only."""
+        super().finish(self._metadata, results)
 
 
 class SafetensorsReader(StorageReader):
@@ -176,9 +208,7 @@ class SafetensorsReader(StorageReader):
                 with drawer.open() if drawer is not None else nullcontext():
                     for source in sorted(by_chunk, key=sources.position):
                         sources.read(source, by_chunk[source])
-        future: Future[None] = Future()
-        future.set_result(None)
-        return future
+        return _done(None)
 
     def _source(self, item: ReadItem) -> Source:
         return self._chunks[item.storage_index.fqn, tuple(item.storage_index.offset or ())]
@@ -186,6 +216,12 @@ class SafetensorsReader(StorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return (Path(checkpoint_id) / METADATA).is_file()
+
+
+def _done(result: T) -> Future[T]:
+    future: Future[T] = Future()
+    future.set_result(result)
+    return future
 
 
 def _entry_name(item: WriteItem) -> str:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import ctypes
 import json
 import math
-import os
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
@@ -17,6 +16,7 @@ import torch
 
 from windlass.base.errors import CheckpointError
 from windlass.checkpoint.directory import disk_errors
+from windlass.storage import NewFile
 
 # safetensors' own reader is not used: it maps the file, where this one reads straight into the destination, knows the
 # bytes' crc32 and holds one entry at a time. The files are ordinary safetensors files (a test reads them with it).
@@ -82,32 +82,38 @@ class TensorFileWriter:
 
     def __init__(self, path: Path, entries: Mapping[str, Entry]) -> None:
         self.path, self._entries = path, entries
-        # Wide dtypes first, so that every entry is aligned.
-        order = sorted(entries, key=lambda name: -entries[name].dtype.itemsize)
-        header = _header({name: entries[name] for name in order})
-        self._at: dict[str, int] = {}
-        end = len(header)
-        for name in order:
-            self._at[name] = end
-            end += entries[name].nbytes
-        self._needed = end
+        header, self._at, self.nbytes = laid_out(entries)
         self._left = set(entries)
-        with disk_errors(path, end):
-            self._file = open(path, "wb")  # noqa: SIM115 (closed by __exit__)
-            self._file.write(header)
+        with disk_errors(path, self.nbytes):
+            self._file = NewFile(path, self.nbytes)
+            self._file.send(0, torch.frombuffer(bytearray(header), dtype=torch.uint8))
 
     def write(self, name: str, tensor: torch.Tensor) -> int:
         """Writes the entry `name`, which is `tensor` on any device, and returns the crc32 of its bytes."""
+        found = self.send(name, tensor)
+        self.settle()
+        return found
+
+    def send(self, name: str, tensor: torch.Tensor) -> int:
+        """As `write`, but a tensor on the CPU may not change before `settle`."""
         entry = self._entries[name]
         if tuple(tensor.shape) != entry.shape:
             raise CheckpointError(f"{name!r} was said to have shape {entry.shape} and has {tuple(tensor.shape)}")
         here = tensor.detach().to(device="cpu", dtype=entry.dtype).contiguous()
-        raw = bytes_of(here)
-        with disk_errors(self.path, self._needed):
-            self._file.seek(self._at[name])
-            self._file.write(raw)
-        self._left.discard(name)
-        return zlib.crc32(raw)
+        flat = here.reshape(-1).view(torch.uint8) if here.numel() else torch.empty(0, dtype=torch.uint8)
+        self.send_bytes([name], self._at[name], flat)
+        return crc32(flat)  # while the disk is at work
+
+    def send_bytes(self, names: Iterable[str], offset: int, data: torch.Tensor) -> None:
+        """Start to write what lies at byte `offset` of the file: `data` `[bytes]`, which holds the entries `names`."""
+        with disk_errors(self.path, self.nbytes):
+            self._file.send(offset, data)
+        self._left.difference_update(names)
+
+    def settle(self) -> None:
+        """Wait until what was sent is written."""
+        with disk_errors(self.path, self.nbytes):
+            self._file.settle()
 
     def __enter__(self) -> TensorFileWriter:
         return self
@@ -115,12 +121,11 @@ class TensorFileWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with disk_errors(self.path, self._needed), self._file:
-            if kind is None:
-                if self._left:
-                    raise CheckpointError(f"{self.path} lacks {sorted(self._left)[:8]}, which nobody wrote")
-                self._file.flush()
-                os.fsync(self._file.fileno())
+        lacks = kind is None and bool(self._left)
+        with disk_errors(self.path, self.nbytes):
+            self._file.__exit__(CheckpointError if lacks else kind, error, trace)
+        if lacks:
+            raise CheckpointError(f"{self.path} lacks {sorted(self._left)[:8]}, which nobody wrote")
 
 
 class TensorFile:
@@ -161,8 +166,8 @@ class TensorFile:
                 raise CheckpointError(f"the checkpoint file {self.path} cannot be opened: {error.strerror}") from error
         return self._file
 
-    def read_into(self, entry: str, tensor: torch.Tensor, crc32: int) -> None:
-        """Fills `tensor`, contiguous and on the CPU, with the whole entry, whose bytes must have this crc32.
+    def read_into(self, entry: str, tensor: torch.Tensor, crc32: int | None) -> None:
+        """Fills `tensor`, contiguous and on the CPU, with the whole entry, whose bytes must have this crc32 (if any).
 
         Raises:
             CheckpointError: no such entry, another size, or other bytes than were written. The tensor's values are
@@ -199,9 +204,10 @@ class TensorFile:
                 f"{size}; restore it or load another checkpoint"
             )
 
-    def check_sum(self, entry: str, found: int, crc32: int) -> None:
-        """Raises CheckpointError unless `found`, the crc32 of all bytes that were read, is that of the index."""
-        if found != crc32:
+    def check_sum(self, entry: str, found: int, crc32: int | None) -> None:
+        """Raises CheckpointError unless `found`, the crc32 of all bytes that were read, is that of the index, where it
+        has one."""
+        if crc32 is not None and found != crc32:
             raise CheckpointError(
                 f"the checkpoint file {self.path} is damaged: entry {entry!r} has crc32 {found:08x}, {crc32:08x} was "
                 "written; restore it or load another checkpoint"
@@ -234,16 +240,27 @@ class TensorFile:
         return entries, 8 + length
 
 
-def _header(entries: Mapping[str, Entry]) -> bytes:
+def laid_out(entries: Mapping[str, Entry]) -> tuple[bytes, dict[str, int], int]:
+    """How a file of these entries begins, at which byte of it each of them lies, and its size in bytes."""
+    # Wide dtypes first, so that every entry is aligned.
+    order = sorted(entries, key=lambda name: -entries[name].dtype.itemsize)
     fields: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    at: dict[str, int] = {}
     position = 0
-    for name, entry in entries.items():
-        span = [position, position + entry.nbytes]
-        fields[name] = {"dtype": code_of(entry.dtype), "shape": list(entry.shape), "data_offsets": span}
-        position = span[1]
+    for name in order:
+        at[name], start = position, position
+        position += entries[name].nbytes
+        shape = list(entries[name].shape)
+        fields[name] = {"dtype": code_of(entries[name].dtype), "shape": shape, "data_offsets": [start, position]}
     text = json.dumps(fields, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
+    header = len(text).to_bytes(8, "little") + text
+    return header, {name: len(header) + start for name, start in at.items()}, len(header) + position
+
+
+def crc32(data: torch.Tensor) -> int:
+    """Of `data` `[bytes]`, uint8 on the CPU."""
+    return zlib.crc32(bytes_of(data))
 
 
 def bytes_of(tensor: torch.Tensor) -> ctypes.Array[ctypes.c_ubyte]:

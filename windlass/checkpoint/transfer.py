@@ -15,16 +15,16 @@ from windlass.checkpoint.agree import Ranks, told, told_together
 from windlass.checkpoint.index import Index
 from windlass.checkpoint.shards import ShardLoadPlanner, ShardSavePlanner
 from windlass.checkpoint.state import Holding
-from windlass.checkpoint.storage import SafetensorsReader, SafetensorsWriter
+from windlass.checkpoint.storage import LaterWriter, SafetensorsReader
 
 
-def write(path: Path, held: dict[str, Holding], ranks: Ranks, plain: Any, rank_plain: Iterable[Any]) -> None:
-    """Writes all ranks' boxes and the index into the directory `path`. Collective.
+def plan(path: Path, held: dict[str, Holding], ranks: Ranks, plain: Any, rank_plain: Iterable[Any]) -> LaterWriter:
+    """Agrees on which rank writes which boxes into the directory `path`; the writer of this rank's. Collective.
 
     Raises:
-        CheckpointError: on all ranks alike, where any of them fails.
+        CheckpointError: on all ranks alike, where any of them fails, or the disk has too little room.
     """
-    writer = SafetensorsWriter(path, ranks.rank, plain, rank_plain)
+    writer = LaterWriter(path, ranks.rank, plain, rank_plain)
     _call(
         "saving",
         ranks,
@@ -36,6 +36,7 @@ def write(path: Path, held: dict[str, Holding], ranks: Ranks, plain: Any, rank_p
             no_dist=ranks.alone,
         ),
     )
+    return writer
 
 
 def read(path: Path, index: Index, held: dict[str, Holding], ranks: Ranks) -> None:

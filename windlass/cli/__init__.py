@@ -1,1 +1,2 @@
-"""The command line. Reading order: main (the commands), failure (how errors end), env, run, check, generate, train."""
+"""The command line. Reading order: main (the commands), failure (how errors end), env, run, check, verify, generate,
+train."""

@@ -24,6 +24,7 @@ class Entry:
     attribute: str
     summary: str
     takes_a_program: bool = False  # whose options follow, and are not this command's
+    passes_on: bool = False  # options that it does not know, to the script that it was given
 
     def load(self) -> Any:
         """The command (or group of commands), imported now."""
@@ -31,7 +32,8 @@ class Entry:
         if isinstance(found, typer.Typer):
             return typer.main.get_command(found)
         alone = typer.Typer(add_completion=False, rich_markup_mode=None)
-        alone.command(self.name, context_settings={"allow_interspersed_args": not self.takes_a_program})(found)
+        settings = {"allow_interspersed_args": not self.takes_a_program, "ignore_unknown_options": self.passes_on}
+        alone.command(self.name, context_settings=settings)(found)
         return typer.main.get_command(alone)
 
 
@@ -39,7 +41,10 @@ COMMANDS = (
     Entry("run", "windlass.cli.run", "run", "Start a script on N ranks of this machine.", takes_a_program=True),
     Entry("train", "windlass.cli.train", "train", "Train a causal language model on text, with ZeRO."),
     Entry("generate", "windlass.cli.generate", "generate", "Continue a text with a trained model."),
+    Entry("export", "windlass.cli.export", "export", "Write a checkpoint's weights as Hugging Face safetensors."),
+    Entry("checkpoints", "windlass.cli.checkpoints", "checkpoints", "List the checkpoints in a directory."),
     Entry("check", "windlass.cli.check", "check", "Say what a configuration means and all that is wrong with it."),
+    Entry("verify", "windlass.cli.verify", "verify", "Prove that a sharded run equals the plain one.", passes_on=True),
     Entry("bench", "windlass.cli.bench", "bench_app", "The experiments that tutorials print."),
     Entry("env", "windlass.cli.env", "env", "Print what a bug report needs to know about this machine."),
 )

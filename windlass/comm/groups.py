@@ -12,11 +12,20 @@ from windlass.base.errors import ConfigError
 
 @dataclass(frozen=True)
 class Group:
-    """Some ranks that communicate; `ranks` are global, `index` is this rank's place among them."""
+    """Some ranks that communicate; `ranks` are global, `index` is this rank's place among them.
+
+    `beside` is a second process group of the same ranks, for CPU tensors, where `process_group` takes none.
+    """
 
     process_group: dist.ProcessGroup
     ranks: tuple[int, ...]
     index: int
+    beside: dist.ProcessGroup | None = None
+
+    @property
+    def talks(self) -> dist.ProcessGroup:
+        """The process group that takes CPU tensors."""
+        return self.process_group if self.beside is None else self.beside
 
     @property
     def size(self) -> int:
@@ -38,7 +47,8 @@ class DataMesh:
     def close(self) -> None:
         """Give back the groups' sockets; nobody may communicate over them after that."""
         groups = [group for group in (self.data, self.shard, self.replicate, self.regather) if group is not None]
-        for process_group in {id(group.process_group): group.process_group for group in groups}.values():
+        each = [one for group in groups for one in (group.process_group, group.beside) if one is not None]
+        for process_group in {id(one): one for one in each}.values():
             with contextlib.suppress(ValueError):  # it went with the default group, or was closed before
                 dist.destroy_process_group(process_group)
 
@@ -46,11 +56,13 @@ class DataMesh:
 def _groups_of(world: list[list[int]], rank: int) -> Group:
     """This rank's group of a partition of all ranks. Collective: every rank makes every group in the same order."""
     mine: Group | None = None
+    talks = "gloo" in dist.get_backend_config()  # else CPU tensors need a group of their own
     for ranks in world:
         process_group = dist.new_group(ranks)
+        beside = None if talks else dist.new_group(ranks, backend="gloo")
         if rank in ranks:
             assert process_group is not None
-            mine = Group(process_group, tuple(ranks), ranks.index(rank))
+            mine = Group(process_group, tuple(ranks), ranks.index(rank), beside)
     assert mine is not None, f"rank {rank} is in none of {world}"
     return mine
 

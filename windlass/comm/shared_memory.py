@@ -19,7 +19,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from windlass.base.activity import During, activity
 from windlass.base.errors import CommunicationError
+from windlass.base.process import is_alive
 from windlass.comm.groups import Group
 
 _fence = threading.Lock()
@@ -180,6 +182,10 @@ class Counters:
             return
         if self.reached(counter, value):
             return
+        with During(what) if activity.now is None else contextlib.nullcontext():
+            self._block(counter, value, what)
+
+    def _block(self, counter: int, value: int, what: str) -> None:
         start, pause, checked = time.monotonic(), 0.0, 0.0
         while not self.reached(counter, value):
             waited = time.monotonic() - start
@@ -195,19 +201,11 @@ class Counters:
             if view[counter] >= value:
                 continue
             rank, pid = self._group.ranks[index], self._memory.pids[index]
-            if not _alive(pid) and view[counter] < value:
+            if not is_alive(pid) and view[counter] < value:
                 raise CommunicationError(f"rank {rank} (process {pid}) ended while {what} was waiting for it")
             if waited > self._timeout:
                 raise CommunicationError(
                     f"rank {rank} (process {pid}) did not join {what} within {self._timeout:.0f} s; "
-                    "it is alive, so look at what it runs instead (py-spy dump), or raise the time-out of "
-                    "init_distributed"
+                    "it is alive, and the watchdog's hang report says what it runs instead; raise the time-out of "
+                    "init_distributed if it needs longer"
                 )
-
-
-def _alive(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] not in ("Z", "X")
-    except OSError:
-        return False

@@ -7,6 +7,8 @@ from datetime import timedelta
 import torch
 
 from windlass.base.pending import DONE, Pending, Step, Then
+from windlass.comm import board
+from windlass.comm.board import SharedBoard
 from windlass.comm.groups import Group
 from windlass.comm.ordered_sum import ordered_sum
 from windlass.comm.pages import Pages
@@ -51,7 +53,8 @@ class ShmTransport:
         total = next(places[True])
         shared = SharedMemory(self.group, total if self.group.index == 0 else 1)
         rest = self._open_lanes(_PER_BUFFER * len(needs), lanes)
-        self._counters = Counters(self.group, rest + COUNTERS, self._timeout)
+        self._counters = Counters(self.group, rest + COUNTERS + board.COUNTERS, self._timeout)
+        self._board = rest + COUNTERS
         shown = [[block[at : at + window] for block in memory.blocks] for at in own]
         self._windows = Windows(self.group, shown, self._counters, rest, self.traffic)
         buffers: list[Buffer] = []
@@ -121,6 +124,9 @@ class ShmTransport:
             lambda: counters.reached(buffer.key, turn), lambda: counters.wait(buffer.key, turn, "a gather"), read
         )
         return step if ready is DONE else Then(ready, lambda: step)
+
+    def board(self) -> SharedBoard:
+        return SharedBoard(self.group, self._counters, self._board)
 
     def settle(self, buffer: Buffer) -> None:
         what = "the release of a buffer"

@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 
 from windlass.base.pending import DONE, Pending
+from windlass.comm.board import Board
 from windlass.comm.groups import Group
 from windlass.comm.pages import Pages
 from windlass.comm.traffic import Traffic
@@ -138,6 +139,10 @@ class Transport(Protocol):
     def gather(self, buffer: Buffer, *, elements: int, ready: Pending = DONE) -> Pending:
         """Bring the others' cuts of `buffer`. This rank's own is in place once `ready`; of a transient buffer it is
         published by this, of others it has to be before."""
+        ...
+
+    def board(self) -> Board:
+        """Where the ranks of the group agree on what they start. Collective, after `allocate`."""
         ...
 
     def settle(self, buffer: Buffer) -> None:

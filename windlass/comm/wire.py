@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from windlass.base.activity import activity
 from windlass.base.pending import DONE, Pending, Step, Then
+from windlass.comm.board import WireBoard
 from windlass.comm.groups import Group
 from windlass.comm.ordered_sum import ordered_sum, sum_of_squares
 from windlass.comm.traffic import Traffic
@@ -27,12 +30,16 @@ class _Wire:
     def __init__(self, group: Group, ways: Ways) -> None:
         self.group, self.traffic, self.ways = group, Traffic(), ways
         self._tag = 0
+        self._waiting: deque[Then] = deque()
 
     def allocate(self, needs: list[Need], device: torch.device, *, lanes: int = 0) -> list[Buffer]:
         return [Buffer(_flat(need, device)) for need in needs]
 
     def extend(self, needs: list[Need], device: torch.device, *, lanes: int = 0) -> list[Buffer]:
         return self.allocate(needs, device, lanes=lanes)
+
+    def board(self) -> WireBoard:
+        return WireBoard(self.group)
 
     def settle(self, buffer: Buffer) -> None:
         return
@@ -58,6 +65,7 @@ class _Wire:
         wire: torch.dtype,
     ) -> Reduction:
         self._count("reduce", elements, buffer.local.numel(), wire.itemsize)
+        self._begin_waiting()
         if not self.ways.scatter and self.group.size > 1:
             return WholeReduction(self.group, buffer.local, out, add, factor, wire)
         return self._scatter(buffer.local, out, add, factor, wire)
@@ -65,19 +73,36 @@ class _Wire:
     def gather(self, buffer: Buffer, *, elements: int, ready: Pending = DONE) -> Pending:
         if self.group.size == 1:
             return ready
-        if ready is not DONE:  # started when it is waited for, which is at the same point on all ranks
-            return Then(ready, lambda: self.gather(buffer, elements=elements))
         self._count("gather", elements, buffer.local.numel(), buffer.local.element_size())
-        if not self.ways.together:
-            works = list(_broadcasts(buffer.local, self.group))
-        else:
-            works = list(self._gather(buffer.local))
+        self._begin_waiting()
+        tag = self._next_tag()
+        if ready is DONE:
+            return self._gathering(buffer.local, tag)
+        waiting = Then(ready, lambda: self._gathering(buffer.local, tag))
+        self._waiting.append(waiting)
+        return waiting
+
+    def _gathering(self, flat: torch.Tensor, tag: int) -> Pending:
+        together = self.ways.together
+        works = list(self._gather(flat, tag) if together else _broadcasts(flat, self.group))
         return Step(None, lambda: _wait(works), lambda: None)
+
+    def _begin_waiting(self) -> None:
+        """Begin gathers whose own cut was still on its way, where those of all ranks must begin in one order."""
+        while self._waiting:
+            first = self._waiting.popleft()
+            if not self._tagged:
+                first.begin()
+
+    @property
+    def _tagged(self) -> bool:
+        """Whether messages of different collectives are told apart by their tags."""
+        return False
 
     def _scatter(self, flat: torch.Tensor, out: torch.Tensor, add: bool, factor: float, wire: torch.dtype) -> Reduction:
         raise NotImplementedError
 
-    def _gather(self, flat: torch.Tensor) -> Iterator[dist.Work]:
+    def _gather(self, flat: torch.Tensor, tag: int) -> Iterator[dist.Work]:
         raise NotImplementedError
 
     def _next_tag(self) -> int:
@@ -102,8 +127,12 @@ class GlooTransport(_Wire):
     def _scatter(self, flat: torch.Tensor, out: torch.Tensor, add: bool, factor: float, wire: torch.dtype) -> Reduction:
         return GlooReduction(self.group, flat, out, add, factor, wire, self.ways, self._next_tag())
 
-    def _gather(self, flat: torch.Tensor) -> Iterator[dist.Work]:
-        group, tag = self.group, self._next_tag()
+    @property
+    def _tagged(self) -> bool:
+        return self.ways.together and self.ways.scatter
+
+    def _gather(self, flat: torch.Tensor, tag: int) -> Iterator[dist.Work]:
+        group = self.group
         span = max(1, self.ways.gather_chunk // group.size)
         own = cut(flat, group.index, group.size)
         for start in range(0, own.numel(), span):
@@ -146,6 +175,7 @@ class GlooReduction:
         return self._span >= self._out.numel() and all(work.is_completed() for work in self._works)
 
     def _start(self, begin: int) -> None:
+        activity.moved += 1
         group, end = self._group, min(begin + self._span, self._out.numel())
         parts = [cut(self._flat, index, group.size)[begin:end].to(self._wire) for index in range(group.size)]
         self._sent, self._parts, self._works = parts, list(parts), []
@@ -178,11 +208,12 @@ class NcclTransport(_Wire):
     def _scatter(self, flat: torch.Tensor, out: torch.Tensor, add: bool, factor: float, wire: torch.dtype) -> Reduction:
         return NcclReduction(self.group, flat, out, add, factor, wire)
 
-    def _gather(self, flat: torch.Tensor) -> Iterator[dist.Work]:
+    def _gather(self, flat: torch.Tensor, tag: int) -> Iterator[dist.Work]:
         group = self.group
         own = cut(flat, group.index, group.size)
         work = _ALL_GATHER(flat, own, group=group.process_group, async_op=True)
         assert work is not None
+        activity.started(work)
         yield work
 
 
@@ -230,6 +261,7 @@ class NcclReduction(_Summed):
             self._sum = torch.empty(out.numel(), dtype=wire, device=out.device)
             pg = group.process_group
             self._work = _REDUCE_SCATTER(self._sum, self._sent, group=pg, async_op=True)
+            activity.started(self._work)
 
 
 class WholeReduction(_Summed):

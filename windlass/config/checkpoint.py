@@ -42,6 +42,9 @@ class ParallelWrite(Section):
 class Checkpoint(Section):
     """Saving and loading."""
 
+    asynchronous: bool = honoured(False, also=("async",), native=True)
+    """Also `async`: `save_checkpoint` returns as soon as a copy is taken and writes while training goes on, unless the
+    call says `blocking=True`."""
     tag_validation: TagValidation = accepted("WARN", "ranks that save under different tags are always an error")
     load_universal: bool = refused(False, "not yet built: reading DeepSpeed's universal checkpoints; write false")
     use_node_local_storage: bool = refused(
@@ -49,5 +52,7 @@ class Checkpoint(Section):
     )
     parallel_write: ParallelWrite = honoured(ParallelWrite)
     """Which ranks write."""
+    keep_last: Positive | None = honoured(None, native=True)
+    """How many finished checkpoints to keep: older ones that this run wrote, or named global_stepN, go after a save."""
     checkpoint_serialization: bool = accepted(True, _WRITER)
     writer: Writer | None = accepted(None, _WRITER)

@@ -146,6 +146,29 @@ def _kept_activations(config: Config) -> Iterator[tuple[str, str]]:
             )
 
 
+def _watchdog(config: Config) -> Iterator[tuple[str, str]]:
+    section = config.watchdog
+    if section.timeout_s < section.report_after_s:
+        yield (
+            "watchdog.timeout_s",
+            f"{section.timeout_s:g} is less than watchdog.report_after_s {section.report_after_s:g}, so a run would "
+            "end before it is reported why; exchange them",
+        )
+
+
+def _elastic(config: Config) -> Iterator[tuple[str, str]]:
+    section = config.elasticity
+    if not section.enabled or section.ignore_non_elastic_batch_info:
+        return
+    for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
+        if getattr(config, key) is not None:
+            yield (
+                key,
+                f"{getattr(config, key)}, but elasticity.enabled computes the batch; delete one, or set "
+                "elasticity.ignore_non_elastic_batch_info to true",
+            )
+
+
 RULES: tuple[Rule, ...] = (
     _one_precision,
     _param_dtype,
@@ -156,4 +179,6 @@ RULES: tuple[Rule, ...] = (
     _learning_rate,
     _schedule_order,
     _kept_activations,
+    _watchdog,
+    _elastic,
 )

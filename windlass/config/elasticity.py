@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+from pydantic import Field
+
 from windlass.config.section import Float, Int, Positive, Section
-from windlass.config.verdict import refused
+from windlass.config.verdict import accepted, honoured, refused
+
+_MODEL = "not yet built: model parallelism; write 1"
 
 
 class Elasticity(Section):
-    """Batch sizes that fit many world sizes."""
+    """One batch size for many numbers of ranks, computed as DeepSpeed documents it: see docs/hangs.md."""
 
-    refusal = "not yet built: elastic training; write false"
     switch = "enabled"
 
-    enabled: bool = refused(False, "")
-    max_train_batch_size: Positive = refused(2000, "")
-    micro_batch_sizes: list[Int] = refused([2, 4, 6], "")
-    min_gpus: Positive = refused(1, "")
-    max_gpus: Positive = refused(10_000, "")
-    min_time: Int = refused(0, "")
-    prefer_larger_batch: bool = refused(True, "", also=("prefer_large_batch",))
-    ignore_non_elastic_batch_info: bool = refused(False, "")
-    version: Float = refused(0.2, "")
-    num_gpus_per_node: Positive = refused(1, "")
-    model_parallel_size: Positive = refused(1, "")
+    enabled: bool = honoured(False)
+    """Compute the batch from the keys below, so that it is the same on every number of ranks that it allows."""
+    max_train_batch_size: Positive = honoured(2000)
+    """The largest batch that may come out."""
+    micro_batch_sizes: Annotated[list[Positive], Field(min_length=1)] = honoured([2, 4, 6])
+    """Micro-batch sizes to choose from; the largest that divides a rank's share is taken."""
+    min_gpus: Positive = honoured(1)
+    """The fewest ranks to be ready for."""
+    max_gpus: Positive = honoured(10_000)
+    """The most ranks to be ready for."""
+    min_time: Int = accepted(0, "a hint to a scheduler, which DeepSpeed itself does not read")
+    prefer_larger_batch: bool = honoured(True, also=("prefer_large_batch",))
+    """Of two batches that fit equally many numbers of ranks take the larger."""
+    ignore_non_elastic_batch_info: bool = honoured(False)
+    """Let the batch sizes outside this section be ignored; else they are an error beside it."""
+    version: Float = accepted(0.2, "its versions differ only under model parallelism, which is refused")
+    num_gpus_per_node: Positive = refused(1, _MODEL)
+    model_parallel_size: Positive = refused(1, _MODEL)

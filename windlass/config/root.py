@@ -19,6 +19,7 @@ from windlass.config.comm import Comm, CommsLogger
 from windlass.config.compiler import Compile
 from windlass.config.compression import CompressionTraining, Eigenvalue, WeightQuantization
 from windlass.config.data import CurriculumLearning, DataEfficiency, ProgressiveLayerDrop
+from windlass.config.elastic_batch import solve_elastic
 from windlass.config.elasticity import Elasticity
 from windlass.config.inference import HybridEngine
 from windlass.config.monitor import Comet, CsvMonitor, FlopsProfiler, TensorBoard, Timers, Wandb
@@ -32,6 +33,7 @@ from windlass.config.retired import Amp, InferenceInTraining, MsAmp, Nebula, Qua
 from windlass.config.scheduler import SchedulerConfig
 from windlass.config.section import NUMBER, Count, DtypeName, Int, Positive, Section
 from windlass.config.verdict import accepted, honoured, refused
+from windlass.config.watchdog import Watchdog
 from windlass.config.zero import Zero
 
 
@@ -125,6 +127,10 @@ class Config(Section):
     """What is cut over the ranks; `true` is an older spelling of stage 1."""
     comm: Comm = honoured(Comm, native=True)
     """The transport of the collectives."""
+    elasticity: Elasticity = honoured(Elasticity)
+    """A batch that fits many numbers of ranks."""
+    watchdog: Watchdog = honoured(Watchdog, native=True)
+    """Reports of hangs."""
     tensorboard: TensorBoard = honoured(TensorBoard)
     """Event files."""
     csv_monitor: CsvMonitor = honoured(CsvMonitor)
@@ -157,7 +163,6 @@ class Config(Section):
     progressive_layer_drop: ProgressiveLayerDrop = refused(ProgressiveLayerDrop, "")
     autotuning: Autotuning = refused(Autotuning, "")
     sparse_attention: SparseAttention | None = refused(None, "")
-    elasticity: Elasticity = refused(Elasticity, "")
     nebula: Nebula = refused(Nebula, "")
     amp: Amp = refused(Amp, "")
     msamp: MsAmp | None = refused(None, "")
@@ -188,6 +193,8 @@ class Config(Section):
         Raises:
             ConfigError: they do not fit together; the text has every number, its origin and the line to change.
         """
+        if self.elasticity.enabled:
+            return solve_elastic(self.elasticity, world_size)
         return batch.solve({key: self._given(key) for key in batch.KEYS}, world_size, world_size_source)
 
     def _given(self, key: str) -> Given:

@@ -66,7 +66,7 @@ class Zero(Section):
     stage3_gather_16bit_weights_on_model_save: bool = honoured(
         False, also=("gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save")
     )
-    """Lets `save_16bit_model` gather whole weights at stage 3."""
+    """An explicit false: `save_16bit_model` writes nothing at stage 3; left out or true: whole weights."""
     zero_hpz_partition_size: Positive = honoured(1)
     """Ranks over which backward gathers stage-3 parameters again (a second cut inside a host); 1 is off."""
     mics_shard_size: Annotated[Int, AfterValidator(_off_or_positive)] = honoured(-1)

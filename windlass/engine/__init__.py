@@ -1,2 +1,3 @@
 """The engine, in reading order: progress, optimizer, questions, buffers, blame, reporting, weights, pieces, states,
-fingerprint, filling, groups, position, batches, saving, train."""
+fingerprint, filling, groups, position, batches, saving, train, watch (what a tool may put in the way of
+`initialize`)."""

@@ -13,6 +13,8 @@ from windlass.zero.sharded import ShardedModel
 from windlass.zero.update import check_parameters
 from windlass.zero.values import set_full_state, set_plain_state, state_keys, whole_state
 
+_OWN = ("fused", "foreach")  # of a group: how it is computed, which this run decides by itself
+
 
 class ShardedOptimizer(torch.optim.Optimizer):
     """Stands for the user's optimizer: shares its `param_groups`, so schedulers and callers may change them as ever.
@@ -95,7 +97,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return {"state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take a plain torch optimizer's `state_dict()`; every rank passes the same."""
+        """Take a plain torch optimizer's `state_dict()`; every rank passes the same. How the step is computed (`fused`,
+        `foreach`) stays as it is."""
         given = state_dict["param_groups"]
         if [len(g["params"]) for g in given] != [len(g["params"]) for g in self.param_groups]:
             raise ModelError(
@@ -103,7 +106,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 f"{[len(g['params']) for g in self.param_groups]}; build the optimizer with the same groups"
             )
         for group, saved in zip(self.param_groups, given, strict=True):
-            group.update({key: value for key, value in saved.items() if key != "params"})
+            group.update({key: value for key, value in saved.items() if key not in ("params", *_OWN)})
             for parameter, number in zip(group["params"], saved["params"], strict=True):
                 for key, value in state_dict["state"].get(number, {}).items():
                     set_state = set_full_state if isinstance(value, torch.Tensor) else set_plain_state

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from windlass.checkpoint import Drawer, FlatShard, Resting
+from windlass.engine.away import ChunkAway, CutAway
 from windlass.zero.chunk import Chunk
 from windlass.zero.layout import Piece
 from windlass.zero.masters import Masters
@@ -63,24 +64,31 @@ class UnitCut:
 
 
 def parameters(
-    model: ShardedModel, units: Iterable[Unit], drawer_of: Callable[[Chunk], Drawer], *, keep: bool
+    model: ShardedModel, units: Iterable[Unit], drawer_of: Callable[[Chunk], Drawer], *, keep: bool, later: bool = False
 ) -> Iterator[FlatShard]:
     """This rank's pieces of all parameters of `units`, masters where there are some.
 
     Args:
         drawer_of: where a chunk is opened.
         keep: they are loaded over.
+        later: what rests on disk is read by another thread.
     """
     for unit in units:
         chunks = model.masters.of(unit)
         dtype = chunks[0].dtype if chunks else unit.dtype
         for chunk in chunks:
             for piece in chunk.pieces():
-                yield _shard(unit, piece, dtype, drawer_of(chunk), partial(_of_chunk, chunk, piece))
+                drawer = drawer_of(chunk)
+                yield _shard(unit, piece, dtype, drawer, partial(_of_chunk, drawer, chunk, piece))
         if not chunks:
             cut = UnitCut(model, unit, keep=keep)
+            extent = unit.rests.extent if later and unit.released and unit.rests is not None else None
+            away = CutAway(unit, extent) if extent is not None else None
             for piece in cut.pieces():
-                yield _shard(unit, piece, dtype, cut, partial(cut.get, piece))
+                if away is None:
+                    yield _shard(unit, piece, dtype, cut, partial(cut.get, piece))
+                else:
+                    yield _shard(unit, piece, dtype, away, partial(_of_cut, away, piece))
         for index, numel in enumerate(unit.layout.numels):
             if numel == 0:
                 yield FlatShard(f"param/{unit.names[index]}", tuple(unit.shapes[index]), 0, torch.empty(0, dtype=dtype))
@@ -91,5 +99,10 @@ def _shard(unit: Unit, piece: Piece, dtype: torch.dtype, drawer: Drawer, get: Ca
     return FlatShard(f"param/{unit.names[piece.index]}", tuple(unit.shapes[piece.index]), piece.start, resting)
 
 
-def _of_chunk(chunk: Chunk, piece: Piece) -> torch.Tensor:
-    return chunk.values().narrow(0, piece.offset, piece.numel)
+def _of_chunk(drawer: Drawer, chunk: Chunk, piece: Piece) -> torch.Tensor:
+    values = drawer.masters() if isinstance(drawer, ChunkAway) else chunk.values()
+    return values.narrow(0, piece.offset, piece.numel)
+
+
+def _of_cut(away: CutAway, piece: Piece) -> torch.Tensor:
+    return away.values().narrow(0, piece.offset, piece.numel)

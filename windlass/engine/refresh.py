@@ -28,6 +28,7 @@ def refresh(engine: Engine) -> None:
         return
     carried = Carried(before)
     trained = sum(unit.numel for unit in before.units if unit.trainable)
+    engine._saves.wait()  # what it reads goes with the old layout
     before.destroy()
     after = engine.rebuild(engine)
     engine._adopt(after)

@@ -9,10 +9,15 @@ import torch
 
 from windlass.base.errors import CheckpointError
 from windlass.base.log import logger
-from windlass.checkpoint import FlatShard, LoadedState, SavedState, load, read_latest, read_outline, save
+from windlass.checkpoint import Drawer, FlatShard, LoadedState, SavedState, load, read_latest, read_outline
 from windlass.checkpoint.agree import Ranks
+from windlass.checkpoint.deepspeed_files import Order, names_in_order
+from windlass.checkpoint.retention import retire
+from windlass.checkpoint.save import Begun
+from windlass.engine.away import ChunkAway
 from windlass.engine.filling import ChunkToFill, incoming
 from windlass.engine.fingerprint import fingerprint
+from windlass.engine.frozen_base import base_hashes, check_base, trains_adapters
 from windlass.engine.groups import groups_of, match, require_whole, take
 from windlass.engine.pieces import ChunkToRead, parameters
 from windlass.engine.position import (
@@ -23,6 +28,7 @@ from windlass.engine.position import (
     set_random_state,
 )
 from windlass.engine.states import Outgoing, merged, outgoing
+from windlass.engine.weights import said_of_weights
 from windlass.zero.chunk import Chunk
 from windlass.zero.health import HALF_DONE
 
@@ -33,23 +39,38 @@ if TYPE_CHECKING:
 
 
 def save_engine(
-    engine: Engine, directory: str, tag: str | None, client: dict[str, Any], save_latest: bool, trainable_only: bool
+    engine: Engine,
+    directory: str,
+    tag: str | None,
+    client: dict[str, Any],
+    save_latest: bool,
+    trainable_only: bool | None,
+    blocking: bool,
 ) -> bool:
     """See `Engine.save_checkpoint`. Of what rests on disk one chunk is in memory at a time."""
     model = engine._sharded
+    if trainable_only is None:
+        trainable_only = trains_adapters(model)
+    engine._saves.finish()
     model.finish_update()
     if model.health.lost:
         raise CheckpointError(f"nothing is saved: {model.health.lost}; what was saved before is whole. {HALF_DONE}")
     model.gradients.finish()
     model.take_back()
-    drawers: dict[int, ChunkToRead] = {}
+    if not blocking:  # what is read later from disk has to have them
+        model.masters.take_all_edits(model.units)
+    drawers: dict[int, Drawer] = {}
 
-    def drawer_of(chunk: Chunk) -> ChunkToRead:
-        return drawers.setdefault(id(chunk), ChunkToRead(model.masters, chunk))
+    def drawer_of(chunk: Chunk) -> Drawer:
+        if id(chunk) not in drawers:
+            record = None if blocking else model.masters.residence.on_disk(chunk)
+            drawers[id(chunk)] = ChunkToRead(model.masters, chunk) if record is None else ChunkAway(record)
+        return drawers[id(chunk)]
 
     units = [unit for unit in model.units if unit.trainable or not trainable_only]
-    taken = fingerprint(model, units, "nothing is saved")
-    shards = list(parameters(model, units, drawer_of, keep=False))
+    # it reads everything, which is what a save that does not block puts off
+    taken = fingerprint(model, units, "nothing is saved") if blocking else None
+    shards = list(parameters(model, units, drawer_of, keep=False, later=not blocking))
     states = Outgoing()
 
     def look() -> dict[str, Any]:
@@ -57,7 +78,8 @@ def save_engine(
             outgoing(model.update, drawer_of, states)
         return states.about()
 
-    everywhere = Ranks.of(model.mesh.data.process_group).each("preparing to save", look)
+    ranks = Ranks.of(model.mesh.data.process_group)
+    everywhere = ranks.each("preparing to save", look)
     plain = {
         "engine": engine.progress.state_dict(),
         "layout": {
@@ -65,23 +87,39 @@ def save_engine(
             "ranks": model.mesh.data.size,
             "accumulation": engine.progress.batch.accumulation,
         },
-        "fingerprint": {"parameters": taken.parameters, "states": taken.states},
+        "fingerprint": None if taken is None else {"parameters": taken.parameters, "states": taken.states},
         **merged(everywhere),
         "groups": groups_of(engine),
         "loss_scale": engine._scaler.state_dict(),
         "schedule": _schedule(engine),
         "data": data_position(engine),
         "trainable_only": trainable_only,
+        **said_of_weights(model, trainable_only=trainable_only),
+        "base": base_hashes(model) if trainable_only else {},
+        "buffers": True,
         "client": client,
     }
-    tensors = states.tensors | ({} if trainable_only else _buffers(engine))
+    # rank 0's count, and others may have their own until the next forward (engine/buffers)
+    tensors = states.tensors | ({} if model.mesh.data.index else _buffers(engine))
     state = SavedState([*shards, *states.shards], tensors, plain, {"random": random_state(engine.device)})
     name = tag if tag is not None else f"global_step{engine.global_steps}"
+    keep = engine._config.checkpoint.keep_last
+    written = engine.saved_tags | {name}
+
+    def make_room() -> None:
+        if keep is not None:
+            retire(directory, keep, name, written)
+
     try:
-        save(directory, name, state, process_group=model.mesh.data.process_group, save_latest=save_latest)
+        begun = Begun(directory, name, state, ranks, save_latest, make_room)
+        if blocking:
+            begun.finish(ranks)
+        else:
+            engine._saves.start(begun, ranks, pin=model.homes.pin)
     except CheckpointError:  # on all ranks
         model.health.check("nothing is saved, masters and optimizer states could not be read")
         raise
+    engine.saved_tags.add(name)
     return True
 
 
@@ -110,14 +148,19 @@ def load_engine(
 ) -> tuple[str | None, dict[str, Any] | None]:
     """See `Engine.load_checkpoint`."""
     model = engine._sharded
+    engine._saves.finish()  # it may be the one that is asked for
     model.health.refuse("load_checkpoint")
     if tag is None and read_latest(directory) is None:
         logger.warning(f"no checkpoint in {directory}: there is no file 'latest'; training starts afresh")
         return None, None
     ranks = Ranks.of(model.mesh.data.process_group)
     outlines: list[tuple[dict[str, Any], dict[str, torch.Tensor]]] = []
-    ranks.each("looking at the checkpoint", lambda: outlines.append(read_outline(directory, tag)))
+    order = (
+        names_in_order(engine.module, engine.optimizer) if wanted.optimizer and engine.optimizer is not None else None
+    )
+    ranks.each("looking at the checkpoint", lambda: outlines.append(read_outline(directory, tag, order)))
     plain, saved = outlines[0]
+    _complete(plain, saved, model)
     groups_too = wanted.optimizer and engine.optimizer is not None and bool(plain["groups"])
     here = groups_of(engine)
     matched = match(here, plain["groups"])
@@ -126,16 +169,18 @@ def load_engine(
     position = plain.get("data") if wanted.position else None
     check_data_position(engine, position)
     trainable_only = bool(plain["trainable_only"])
+    if trainable_only and wanted.module_strict:
+        check_base(model, plain.get("base", {}), f"the checkpoint {tag or read_latest(directory)!r} in {directory}")
     units = [unit for unit in model.units if unit.trainable or not trainable_only]
     with model.renewing(units):
-        found, alike = _fill(engine, directory, tag, plain, saved, groups_too, wanted)
+        found, alike = _fill(engine, directory, tag, plain, saved, groups_too, wanted, order)
     _compare(model, units, found, alike)
     if groups_too:
         take(engine, matched, plain["groups"])
     elif wanted.optimizer and plain["groups"]:
         logger.info("optimizer states were left alone: this engine has no optimizer")
     if wanted.progress:
-        engine.progress.load_state_dict(found.plain["engine"], found.plain["layout"].get("accumulation"))
+        engine.progress.load_state_dict(found.plain["engine"], found.plain.get("layout", {}).get("accumulation"))
         engine._scaler.load_state_dict(found.plain["loss_scale"])
     if wanted.schedule and engine.lr_scheduler is not None and found.plain["schedule"] is not None:
         engine.lr_scheduler.load_state_dict(_fitting(found.plain["schedule"], engine.lr_scheduler.state_dict()))
@@ -191,6 +236,7 @@ def _fill(
     saved: dict[str, torch.Tensor],
     states_too: bool,
     wanted: Wanted,
+    order: Order | None,
 ) -> tuple[LoadedState, tuple[bool, bool]]:
     """Read the checkpoint into where the engine's tensors rest, chunk by chunk.
 
@@ -209,7 +255,7 @@ def _fill(
 
     units = [unit for unit in model.units if unit.trainable or not trainable_only]
     shards = list(parameters(model, units, drawer_of, keep=True))
-    tensors = {} if trainable_only else _buffers(engine)
+    tensors = _buffers(engine) if plain.get("buffers", not trainable_only) else {}
     ranks = Ranks.of(model.mesh.data.process_group)
     if states_too:
         ranks.each("preparing to load", lambda: incoming(model, plain, saved, drawer_of, tensors))
@@ -222,6 +268,7 @@ def _fill(
         SavedState([*shards, *states], tensors),
         optional if wanted.optimizer_strict else (*optional, "state/"),
         () if states_too else ("state/",),
+        order,
     )
     for drawer in drawers.values():
         if not drawer.opened:  # nothing of it is in the checkpoint, so it has no states either
@@ -250,6 +297,13 @@ _ADVICE = (
 )
 
 
+def _complete(plain: dict[str, Any], saved: dict[str, torch.Tensor], model: ShardedModel) -> None:
+    """DeepSpeed's files do not say whether frozen parameters were left out: then none of them is there."""
+    if plain["trainable_only"] is None:
+        frozen = [name for unit in model.units if not unit.trainable for name in unit.names]
+        plain["trainable_only"] = bool(frozen) and not any(f"param/{name}" in saved for name in frozen)
+
+
 def _load(
     model: ShardedModel,
     directory: str,
@@ -257,11 +311,20 @@ def _load(
     into: SavedState,
     optional: tuple[str, ...],
     ignore: tuple[str, ...],
+    order: Order | None,
 ) -> LoadedState:
     group = model.mesh.data.process_group
     try:
         return load(
-            directory, tag, into, process_group=group, ignore=ignore, optional=optional, cast=True, advice=_ADVICE
+            directory,
+            tag,
+            into,
+            process_group=group,
+            ignore=ignore,
+            optional=optional,
+            cast=True,
+            advice=_ADVICE,
+            order=order,
         )
     except CheckpointError:  # on all ranks
         model.health.check("a checkpoint was loaded in part", loses=True)

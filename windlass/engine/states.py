@@ -20,6 +20,7 @@ import torch
 
 from windlass.base.errors import CheckpointError
 from windlass.checkpoint import Drawer, FlatShard, Resting
+from windlass.engine.away import ChunkAway
 from windlass.optim.cpu_optimizer import Format
 from windlass.zero.chunk import Chunk, Tenancy
 from windlass.zero.residence import Residence
@@ -135,6 +136,8 @@ def _send_scales(found: Outgoing, tenancy: Tenancy, key: str, scales: Resting) -
 
 def _at_rest(update: Update, drawer: Drawer, tenancy: Tenancy, key: str, state: dict[str, Any]) -> Resting:
     like = state[key]
+    if isinstance(drawer, ChunkAway):
+        return Resting(like.numel(), like.dtype, drawer, partial(drawer.state, tenancy.tenant, key))
     return Resting(like.numel(), like.dtype, drawer, partial(of_tenant, update.residence, tenancy, key))
 
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
+from windlass.base.activity import activity
 from windlass.base.errors import ConfigError, LossError, ModelError, StorageError
 from windlass.base.garbage import hold_off
 from windlass.base.log import logger
+from windlass.checkpoint.background import Background
 from windlass.config import Config
 from windlass.engine.batches import loader_of
 from windlass.engine.blame import Blame
@@ -23,7 +25,7 @@ from windlass.engine.questions import Questions
 from windlass.engine.refresh import pending, refresh, refuse_lost_gradients, unfrozen
 from windlass.engine.reporting import Reporter
 from windlass.engine.saving import Wanted, load_engine, save_engine
-from windlass.engine.weights import full_state_dict, save_16bit_model
+from windlass.engine.weights import full_state_dict, load_whole, save_16bit_model
 from windlass.optim.loss_scale import LossScale
 from windlass.zero.parking import KINDS
 from windlass.zero.sharded import ShardedModel
@@ -61,7 +63,9 @@ class Engine(Questions, nn.Module):
         self._no_sync = False
         self._scaled = False  # the loss of the backward to come has the loss scale in it
         self._norm: float | None = None
+        self._saves = Background(sharded.mesh.data.ranks)
         self._destroyed = False
+        self.saved_tags: set[str] = set()  # of checkpoints that this engine wrote
         self._collect_again = hold_off() if config.disable_python_gc else _nothing
         self.rebuild: Callable[[Engine], ShardedModel] = _not_rebuilt  # lays the model out anew, after destroy
         self._adopt(sharded)
@@ -120,6 +124,7 @@ class Engine(Questions, nn.Module):
             args, kwargs = _cast((args, kwargs), torch.float16)
         self._blame.micro_batch = self.progress.micro_steps
         self._sharded.health.refuse("a forward")
+        activity.evaluating = not self.module.training
         with self._reporter.timed("forward"), self._autocast():
             output = self.module(*args, **kwargs)
         self._sharded.after_forward()
@@ -184,14 +189,15 @@ class Engine(Questions, nn.Module):
         assert self.optimizer is not None
         refuse_lost_gradients(self._sharded)
         fp16 = self._config.fp16.enabled
-        changed = [float(self._buffers_of.changed())]
+        self._buffers_of.before_forward()  # a rank that had no batch for this step
+        flags = [float(self._buffers_of.changed()), self._saves.failed()]
         section = self._config.zero_optimization.offload_optimizer
         try:
             outcome = self._sharded.step(
                 self._config.gradient_clipping,
                 self._scaler.scale,
                 skip_overflow=fp16,
-                flags=changed,
+                flags=flags,
                 delay=section is not None and self.global_steps >= section.delayed_update_start,
             )
         except StorageError:
@@ -221,6 +227,8 @@ class Engine(Questions, nn.Module):
         if self.lr_scheduler is not None and outcome.applied:
             self._step_schedule(lr_kwargs)
         self._reporter.stepped()
+        if outcome.flags[1] > 0:  # of any rank: all are told at the same step
+            self._saves.finish()
 
     def _step_schedule(self, lr_kwargs: dict[str, Any]) -> None:
         if isinstance(self.lr_scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau) and "metrics" not in lr_kwargs:
@@ -375,6 +383,7 @@ class Engine(Questions, nn.Module):
             StorageError: what rests on disk can't be read; on all ranks.
         """
         self._refuse_parked("fingerprint")
+        self._sharded.order.meet("the reading of parameters or states")
         return str(fingerprint(self._sharded))
 
     # files, and the end
@@ -382,21 +391,43 @@ class Engine(Questions, nn.Module):
     def full_state_dict(self, *, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
         """Whole parameters and buffers by name on the CPU of rank 0, empty on others. Collective."""
         self._refuse_parked("full_state_dict")
+        self._sharded.order.meet("the reading of parameters or states")
         return full_state_dict(self._sharded, dtype=dtype)
+
+    def load_module_state_dict(
+        self, state_dict: Mapping[str, torch.Tensor], strict: bool = True
+    ) -> tuple[list[str], list[str]]:
+        """Take a plain `model.state_dict()`: whole tensors, the same on every rank. Collective, between steps.
+
+        Master weights are set to its values, in float32 if they are; parameters follow.
+
+        Returns:
+            Names that are missing in it, and names that the model does not have.
+
+        Raises:
+            CheckpointError: there are some and `strict` is set, or a shape differs. Nothing was changed.
+        """
+        self._refuse_parked("load_module_state_dict")
+        return load_whole(self._sharded, state_dict, strict=strict)
 
     def save_16bit_model(
         self, save_dir: str, save_filename: str = "model.safetensors", exclude_frozen_parameters: bool = False
     ) -> bool:
-        """Whole parameters as they compute, in one safetensors file; False at stage 3 unless the configuration's
-        `stage3_gather_16bit_weights_on_model_save` is set. Collective."""
-        if self.zero_optimization_stage() == 3 and not self.zero_gather_16bit_weights_on_model_save():
+        """Whole parameters as they compute, in one safetensors file, one unit in memory at a time. Collective.
+
+        Returns:
+            True; False, with a warning, where nothing was written: at stage 3 if the configuration sets
+            `stage3_gather_16bit_weights_on_model_save` to false.
+        """
+        zero = self._config.zero_optimization
+        refused = "stage3_gather_16bit_weights_on_model_save" in zero.model_fields_set
+        if self.zero_optimization_stage() == 3 and refused and not self.zero_gather_16bit_weights_on_model_save():
             logger.warning(
-                "save_16bit_model wrote nothing: set zero_optimization.stage3_gather_16bit_weights_on_model_save to "
-                "gather "
-                "the parameters of stage 3 for it"
+                "save_16bit_model wrote nothing: zero_optimization.stage3_gather_16bit_weights_on_model_save is false"
             )
             return False
         self._refuse_parked("save_16bit_model")
+        self._sharded.order.meet("the reading of parameters or states")
         return save_16bit_model(self._sharded, save_dir, save_filename, exclude_frozen_parameters)
 
     def save_checkpoint(
@@ -405,7 +436,8 @@ class Engine(Questions, nn.Module):
         tag: str | None = None,
         client_state: dict[str, Any] | None = None,
         save_latest: bool = True,
-        exclude_frozen_parameters: bool = False,
+        exclude_frozen_parameters: bool | None = None,
+        blocking: bool | None = None,
     ) -> bool:
         """Write everything that training needs to go on. Collective.
 
@@ -413,6 +445,12 @@ class Engine(Questions, nn.Module):
             tag: the folder inside `save_dir`; `global_stepN` by default.
             client_state: plain data of the caller's, given back by `load_checkpoint`.
             save_latest: `latest` names this tag.
+            exclude_frozen_parameters: leave out parameters that are not trained, and keep a hash of each, by which a
+                load knows a changed base. None: where at most a tenth of all elements is trained (adapters).
+            blocking: return when it is written; else once a copy is taken, and write while training goes on. One such
+                save is under way at a time: the next one, `load_checkpoint` and `destroy` wait for it, and if it
+                failed, they or the step that comes first raise that, after what they do (a step) or before it (the
+                others). None: what the configuration says (`checkpoint.asynchronous`).
 
         Raises:
             CheckpointError: it could not be written, or there is no state to save since a step was made in part (see
@@ -420,7 +458,17 @@ class Engine(Questions, nn.Module):
             StorageError: what rests on disk can't be read.
         """
         self._refuse_parked("save_checkpoint")
-        return save_engine(self, save_dir, tag, client_state or {}, save_latest, exclude_frozen_parameters)
+        self._sharded.order.meet("a checkpoint")
+        at_once = not self._config.checkpoint.asynchronous if blocking is None else blocking
+        return save_engine(self, save_dir, tag, client_state or {}, save_latest, exclude_frozen_parameters, at_once)
+
+    def finish_checkpoint(self) -> None:
+        """Wait until the save under way is written, if there is one (see `save_checkpoint`). Collective.
+
+        Raises:
+            CheckpointError: it was not written; on all ranks. What was there before is whole.
+        """
+        self._saves.finish()
 
     def load_checkpoint(
         self,
@@ -458,6 +506,7 @@ class Engine(Questions, nn.Module):
         if custom_load_fn is not None:
             raise ModelError("custom_load_fn is not supported; load the model's weights before initialize instead")
         self._refuse_parked("load_checkpoint")
+        self._sharded.order.meet("a checkpoint")
         wanted = Wanted(
             module_strict=load_module_strict,
             optimizer=load_optimizer_states and not load_module_only,
@@ -475,7 +524,10 @@ class Engine(Questions, nn.Module):
             self._destroyed = True
             self._collect_again()
             self._reporter.close()
-            self._sharded.destroy()
+            try:
+                self._saves.close()
+            finally:
+                self._sharded.destroy()
 
 
 def _nothing() -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from windlass.base.errors import CheckpointError, ModelError
 from windlass.checkpoint.directory import disk_errors
 from windlass.checkpoint.tensor_file import Entry, TensorFileWriter
 from windlass.zero.sharded import ShardedModel
+from windlass.zero.values import set_full_param
 
 
 def full_state_dict(model: ShardedModel, *, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
@@ -30,6 +32,53 @@ def full_state_dict(model: ShardedModel, *, dtype: torch.dtype | None = None) ->
     if first:
         found |= {name: buffer.detach().cpu().clone() for name, buffer in _buffers(model)}
     return found
+
+
+def said_of_weights(model: ShardedModel, *, trainable_only: bool) -> dict[str, Any]:
+    """What a checkpoint says of weights beside their values, as plain data.
+
+    `tied`: other names of what is stored once, and the name under which it is; `dtypes`: in which dtype the model
+    computes, where that is not float32; `absent`: which parameters are left out.
+    """
+    tied: dict[str, str] = {}
+    first: dict[int, str] = {}
+    for name, tensor in (*model.model.named_parameters(remove_duplicate=False), *_buffers(model)):
+        kept = first.setdefault(id(tensor), name)
+        if kept != name:
+            tied[name] = kept
+    units = [unit for unit in model.units if unit.dtype is not torch.float32]
+    dtypes = {name: str(unit.dtype).removeprefix("torch.") for unit in units for name in unit.names}
+    left_out = [name for unit in model.units if trainable_only and not unit.trainable for name in unit.names]
+    return {"tied": tied, "dtypes": dtypes, "absent": left_out}
+
+
+def load_whole(model: ShardedModel, state: Mapping[str, torch.Tensor], *, strict: bool) -> tuple[list[str], list[str]]:
+    """See `Engine.load_module_state_dict`."""
+    names, buffers = _names(model), dict(_buffers(model))
+    known = {name for found in names.values() for name in found} | set(buffers)
+    parameters = {id(p): p for p in model.model.parameters()}
+    given = {number: next((name for name in found if name in state), None) for number, found in names.items()}
+    missing = [names[number][0] for number, name in given.items() if name is None]
+    missing += [name for name in buffers if name not in state]
+    unexpected = [name for name in state if name not in known]
+    if strict and (missing or unexpected):
+        raise CheckpointError(
+            f"the state dictionary does not fit the model: missing {missing[:8]}, unexpected {unexpected[:8]}; pass "
+            "strict=False to take what matches"
+        )
+    wanted = {name: parameters[number] for number, name in given.items() if name is not None}
+    for name, like in (*wanted.items(), *((name, buffers[name]) for name in buffers if name in state)):
+        if state[name].shape != like.shape:
+            raise CheckpointError(
+                f"{name!r} has shape {tuple(state[name].shape)} in the state dictionary, {tuple(like.shape)} here"
+            )
+    for name, parameter in wanted.items():
+        set_full_param(parameter, state[name])
+    with torch.no_grad():
+        for name, buffer in buffers.items():
+            if name in state:
+                buffer.copy_(state[name])
+    return missing, unexpected
 
 
 def _names(model: ShardedModel) -> dict[int, list[str]]:

@@ -164,6 +164,12 @@ class Slot:
         self.load(into).wait()
         return into
 
+    def read_now(self, into: torch.Tensor) -> None:
+        """Read all of it from disk into host memory, from any thread and for nobody who trains: what goes wrong is
+        raised here alone."""
+        assert self._tier is not None
+        self._tier.read_now(self._extent, 0, into)
+
     def write(self, whole: torch.Tensor) -> None:
         """Put back what `read` gave, changed."""
         if self.tensor is None or self.tensor.data_ptr() != whole.data_ptr():

@@ -177,7 +177,7 @@ def _open(path: Path, label: str) -> _File:
         raise refusal(path, error) from error
     try:
         os.unlink(name)
-        file = _File(claim, path, descriptor, _make_direct(descriptor))
+        file = _File(claim, path, descriptor, make_direct(descriptor))
     except OSError as error:
         os.close(descriptor)
         claim.release()
@@ -186,8 +186,8 @@ def _open(path: Path, label: str) -> _File:
     return file
 
 
-def _make_direct(descriptor: int) -> bool:
-    """Turn the page cache off for a file; False where the file system needs it."""
+def make_direct(descriptor: int) -> bool:
+    """Turn the page cache off for an empty file; False where the file system needs it."""
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
     try:
         fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | _DIRECT)

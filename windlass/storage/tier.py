@@ -110,6 +110,7 @@ class DiskTier:
 
     def free(self, extent: Extent) -> None:
         """Give an extent's space back, once what is in flight on it has finished."""
+        _await_guard(extent)
         with self._lock:
             self._mover.check(extent)
             for transfer in list(extent.transfers):
@@ -128,6 +129,7 @@ class DiskTier:
         Raises:
             StorageError: it does not fit there. What goes wrong on the disk is raised by the result's poll and wait.
         """
+        _await_guard(extent)
         return self._mover.start(True, extent, offset, source)
 
     def read(self, extent: Extent, offset: int, into: torch.Tensor) -> Pending:
@@ -141,6 +143,10 @@ class DiskTier:
             StorageError: they reach beyond the extent, or were never written. Else as `write`.
         """
         return self._mover.start(False, extent, offset, into)
+
+    def read_now(self, extent: Extent, offset: int, into: torch.Tensor) -> None:
+        """As `read`, and wait; what goes wrong on the disk is raised here and noted nowhere else."""
+        self._mover.start(False, extent, offset, into).wait()
 
     def buffer(self, nbytes: int) -> torch.Tensor:
         """`[nbytes]` uint8 memory for which transfers are fastest: whole pages, which the kernel keeps at hand.
@@ -215,6 +221,12 @@ class DiskTier:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _await_guard(extent: Extent) -> None:
+    """Without any lock of the tier's: whoever the guard waits for reads from it."""
+    if extent.guard is not None:
+        extent.guard()
 
 
 def _start(stripes: Stripes, engine: str | None, depth: int, threads: int, block: int) -> Running:

@@ -25,6 +25,7 @@ class Extent:
         size: what it takes of them: whole pages.
         written: which of its bytes have a value.
         transfers: what was started on it and not yet found to be finished.
+        guard: called before anything of it is written over or freed; returns when that may be.
     """
 
     what: str
@@ -33,6 +34,7 @@ class Extent:
     size: int
     written: Spans = field(default_factory=Spans)
     transfers: list[Transfer] = field(default_factory=list)
+    guard: Callable[[], None] | None = None
 
 
 @dataclass(frozen=True, eq=False)

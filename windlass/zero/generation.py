@@ -44,9 +44,14 @@ class Generation:
             return self._own(model, *args, **kwargs)
         units = [unit for unit in sharded.units if unit.released]
         sharded.finish_update()
+        sharded.order.meet("parameters gathered whole")
         if _fits(sharded):
             with sharded.runtime.holding(units):
-                return self._own(model, *args, **kwargs)
+                sharded.order.paused = True
+                try:
+                    return self._own(model, *args, **kwargs)
+                finally:
+                    sharded.order.paused = False
         logger.info("generate: the whole model does not fit beside what is in memory; it is gathered for each token")
         if "synced_gpus" in inspect.signature(self._own).parameters and sharded.mesh.data.size > 1:
             kwargs.setdefault("synced_gpus", True)

@@ -31,7 +31,6 @@ class GradientSlot:
         arrived: parameters whose gradient came in this backward.
         used: parameters that had a gradient in this step.
         squares: sum of squares of this rank's cut of the shard, once it was reduced.
-        late: it was incomplete at the end of a backward of this step, or something came twice.
     """
 
     unit: Unit
@@ -48,7 +47,6 @@ class GradientSlot:
     arrived: set[int] = field(default_factory=set)
     used: set[int] = field(default_factory=set)
     squares: torch.Tensor | None = None
-    late: bool = False
 
     @property
     def complete(self) -> bool:

@@ -1,11 +1,10 @@
 """From a parameter's `.grad` to this rank's cut of the reduced gradient.
 
 [Note: reduction] A gradient is copied (the first of a unit) or added (later ones) into the unit's flat buffer, `.grad`
-is
-emptied, and when the unit is complete its buffer is reduced: `shard += sum over ranks`, and the buffer counts as empty
-again. So a unit may be reduced any number of times in a step. Which units are reduced when is the same on all ranks:
-after the first step they go in the order in which rank 0's became complete; units that were late once on any rank (an
-unused parameter, a second arrival) wait for the end of the backward, where the ranks agree which of them anybody has.
+is emptied, and when the unit is complete its buffer is reduced: `shard += sum over ranks`, and the buffer counts as
+empty again. So a unit may be reduced any number of times in a step, and a rank that has nothing of it yet, or never
+will, takes part with zeros. Which units are reduced when is the order's to say (see [Note: agreed order]); what is left
+at the end of a backward (a unit of which a parameter was not used, a second arrival) is reduced then.
 """
 
 from __future__ import annotations
@@ -15,12 +14,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
+from windlass.base.activity import During
 from windlass.base.errors import ModelError
+from windlass.base.pending import Pending
 from windlass.comm.transport import Buffer, Need, Reduction, Transport, cut
 from windlass.zero.gradient_slot import GradientSlot
 from windlass.zero.landing import Landing
+from windlass.zero.order import Order
 from windlass.zero.policy import Policy
 from windlass.zero.ring import Ring
 from windlass.zero.unit import Unit
@@ -30,6 +31,7 @@ from windlass.zero.unit import Unit
 class _Flight:
     slot: GradientSlot
     reduction: Reduction
+    pending: Pending  # the same, after what was started before it
     place: int | None
     out: torch.Tensor
 
@@ -41,6 +43,7 @@ class Gradients:
         units: the trainable ones, in model order.
         policy: whether gradients are cut.
         transport: over the ranks that a unit is reduced over.
+        order: says when a unit is reduced.
         accumulate: dtype in which gradients are kept.
         wire: dtype in which they travel.
         overlap: let reductions run while the backward goes on.
@@ -61,6 +64,7 @@ class Gradients:
         units: list[Unit],
         policy: Policy,
         transport: Transport,
+        order: Order,
         *,
         accumulate: torch.dtype,
         wire: torch.dtype,
@@ -81,10 +85,9 @@ class Gradients:
         self.syncing: Callable[[], bool] = lambda: True
         self.watch: Callable[[Unit, int, torch.Tensor], None] | None = None
         self.landed: Callable[[GradientSlot], None] = lambda slot: None
-        self.order = list(reversed(range(len(units))))  # until the first step has shown a better one
-        self.deferred: set[int] = set()
-        self.arrival_order: list[int] = []
-        self._cursor = 0
+        self._order = order
+        order.contribute = lambda number: self._reduce(self.slots[number])
+        order.ready = self._ready
         self._touched = False
         self._flying: deque[_Flight] = deque()
 
@@ -117,7 +120,6 @@ class Gradients:
             self._ring = Ring(len(buffers), buffers[0].local.numel(), self._accumulate)
             self._ring.bind(buffers, self._transport)
         for number, slot in enumerate(slots):
-            self.order = [*self.order, len(self.slots)]
             self.slots.append(slot)
             if self._cut:
                 self._landing.prepare(slot)
@@ -149,15 +151,13 @@ class Gradients:
             self._take(slot, index)
         slot.used.add(index)
         again = index in slot.arrived
-        slot.late = slot.late or again
         slot.arrived.add(index)
         self._poll()
         if slot.complete and not again:
             if not self._contiguous:
                 self._take_all(slot)
-            self.arrival_order.append(number)
             if self.syncing():
-                self._start_ready()
+                self._order.complete(number)
 
     def _take(self, slot: GradientSlot, index: int) -> None:
         """Move a gradient from `.grad` into the unit's buffer."""
@@ -177,11 +177,11 @@ class Gradients:
                 for slot in self.slots:
                     self._take_all(slot)
             if self.syncing():
-                self._flush()
+                self._order.rest(range(len(self.slots)), lambda number: bool(self.slots[number].written))
             elif self._cut:
                 for slot in self.slots:
                     self._put_aside(slot)
-        self._touched, self._cursor = False, 0
+        self._touched = False
         for slot in self.slots:
             slot.arrived.clear()
 
@@ -222,11 +222,6 @@ class Gradients:
         for buffer in shared:  # a fused step divides gradients where they lie
             self._transport.settle(buffer)
 
-    def learn(self, order: list[int], late: set[int]) -> None:
-        """Take over what all ranks agreed on: the order of the first step, and which units to defer from now on."""
-        self.deferred |= late
-        self.order = order or self.order
-
     def reset(self) -> None:
         """Forget this step's gradients; their memory stays."""
         self.finish()
@@ -234,13 +229,12 @@ class Gradients:
             if slot.place is not None:
                 self._ring.give_back(slot.place)
                 slot.buffer = slot.place = None
-            slot.holds = slot.landed = slot.late = False
+            slot.holds = slot.landed = False
             slot.squares = slot.aside = None
             for parameters in (slot.written, slot.used, slot.arrived):
                 parameters.clear()
             if not self._cut:
                 slot.shard = None
-        self.arrival_order = []
 
     # where a gradient is written
 
@@ -310,38 +304,10 @@ class Gradients:
 
     # when a unit is reduced
 
-    def _start_ready(self) -> None:
-        while self._cursor < len(self.order):
-            number = self.order[self._cursor]
-            if number not in self.deferred:
-                if not self.slots[number].complete:
-                    return
-                self._reduce(self.slots[number])
-            self._cursor += 1
-
-    def _flush(self) -> None:
-        """End of a backward that reduces: the rest of the order, with zeros where nothing came, then the deferred."""
-        for number in self.order[self._cursor :]:
-            if number not in self.deferred:
-                slot = self.slots[number]
-                slot.late = slot.late or not slot.complete
-                self._reduce(slot)
-        self._cursor = len(self.order)
-        if self.deferred:
-            for number, anywhere in enumerate(self._agree(self.deferred)):
-                if anywhere:
-                    self._reduce(self.slots[number])
-
-    def _agree(self, numbers: set[int]) -> list[bool]:
-        """For each unit, whether it is among `numbers` and any rank has a gradient of it. Collective."""
-        have = [int(number in numbers and bool(slot.written)) for number, slot in enumerate(self.slots)]
-        group = self._transport.group
-        if group.size > 1:
-            vector = torch.tensor(have, dtype=torch.int32, device=self.slots[0].unit.full.device)
-            dist.all_reduce(vector, group=group.process_group)
-            self._transport.traffic.control += vector.numel()
-            have = vector.tolist()
-        return [count > 0 for count in have]
+    def _ready(self, number: int) -> bool:
+        """Whether what this rank will have of a unit's gradient is there, and not reduced yet."""
+        slot = self.slots[number]
+        return slot.complete and bool(slot.written) and self.syncing()
 
     def _reduce(self, slot: GradientSlot) -> None:
         """Start the reduction of a unit; its buffer is empty from then on."""
@@ -353,16 +319,17 @@ class Gradients:
         if not self._cut and not slot.holds:
             slot.shard = slot.unit.own_cut(slot.buffer.local)
         out, add = self._landing.out(slot, own)
-        reduction = self._transport.reduce(
-            self.slots.index(slot),
-            slot.buffer,
-            out,
-            add=add,
-            factor=self._after,
-            elements=slot.unit.numel,
-            wire=self._wire,
-        )
-        self._flying.append(_Flight(slot, reduction, slot.place, out))
+        with During("reduce", slot.unit.names):
+            reduction = self._transport.reduce(
+                self.slots.index(slot),
+                slot.buffer,
+                out,
+                add=add,
+                factor=self._after,
+                elements=slot.unit.numel,
+                wire=self._wire,
+            )
+        self._flying.append(_Flight(slot, reduction, self._order.follow(reduction), slot.place, out))
         slot.written.clear()
         slot.holds = True
         if self._cut:
@@ -391,13 +358,14 @@ class Gradients:
             self._land()
 
     def _poll(self) -> None:
-        while self._flying and self._flying[0].reduction.poll():
+        while self._flying and self._flying[0].pending.poll():
             self._land()
 
     def _land(self) -> None:
         """Finish the oldest reduction: they end in the order in which they began, as on all ranks."""
         flight = self._flying.popleft()
-        flight.reduction.wait()
+        with During("reduce", flight.slot.unit.names):
+            flight.pending.wait()
         flight.slot.squares = flight.reduction.squares
         self._landing.land(flight.slot, flight.out)
         if flight.place is not None:

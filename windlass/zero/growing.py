@@ -37,6 +37,7 @@ def grow(model: ShardedModel, parameters: Iterable[nn.Parameter]) -> None:
         StorageError: there is no space on disk for masters and states, on some rank; nothing was changed.
     """
     wanted = {id(parameter): parameter for parameter in parameters}
+    model.order.meet("a change of parameters or states")
     model.finish_update()
     model.take_back()
     model.runtime.release_all()

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from windlass.base.activity import During
 from windlass.comm.groups import Group
 from windlass.comm.ordered_sum import sum_of_squares
 from windlass.comm.traffic import Traffic
@@ -23,16 +24,12 @@ class Verdict:
         norm: of the whole gradient, loss scale included; not finite if any element is not.
         used: for each trainable unit and parameter, whether any rank had a gradient of it.
         unreduced: for each trainable unit, whether any rank holds gradients that were not reduced.
-        late: units that were late on any rank.
-        order: the order in which rank 0's units became complete, if it knows.
         flags: sums over ranks of what else they had to say.
     """
 
     norm: float
     used: list[list[bool]]
     unreduced: list[bool]
-    late: set[int]
-    order: list[int]
     flags: list[float]
 
     @property
@@ -49,16 +46,13 @@ def share_of_norm(slot: GradientSlot, data: Group, shard_count: int) -> tuple[in
     return place * size // parts, (place + 1) * size // parts
 
 
-def agree(
-    gradients: Gradients, data: Group, shard_count: int, traffic: Traffic, *, learn_order: bool, flags: list[float]
-) -> Verdict:
+def agree(gradients: Gradients, data: Group, shard_count: int, traffic: Traffic, *, flags: list[float]) -> Verdict:
     """Reduce the verdict over all data ranks. Collective; reductions under way must be finished.
 
     Args:
         gradients: of this rank.
         data: all data ranks.
         shard_count: over how many of them gradients are cut.
-        learn_order: whether rank 0 says in which order its units became complete.
         flags: numbers to add up over ranks on the same trip.
     """
     slots = gradients.slots
@@ -71,37 +65,29 @@ def agree(
             squares.append(slot.squares)
     device = slots[0].unit.full.device if slots else torch.device("cpu")
     facts: list[float] = [float(pending) for pending in gradients.unreduced()]
-    facts += [float(slot.late) for slot in slots]
-    places = dict.fromkeys(gradients.arrival_order) if learn_order and data.index == 0 else {}
-    position = {number: place + 1 for place, number in enumerate(places)}
-    facts += [float(position.get(number, 0)) for number in range(len(slots))]
     for slot in slots:
         facts += [float(index in slot.used) for index in range(len(slot.unit.parameters))]
     facts += flags
     none = torch.zeros((), dtype=torch.float64, device=device)
     total = torch.stack([none, *(one.to(device) for one in squares)]).sum()
     vector = torch.cat([total.reshape(1), torch.tensor(facts, dtype=torch.float64, device=device)])
-    if data.size > 1:
-        dist.all_reduce(vector, group=data.process_group)
-        traffic.control += vector.numel()
-    return _read(vector.tolist(), slots)
+    with During("agreement of the step"):
+        if data.size > 1:
+            dist.all_reduce(vector, group=data.process_group)
+            traffic.control += vector.numel()
+        return _read(vector.tolist(), slots)
 
 
 def _read(values: list[float], slots: list[GradientSlot]) -> Verdict:
     count = len(slots)
     norm = math.sqrt(values[0]) if values[0] >= 0 else math.nan
     unreduced = [value > 0 for value in values[1 : 1 + count]]
-    late = {number for number in range(count) if values[1 + count + number] > 0}
-    place = values[1 + 2 * count : 1 + 3 * count]
-    order: list[int] = []
-    if any(place):
-        order = sorted(range(count), key=lambda number: (place[number] == 0, place[number], -number))
-    used, at = [], 1 + 3 * count
+    used, at = [], 1 + count
     for slot in slots:
         size = len(slot.unit.parameters)
         used.append([value > 0 for value in values[at : at + size]])
         at += size
-    return Verdict(norm, used, unreduced, late, order, values[at:])
+    return Verdict(norm, used, unreduced, values[at:])
 
 
 def clip_coefficient(norm: float, limit: float) -> float:

@@ -24,6 +24,7 @@ from torch import nn
 
 from windlass.base.memory import Ledger, arena, copy_to_host, host_empty, separate
 from windlass.base.pending import DONE, Pending
+from windlass.storage.memory import aligned_buffer
 from windlass.storage.slot import Home, Slot
 from windlass.storage.staging import Staging
 from windlass.storage.tier import DiskTier
@@ -79,6 +80,30 @@ class _Visit:
     own: torch.Tensor | None = None
     gradient: torch.Tensor | None = None
     gradient_pending: Pending = DONE
+
+
+@dataclass(frozen=True)
+class RecordOnDisk:
+    """What a chunk has on disk now, to be read by another thread before anything is written over it.
+
+    Attributes:
+        extent: where.
+    """
+
+    extent: Extent
+    _tier: DiskTier
+    _entries: tuple[_Entry, ...]
+    _nbytes: int
+
+    def read(self) -> dict[tuple[nn.Parameter | None, str], torch.Tensor]:
+        """By tenant and key, in memory of its own; the master weights under `(None, "")`.
+
+        Raises:
+            StorageError: it can't be read.
+        """
+        buffer, _ = aligned_buffer(max(self._nbytes, 1))
+        self._tier.read_now(self.extent, 0, buffer[: self._nbytes])
+        return {(entry.tenant, entry.key): entry.place(buffer) for entry in self._entries}
 
 
 class Residence:
@@ -203,6 +228,13 @@ class Residence:
                 if entry.tenant is tenant:
                     state[entry.key] = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
         return state
+
+    def on_disk(self, chunk: Chunk) -> RecordOnDisk | None:
+        """What a chunk has there; None for one that is in memory."""
+        record = self._records.get(id(chunk))
+        if chunk.master is not None or record is None or record.extent is None or self._tier is None:
+            return None
+        return RecordOnDisk(record.extent, self._tier, tuple(record.entries), record.nbytes)
 
     def need(self, chunk: Chunk, dtype: torch.dtype) -> int:
         """Bytes that the record of a chunk with masters of `dtype` will take on disk, states included."""

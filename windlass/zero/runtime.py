@@ -1,4 +1,4 @@
-"""The one place that decides when units are gathered and released; starts every gather of the core."""
+"""The one place that decides when units are gathered and released."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from windlass.base.autograd import at_end_of_backward, current_backward
 from windlass.base.tree import tensors
 from windlass.zero.foresight import Foresight
+from windlass.zero.order import BACKWARD, EVALUATION, FORWARD, Order
 from windlass.zero.partition import Block
 from windlass.zero.unit import Presence, Unit
 
@@ -35,9 +36,11 @@ class Runtime:
     below.
     """
 
-    def __init__(self, units: list[Unit], blocks: list[Block], foresight: Foresight) -> None:
+    def __init__(self, units: list[Unit], blocks: list[Block], foresight: Foresight, order: Order) -> None:
         self.units = units
-        self.foresight = foresight
+        self.foresight, self.order = foresight, order
+        order.drop = self._release
+        self.reduces: Callable[[], bool] = lambda: False  # whether the backward that begins will reduce gradients
         self.on_backward_end: list[Callable[[], None]] = []
         self.held: Callable[[], None] = lambda: None  # called when what `holding` holds is present
         self._of_block: dict[int, list[Unit]] = {id(block): [] for block in blocks}
@@ -66,6 +69,7 @@ class Runtime:
         if self._depth == 0 and current_backward() < 0:
             self.foresight.begin(complete=self._had_backward)
             self._had_backward = False
+            self.order.begin(FORWARD if torch.is_grad_enabled() else EVALUATION, reduces=False)
         self._depth += 1
 
     def exit_model(self) -> None:
@@ -73,6 +77,7 @@ class Runtime:
         self._depth -= 1
         if self._depth == 0:
             self._running.clear()
+            self.order.end(FORWARD, EVALUATION)
 
     def enter_block(self, block: Block) -> Call:
         """Before a block runs: its units are present when this returns."""
@@ -137,6 +142,8 @@ class Runtime:
         """Called by every hook that runs in a backward, so that its end is seen; nested ones count until all ended."""
         number = current_backward()
         if number >= 0 and number not in self._backwards:
+            if not self._backwards and not self._depth:
+                self.order.begin(BACKWARD, reduces=self.reduces())
             self._backwards.add(number)
             at_end_of_backward(lambda: self._end(number))
 
@@ -161,7 +168,7 @@ class Runtime:
         """Keep `units` present; collective, as gathers are."""
         for unit in units:
             unit.users += 1
-            unit.gather()
+        self.order.together(units, "parameters gathered whole")
         try:
             for unit in units:
                 unit.await_present()
@@ -176,10 +183,13 @@ class Runtime:
         if not unit.released:
             return
         self.foresight.wanted(unit)
+        self.order.gather(unit, backward=backward)
         unit.await_present(backward=backward)
         if unit.frees:
             for other in self.foresight.next(self.present_elements()):
-                other.gather(backward=backward)
+                if not self.order.ahead(other, backward=backward):
+                    break
+            self.order.go_on()
             for other in self.foresight.to_read():
                 if not other.read_ahead():
                     break
@@ -204,6 +214,7 @@ class Runtime:
             self._release(unit, soon=False)
         for callback in self.on_backward_end:
             callback()
+        self.order.end(BACKWARD)
 
 
 def _lies_in(tensor: torch.Tensor, unit: Unit) -> bool:

@@ -36,6 +36,7 @@ from windlass.zero.hooks import attach_block, attach_gradients, attach_model
 from windlass.zero.landing import Landing
 from windlass.zero.masters import Masters
 from windlass.zero.norm import Verdict, agree, clip_coefficient
+from windlass.zero.order import Order
 from windlass.zero.parking import Parking
 from windlass.zero.partition import Block, plan_units
 from windlass.zero.runtime import Runtime
@@ -99,10 +100,12 @@ class ShardedModel:
         self._builder = Builder(model, settings, homes, mesh, self.group, self.transport, regather, device, self.ledger)
         self.make_slot = self._builder.slot
         trainable = [unit for unit in self.units if unit.trainable]
+        self.order = Order(self.units, hoists=settings.ahead > 0)
         self.gradients = Gradients(
             trainable,
             policy,
             self.transport,
+            self.order,
             accumulate=settings.accumulate,
             wire=settings.wire,
             overlap=settings.overlap,
@@ -141,9 +144,12 @@ class ShardedModel:
         for unit, span in self._builder.fill(self.units, plans, self.gradients):
             self.masters.make(unit, span)
             del span  # or it would live while the next unit is filled
+        if self.group.size > 1 and (trainable or any(unit.frees for unit in self.units)):
+            self.order.agree_on(self.transport.board())
         self.parking = Parking(self.units, self.slots, self.masters, device, self.ledger)
         foresight = Foresight(settings.ahead, self._live(), settings.reuse, homes.read_ahead)
-        self.runtime = Runtime(self.units, blocks, foresight)
+        self.runtime = Runtime(self.units, blocks, foresight, self.order)
+        self.runtime.reduces = lambda: bool(self.slots) and self.gradients.syncing()
         self.health.passing = self._passing
         self.gradients.landed = self._landed
         self.runtime.on_backward_end.append(self.gradients.end_backward)
@@ -163,8 +169,9 @@ class ShardedModel:
         self._attach(blocks)
         self.steps_next: Callable[[], bool] = lambda: False  # whether a step follows the backward that runs
         self.loss_scale: Callable[[], float] = lambda: 1.0  # what is in the gradients now
+        # told the norm and the clip coefficient of a step, with reduced gradients in place; on all ranks
+        self.before_update: Callable[[float, float], None] = lambda norm, clip: None
         self.masters.remember_versions(self.units)
-        self._learned = False
         registry.register(self)
 
     def reserve(self, what: str) -> None:
@@ -202,12 +209,19 @@ class ShardedModel:
         if self.homes.param is not Home.NVME:
             return
         try:
-            self.health.check(
-                "this forward could not read parameters, and its results are wrong", loses=self._under_way()
-            )
+            self._look()
         except StorageError:
             self._read_again()
             raise
+
+    def _look(self) -> None:
+        what = "this forward could not read parameters, and its results are wrong"
+        if self.order.alone or self.group.size < self.mesh.data.size:
+            self.health.check(what, loses=self._under_way())
+            return
+        self.order.bad = lambda: self.health.bad_here() > 0
+        self.order.told = lambda: self.health.tell(what, loses=self._under_way())
+        self.order.look()
 
     def _read_again(self) -> None:
         """What was brought from disk, or is on its way from there, may be NaN: whoever needs it reads it anew."""
@@ -266,6 +280,7 @@ class ShardedModel:
         if self.update is None:
             raise ModelError("there is no optimizer to step: pass one to initialize, or name one in the configuration")
         self.health.refuse("a step")
+        self.order.meet("a step")
         trouble = self._await_result()
         verdict = self._agree([float(trouble is not None), *(flags or [])])
         if verdict.flags.pop() > 0:
@@ -286,6 +301,7 @@ class ShardedModel:
         self.gradients.spread()
         self.take_back()
         clip = clip_coefficient(norm, limit)
+        self.before_update(norm, clip)
         used = {slot.unit.index: flags for slot, flags in zip(self.slots, verdict.used, strict=True)}
         batches = _stepped(self.update.run(used, scale / clip))
         if delay and self.delayed is not None:
@@ -311,6 +327,7 @@ class ShardedModel:
         """
         if self.delayed is None or not self.delayed.under_way:
             return
+        self.order.meet("the end of a delayed update")
         trouble = self._await_result()
         failed = torch.tensor([float(trouble is not None)], dtype=torch.float64, device=self.device)
         if self.mesh.data.size > 1:  # which also says that no peer computes with the old parameters any more
@@ -374,6 +391,7 @@ class ShardedModel:
     @contextmanager
     def renewing(self, units: list[Unit]) -> Iterator[None]:
         """As `editing`, but whoever is inside brings to hand what it sets, and writes it back itself. Collective."""
+        self.order.meet("a change of parameters or states")
         self.finish_update()
         if self.group.size > 1 and any(unit.buffer.parts for unit in units):
             dist.barrier(group=self.group.process_group)  # a peer may be in its backward still, and read them there
@@ -403,8 +421,10 @@ class ShardedModel:
         if self.delayed is not None:
             self.delayed.close()
         self.parking.bring_back()
+        self.order.meet("destroy")
         self.gradients.finish()
         for unit in self.units:
+            self.order.gather_now(unit)
             unit.await_present()
             for parameter, view in zip(unit.parameters, unit.views(), strict=True):
                 if isinstance(parameter, Released):
@@ -482,9 +502,7 @@ class ShardedModel:
         count = self.group.size if self.policy.state else data.size
 
         def ask() -> Verdict:
-            learn = not self._learned
-            known = [*flags, self.health.bad_here()]
-            return agree(self.gradients, data, count, traffic, learn_order=learn, flags=known)
+            return agree(self.gradients, data, count, traffic, flags=[*flags, self.health.bad_here()])
 
         replicated = self.policy.state and self.mesh.replicate.size > 1
         verdict = ask()
@@ -497,8 +515,7 @@ class ShardedModel:
                     traffic.add("replicate", 2 * slot.unit.numel // count, 0)
         if any(verdict.unreduced) or replicated:
             verdict = ask()
-        self.gradients.learn(verdict.order if not self._learned else [], verdict.late)
-        self._learned = True
+        self.order.new_step()
         return verdict
 
     def _refuse_unused(self, used: list[list[bool]]) -> None:

@@ -8,6 +8,7 @@ from enum import Enum
 import torch
 from torch import nn
 
+from windlass.base.activity import During
 from windlass.base.errors import ModelError
 from windlass.base.memory import Ledger
 from windlass.base.pending import DONE, Pending
@@ -69,8 +70,11 @@ class Unit:
         self.secondary: torch.Tensor | None = None
         self.lent: set[int] = set()  # parameters that hold a private copy inside GatheredParameters
         self.adopt: Callable[[Unit], bool] | None = None  # set by the runtime: gather it for whoever runs now
+        self.in_order: Callable[[Pending], Pending] = lambda pending: pending  # set by the order
+        self.brought = False  # gathered before anybody here needed it
         self._pending: Pending = DONE
-        self._secondary_valid = False
+        self._secondary_valid = False  # the second copy is of the present values
+        self._gathered = True  # on all ranks, since the values changed
 
     @property
     def numel(self) -> int:
@@ -163,28 +167,44 @@ class Unit:
 
     def gather(self, *, backward: bool = False) -> None:
         """Start to make the parameters present; `await_present` finishes that."""
+        if self.presence is Presence.RELEASED:
+            self._start(backward=backward)
+
+    def join(self, *, backward: bool = False) -> None:
+        """Take part in a gather that some rank needs, whether the parameters are present here or not."""
         if self.presence is not Presence.RELEASED:
-            return
-        self.presence = Presence.COMING
+            self.await_present()
+        self._start(backward=backward)
+
+    def _start(self, *, backward: bool) -> None:
+        here = self.presence is Presence.PRESENT  # then peers' cuts come once more, the same as they are
+        if not here:
+            self.presence = Presence.COMING
         if self.rests is None:
             self._pending = self.transport.gather(self.buffer, elements=self.numel)
             return
-        self._hold(self.nbytes)
-        self.transport.occupy(self.buffer)
-        if backward and self._regather is not None and self.secondary is not None and self._secondary_valid:
-            group = self._regather.group
-            cut(self.full, group.index, group.size).copy_(self.secondary)
-            self._pending = self._regather.gather(self.buffer, elements=self.numel)
+        if not here:
+            self._hold(self.nbytes)
+            self.transport.occupy(self.buffer)
+        # whether nearer ranks are asked must be the same on all, whatever each of them released
+        if backward and self._regather is not None and self.secondary is not None and self._gathered:
+            if not here:
+                group = self._regather.group
+                cut(self.full, group.index, group.size).copy_(self.secondary)
+            self._pending = self.in_order(self._regather.gather(self.buffer, elements=self.numel))
             return
-        fetched = self.rests.fetch(self.own_full)
-        self._pending = self.transport.gather(self.buffer, elements=self.numel, ready=fetched)
+        self._gathered = True
+        fetched = DONE if here else self.rests.fetch(self.own_full)
+        with During("gather", self.names):
+            self._pending = self.in_order(self.transport.gather(self.buffer, elements=self.numel, ready=fetched))
 
     def await_present(self, *, backward: bool = False) -> None:
         """Gather if nobody has, wait, and point the parameters at their values."""
         if self.presence is Presence.PRESENT:
             return
         self.gather(backward=backward)
-        self._pending.wait()
+        with During("gather", self.names):
+            self._pending.wait()
         self._pending = DONE
         self._point()
 
@@ -194,8 +214,8 @@ class Unit:
         Args:
             stale: the cut at rest has newer values than `full`, so that no second copy may be taken from it.
         """
-        if self.presence is not Presence.PRESENT:
-            self._pending.wait()
+        self._pending.wait()
+        self._pending, self.brought = DONE, False
         if self._regather is not None and self.secondary is not None and not self._secondary_valid and not stale:
             near = self._regather.group
             self.secondary.copy_(cut(self.full, near.index, near.size))
@@ -210,7 +230,7 @@ class Unit:
 
     def updated(self) -> None:
         """The cut has new values, which peers may gather."""
-        self._secondary_valid = False
+        self._secondary_valid = self._gathered = False
         if self.released and not self.frees:
             self.transport.publish(self.buffer)
 

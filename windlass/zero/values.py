@@ -52,6 +52,7 @@ def full_grad(parameter: nn.Parameter) -> torch.Tensor | None:
     if number is None:
         return None
     model, slot = place.model, place.model.slots[number]
+    model.order.meet("the reading of a gradient")
     model.gradients.finish()
     group = model.mesh.data
     facts = torch.tensor([int(bool(slot.written)), int(place.index in slot.used)], device=model.device)
@@ -270,6 +271,7 @@ def set_local_state(parameter: nn.Parameter, key: str, value: torch.Tensor) -> N
 def _finished(parameter: nn.Parameter) -> Place:
     """As `require`, with no update of the model under way. Collective."""
     place = require(parameter)
+    place.model.order.meet("the reading of parameters or states")
     place.model.finish_update()
     return place
 

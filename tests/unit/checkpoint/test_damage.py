@@ -8,7 +8,6 @@ import json
 import os
 import pickle
 import shutil
-import sys
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +18,7 @@ import torch
 from tests.unit.checkpoint import states
 from windlass.base.errors import CheckpointError
 from windlass.checkpoint import SavedState, load, read_full, read_latest, save, tags, tensor_file
+from windlass.checkpoint.draft import Draft
 
 DATA = "t/rank_00000.safetensors"
 INDEX = "t/checkpoint.json"
@@ -221,7 +221,7 @@ class Killed(BaseException):
 
 
 @pytest.mark.parametrize("tag", ["t", "u"])
-@pytest.mark.parametrize("step", range(12))
+@pytest.mark.parametrize("step", range(13))
 def test_a_writer_killed_between_any_two_steps_leaves_a_whole_checkpoint(
     saved: Path, monkeypatch: pytest.MonkeyPatch, step: int, tag: str
 ) -> None:
@@ -235,10 +235,10 @@ def test_a_writer_killed_between_any_two_steps_leaves_a_whole_checkpoint(
 
         return call
 
-    for name in ("rename", "replace", "fsync", "mkdir"):
+    for name in ("rename", "replace", "fsync", "mkdir", "unlink"):
         monkeypatch.setattr(os, name, dying(getattr(os, name)))
     monkeypatch.setattr(shutil, "rmtree", dying(shutil.rmtree))
-    monkeypatch.setattr(sys.modules["windlass.checkpoint.save"], "discard", lambda root, tag: None)
+    monkeypatch.setattr(Draft, "discard", lambda draft: None)
     with contextlib.suppress(Killed):
         save(saved, tag, states.state(0, 1, offset=5))
     monkeypatch.undo()
@@ -260,7 +260,7 @@ def test_a_writer_killed_twice_leaves_the_former_checkpoint(saved: Path, monkeyp
         raise Killed
 
     monkeypatch.setattr(os, "fsync", fsync)
-    monkeypatch.setattr(sys.modules["windlass.checkpoint.save"], "discard", lambda root, tag: None)
+    monkeypatch.setattr(Draft, "discard", lambda draft: None)
     with pytest.raises(Killed):
         save(saved, "t", states.state(0, 1, offset=5))
     monkeypatch.undo()

@@ -57,6 +57,8 @@ BROKEN: list[tuple[str, dict[str, Any]]] = [
         "activation_checkpointing.contiguous_memory_optimization",
         {"activation_checkpointing": {"contiguous_memory_optimization": True}},
     ),
+    ("watchdog.timeout_s", {"watchdog": {"report_after_s": 60, "timeout_s": 30}}),
+    ("train_batch_size", {"train_batch_size": 8, "elasticity": {"enabled": True}}),
 ]
 
 FINE: list[dict[str, Any]] = [
@@ -69,6 +71,8 @@ FINE: list[dict[str, Any]] = [
     {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "scheduler": WARMUP},
     {"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}, "scheduler": WARMUP},
     {"optimizer": {"type": "AdamW"}, "scheduler": WARMUP},
+    {"watchdog": {"report_after_s": 30, "timeout_s": 30}},
+    {"train_batch_size": 8, "elasticity": {"enabled": True, "ignore_non_elastic_batch_info": True}},
 ]
 
 

@@ -7,10 +7,11 @@ import signal
 from hypothesis import given
 from hypothesis import strategies as st
 
+from windlass.base.process import ENDED_BY_WATCHDOG
 from windlass.launch.outcome import Failure, outcome_of
 
 NOW = 1_700_000_000
-OWN = st.integers(1, 127)
+OWN = st.integers(1, 127).filter(lambda code: code != ENDED_BY_WATCHDOG)
 TOLD_TO_STOP = st.sampled_from([-signal.SIGTERM, -signal.SIGINT, 130, 143])
 
 
@@ -47,3 +48,12 @@ def test_what_follows_later_does_not_hide_the_cause(code: int, later: int, secon
 def test_messages_name_the_rank_and_what_ended_it() -> None:
     assert str(Failure(3, 7, NOW)) == "rank 3 ended with exit code 7"
     assert str(Failure(0, -signal.SIGSEGV, NOW)) == "rank 0 was ended by SIGSEGV"
+
+
+@given(OWN)
+def test_what_watchdogs_end_does_not_hide_the_cause(code: int) -> None:
+    assert outcome_of(failures(ENDED_BY_WATCHDOG, code)).code == code
+    assert outcome_of(failures(ENDED_BY_WATCHDOG, -9)).code == 137
+    both = outcome_of(failures(ENDED_BY_WATCHDOG, ENDED_BY_WATCHDOG))
+    assert both.code == ENDED_BY_WATCHDOG
+    assert str(both.failures[0]) == "rank 0 was ended by its watchdog, whose report says why"

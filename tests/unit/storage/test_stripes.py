@@ -64,7 +64,7 @@ def test_a_file_system_that_refuses_direct_io_is_named_and_served(
 ) -> None:
     import torch
 
-    monkeypatch.setattr("windlass.storage.stripes._make_direct", lambda descriptor: False)
+    monkeypatch.setattr("windlass.storage.stripes.make_direct", lambda descriptor: False)
     logger = logging.getLogger("windlass")
     logger.addHandler(caplog.handler)
     try:

@@ -57,4 +57,4 @@ def draw(panels: list[Panel], path: Path, title: str) -> bool:
 
 
 def _is_rival(label: str) -> bool:
-    return label in ("ddp", "zro", "fsdp2", "fsdp3") or label.startswith("DeepSpeed")
+    return label in ("ddp", "zro", "fsdp2", "fsdp3") or label.startswith(("DeepSpeed", "torch", "DCP"))

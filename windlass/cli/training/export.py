@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from windlass.base.errors import CheckpointError
+from windlass.checkpoint.export import replace_directory
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -47,15 +48,6 @@ def export_model(model: Any, state: Mapping[str, torch.Tensor], tokenizer_dir: P
         ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-
-
-def replace_directory(new: Path, target: Path) -> None:
-    """Puts `new` in the place of `target`; a directory cannot be exchanged in one step, so the old one moves first."""
-    old = target.with_name(f".{target.name}.{os.getpid()}.old")
-    if target.exists():
-        os.replace(target, old)
-    os.replace(new, target)
-    shutil.rmtree(old, ignore_errors=True)
 
 
 def _with_weights(model: Any, state: Mapping[str, torch.Tensor]) -> Any:

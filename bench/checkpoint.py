@@ -1,0 +1,162 @@
+"""What a checkpoint costs: windlass, blocking and not, beside torch.save and torch.distributed.checkpoint, by turns.
+
+python bench/checkpoint.py --path /mnt/nvme
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+from contextlib import closing
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from disk import Raw
+from rich.table import Table
+
+from windlass.base.errors import StorageError
+from windlass.cli.benches.facts import write_result
+from windlass.cli.benches.picture import Panel, draw
+from windlass.cli.benches.screen import screen
+from windlass.launch.run import launch, threads_per_rank
+from windlass.storage import DiskTier
+
+_RESULTS = Path(__file__).parent / "results"
+_RANK = Path(__file__).parent / "rig" / "checkpoint_rank.py"
+_STATES = 12  # bytes a parameter: float32 weight and two moments
+_BLOCK, _DEPTH = 1 << 20, 32
+NAMES = (
+    "windlass",
+    "windlass async",
+    "torch.save",
+    "torch.save, no crc32",
+    "DCP",
+    "DCP async",
+)
+_WORDS = """\
+seconds    from the call to the last byte durable (fsync), on the slowest rank, nothing else going on
+of raw     that rate over the better one of bench/disk.py's raw writers (direct I/O by threads and by a ring), which
+           wrote as much before and after; of two medians
+blocked    how long the call itself takes: what training stands still for
+10 steps   how much longer the next ten steps take than ten undisturbed ones of the same round, while an asynchronous
+           save is written behind them
+Each rank of torch.save and of DCP writes the very tensors that it has in windlass's checkpoint; torch.save is followed
+by an fsync. DCP has its default writer, which fsyncs; DCP async gets a gloo group of its own. windlass checksums every
+entry (crc32), writes under a temporary name and renames; DCP has no checksums."""
+
+
+def main(
+    width: Annotated[int, typer.Option(min=64, help="Of the model's linear layers.")] = 1024,
+    layers: Annotated[int, typer.Option(min=1, help="How many; width^2 parameters each, 12 bytes of state each.")] = 80,
+    batch: Annotated[int, typer.Option(min=1, help="Rows of a rank.")] = 32,
+    ranks: Annotated[int, typer.Option(min=1, help="Processes.")] = 2,
+    stage: Annotated[int, typer.Option(min=0, max=3, help="Of ZeRO.")] = 2,
+    rounds: Annotated[int, typer.Option(min=1, help="Turns of each.")] = 5,
+    steps: Annotated[int, typer.Option(min=2, help="Timed behind a save.")] = 10,
+    path: Annotated[Path, typer.Option(help="A folder on the disk to use.")] = Path("."),
+    only: Annotated[str, typer.Option(help=f"Separated by semicolons, of: {'; '.join(NAMES)}.")] = "",
+    name: Annotated[str, typer.Option(help="Of the files in --results.")] = "checkpoint",
+    results: Annotated[Path, typer.Option(help="Folder of the JSON and the picture.")] = _RESULTS,
+) -> None:
+    """Save by turns, print the table, write the JSON and the picture."""
+    chosen = [one.strip() for one in only.split(";") if one.strip()] or list(NAMES)
+    for one in chosen:
+        if one not in NAMES:
+            raise typer.BadParameter(f"{one!r} is unknown; separate by semicolons: {'; '.join(NAMES)}")
+    console = screen()
+    work = {"width": width, "layers": layers, "batch": batch, "stage": stage, "rounds": rounds, "steps": steps}
+    expected = layers * width * width * _STATES
+    with tempfile.TemporaryDirectory(prefix="windlass-checkpoint-", dir=path) as folder:
+        raw = _raw(Path(folder), expected, rounds)
+        Path(folder, "work.json").write_text(json.dumps({**work, "names": chosen}))
+        env = {"WINDLASS_LOG_LEVEL": "WARNING", "OMP_NUM_THREADS": str(threads_per_rank(ranks))}
+        if code := launch([str(_RANK), folder], ranks, env=env):
+            raise typer.Exit(code)
+        told = [json.loads(Path(folder, f"rank{rank}.json").read_text()) for rank in range(ranks)]
+        raw += _raw(Path(folder), expected, rounds)
+    nbytes, best = sum(rank["bytes"] for rank in told), statistics.median(raw)
+    found = {one: _summary([rank["saves"][one] for rank in told], nbytes, best) for one in chosen}
+    step = statistics.median(value for rank in told for save in rank["saves"].values() for value in save["plain_step"])
+    console.print(_table(found, nbytes, best, step, ranks))
+    console.print(_WORDS, soft_wrap=True)
+    facts = {"bytes": nbytes, "ranks": ranks, "step_s": step, "raw_write_gb_s": raw, "words": _WORDS}
+    written = write_result(
+        results / f"{name}.json", {"bench": "checkpoint", **work, **facts, "found": found, "by_rank": told}
+    )
+    console.print(f"written: {written}", soft_wrap=True)
+    panels = [
+        Panel("until durable", "GB/s", {one: round(values["gb_s"], 3) for one, values in found.items()}),
+        Panel("training stands still", "ms", {one: round(values["blocked_ms"], 1) for one, values in found.items()}),
+        Panel(f"next {steps} steps", "ms longer", {one: round(v["behind_ms"], 1) for one, v in found.items()}),
+    ]
+    draw(panels, results / f"{name}.png", f"{nbytes / 1e9:.2f} GB of {ranks} ranks; raw disk {best:.2f} GB/s")
+
+
+def _raw(folder: Path, nbytes: int, rounds: int) -> list[float]:
+    """GB/s of raw writing, the best way of each round."""
+    nbytes = max(nbytes // _BLOCK, 2 * _DEPTH) * _BLOCK
+    with DiskTier([folder], queue_depth=_DEPTH) as tier:
+        try:
+            memory = tier.buffer(min(nbytes, 256 << 20) // _BLOCK * _BLOCK).random_()
+            with closing(Raw(folder, nbytes, _BLOCK, _DEPTH, memory)) as raw:
+                works = raw.works(True, "write")
+                return [_best(works, nbytes) for _ in range(rounds + 1)][1:]
+        except OSError as error:
+            raise StorageError(f"{folder}: no raw rate to compare with ({error}); name a folder on a disk") from error
+
+
+def _best(works: dict[str, Any], nbytes: int) -> float:
+    import time
+
+    rates = []
+    for work in works.values():
+        start = time.perf_counter()
+        work()
+        rates.append(nbytes / (time.perf_counter() - start) / 1e9)
+    return max(rates)
+
+
+def _summary(of_ranks: list[dict[str, list[float]]], nbytes: int, raw: float) -> dict[str, Any]:
+    """Medians over rounds of the slowest rank of each."""
+    slowest = {
+        key: [max(values) for values in zip(*(one[key] for one in of_ranks), strict=True)] for key in of_ranks[0]
+    }
+    seconds = statistics.median(slowest["seconds"])
+    steps = zip(slowest["steps"], slowest["plain_steps"], strict=True)
+    plain = statistics.median(slowest["plain_steps"])
+    behind = statistics.median(after - before for after, before in steps)
+    return {
+        "seconds": seconds,
+        "gb_s": nbytes / seconds / 1e9,
+        "of_raw": nbytes / seconds / 1e9 / raw,
+        "blocked_ms": 1e3 * statistics.median(slowest["blocked"]),
+        "blocked_steps": statistics.median(slowest["blocked"]) / statistics.median(slowest["plain_step"]),
+        "behind_ms": 1e3 * behind,
+        "behind_share": behind / plain,
+    }
+
+
+def _table(found: dict[str, dict[str, Any]], nbytes: int, raw: float, step: float, ranks: int) -> Table:
+    title = f"{nbytes / 1e9:.2f} GB, {ranks} ranks, raw disk {raw:.2f} GB/s, a step {1e3 * step:.0f} ms"
+    table = Table(title=title, title_justify="left")
+    table.add_column("what")
+    for column in ("seconds", "GB/s", "of raw", "blocked ms", "= steps", "10 steps +ms", "+%"):
+        table.add_column(column, justify="right")
+    for name, one in found.items():
+        table.add_row(
+            name,
+            f"{one['seconds']:.2f}",
+            f"{one['gb_s']:.2f}",
+            f"{one['of_raw']:.0%}",
+            f"{one['blocked_ms']:.0f}",
+            f"{one['blocked_steps']:.2f}",
+            f"{one['behind_ms']:.0f}",
+            f"{one['behind_share']:.0%}",
+        )
+    return table
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,161 @@
+"""A rank that trains a model and saves its states by turns in every way that is compared."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+
+import windlass
+
+Wait = Callable[[], None]
+Save = Callable[[Path], Wait]  # returns once training may go on; the result waits until all is durable
+
+
+def ways(engine: Any, tensors: dict[str, torch.Tensor]) -> dict[str, Save]:
+    """Every way to save, by name.
+
+    Args:
+        tensors: what this rank writes in windlass's way.
+    """
+    rank, group = dist.get_rank(), dist.new_group(backend="gloo")
+    named = {f"rank{rank}/{name}": tensor for name, tensor in tensors.items()}
+
+    def windlass_save(folder: Path, *, blocking: bool) -> Wait:
+        engine.save_checkpoint(str(folder), tag="t", blocking=blocking)
+        return engine.finish_checkpoint
+
+    def torch_save(folder: Path, *, crc32: bool) -> Wait:
+        torch.serialization.set_crc32_options(crc32)
+        with open(folder / f"rank{rank}.pt", "wb") as file:
+            torch.save(named, file)
+            file.flush()
+            os.fsync(file.fileno())
+        return _nothing
+
+    def dcp_save(folder: Path) -> Wait:
+        dcp.save(named, storage_writer=dcp.FileSystemWriter(folder))
+        return _nothing
+
+    def dcp_async(folder: Path) -> Wait:
+        future: Any = dcp.async_save(named, storage_writer=dcp.FileSystemWriter(folder), process_group=group)
+        return lambda: future.result() and None
+
+    return {
+        "windlass": lambda folder: windlass_save(folder, blocking=True),
+        "windlass async": lambda folder: windlass_save(folder, blocking=False),
+        "torch.save": lambda folder: torch_save(folder, crc32=True),
+        "torch.save, no crc32": lambda folder: torch_save(folder, crc32=False),
+        "DCP": dcp_save,
+        "DCP async": dcp_async,
+    }
+
+
+def _nothing() -> None:
+    return
+
+
+class Trial:
+    """Saves and steps of one run, timed.
+
+    Args:
+        step: trains one step.
+    """
+
+    def __init__(self, folder: Path, step: Callable[[], None], steps: int) -> None:
+        self._folder, self._step, self._steps, self._count = folder, step, steps, 0
+
+    def measure(self, save: Save, found: dict[str, list[float]]) -> None:
+        """One turn: a save alone, and one with steps behind it."""
+        plain = self._train()
+        place = self._place()
+        begin = time.perf_counter()
+        save(place)()
+        found["seconds"].append(time.perf_counter() - begin)
+        self._remove(place)
+        place = self._place()
+        begin = time.perf_counter()
+        wait = save(place)
+        found["blocked"].append(time.perf_counter() - begin)
+        found["steps"].append(sum(self._train()))
+        wait()
+        found["plain_steps"].append(sum(plain))
+        found["plain_step"].append(sorted(plain)[len(plain) // 2])
+        self._remove(place)
+
+    def _train(self) -> list[float]:
+        seconds = []
+        for _ in range(self._steps):
+            begin = time.perf_counter()
+            self._step()
+            seconds.append(time.perf_counter() - begin)
+        return seconds
+
+    def _place(self) -> Path:
+        self._count += 1
+        place = self._folder / f"save{self._count}"
+        place.mkdir(exist_ok=True)
+        dist.barrier()
+        return place
+
+    def _remove(self, place: Path) -> None:
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(place)
+        dist.barrier()
+
+
+def main(folder: Path) -> None:
+    """Do the work in `folder`/work.json; the answer lies beside it."""
+    work = json.loads((folder / "work.json").read_text())
+    torch.manual_seed(0)
+    width = work["width"]
+    model = torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False) for _ in range(work["layers"])))
+    config = {
+        "train_micro_batch_size_per_gpu": work["batch"],
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        "zero_optimization": {"stage": work["stage"], "stage3_param_persistence_threshold": 0},
+    }
+    engine, *_ = windlass.initialize(model=model, config=config)
+    rank, rows = dist.get_rank(), torch.randn(work["batch"], width)
+
+    def step() -> None:
+        engine.backward(engine(rows).square().mean())
+        engine.step()
+
+    step()
+    engine.save_checkpoint(str(folder / "first"), tag="t")
+    dist.barrier()
+    tensors = load_file(folder / "first" / "t" / f"rank_{rank:05d}.safetensors")
+    tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+    saves = {name: save for name, save in ways(engine, tensors).items() if name in work["names"]}
+    found: dict[str, dict[str, list[float]]] = {}
+    trial = Trial(folder, step, work["steps"])
+    for number in range(work["rounds"] + 1):  # the first warms up
+        for name, save in saves.items() if number % 2 == 0 else reversed(saves.items()):
+            into: dict[str, list[float]] = {
+                key: [] for key in ("seconds", "blocked", "steps", "plain_steps", "plain_step")
+            }
+            trial.measure(save, into)
+            if number:
+                kept = found.setdefault(name, {key: [] for key in into})
+                for key, values in into.items():
+                    kept[key] += values
+    nbytes = sum(tensor.nbytes for tensor in tensors.values())
+    (folder / f"rank{rank}.json").write_text(json.dumps({"bytes": nbytes, "saves": found}))
+    engine.destroy()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,158 @@
+"""Ranks that run different modules, or more micro-batches than others, train what one process trains."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import windlass
+
+from tests import oracle
+from tests.dist.harness import RankError, run_ranks
+from tests.dist.laws import ADAMW, Setting, ds_config, specimen, start, whole_params
+from tests.dist.test_offload import LATE, hold, homes
+from tests.models import DIFFERING, Place
+from tests.oracle import Recipe, relative_error
+
+RECIPE = Recipe(ranks=2, accumulation=2, steps=4, optimizer="AdamW", optimizer_params=ADAMW)
+FROZEN_KNOBS = (
+    ("stage3_prefetch_bucket_size", 0),
+    ("stage3_max_live_parameters", 0),
+    ("stage3_max_reuse_distance", 0),
+)
+
+
+def settings(transport: str, home: str, *zero: tuple[str, Any]) -> list[Setting]:
+    """Every stage that cuts something, with what it cuts at `home`."""
+    away = {s: homes("cpu", "cpu" if s == 3 else "none", "") if home == "host" else () for s in (1, 2, 3)}
+    return [Setting(stage=s, transport=transport, zero=(*away[s], *zero)) for s in (1, 2, 3)]
+
+
+@pytest.mark.parametrize("name", ["towers_reentrant", "experts", "early_exit", "uneven"])
+def test_ranks_that_differ_equal_one_process(name: str, transport: str) -> None:
+    hold(name, RECIPE, settings(transport, "host"), LATE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("knobs", [(), FROZEN_KNOBS, (("merge_below", 3000),)], ids=["default", "frozen", "merged"])
+@pytest.mark.parametrize("home", ["device", "host"])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("name", DIFFERING)
+def test_all_that_differ_equal_one_process(name: str, ranks: int, home: str, transport: str, knobs: Any) -> None:
+    recipe = Recipe(ranks=ranks, accumulation=3, steps=6)
+    hold(name, recipe, [Setting(stage=0, transport=transport), *settings(transport, home, *knobs)], LATE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sections", [(("zero_hpz_partition_size", 2),), (("mics_shard_size", 2),)], ids=["hpz", "mics"])
+@pytest.mark.parametrize("name", ["towers_reentrant", "experts", "random_path", "uneven"])
+def test_ranks_that_differ_in_smaller_groups(name: str, transport: str, sections: Any) -> None:
+    recipe = Recipe(ranks=4, accumulation=2, steps=5)
+    hold(name, recipe, [Setting(stage=3, transport=transport, zero=sections)], LATE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("name", ["towers", "uneven"])
+def test_ranks_that_differ_in_sixteen_bits(name: str, precision: str, transport: str) -> None:
+    recipe = Recipe(ranks=2, accumulation=2, steps=4, precision=precision)
+    hold(name, recipe, settings(transport, "host"), LATE)
+
+
+def beside_ddp(transport: str, stage: int) -> tuple[float, str]:
+    """How far the engine's parameters are from DDP's, after the same steps."""
+    subject, rank = specimen("experts"), dist.get_rank()
+    recipe = Recipe(steps=5, clipping=0.0)
+    theirs = DistributedDataParallel(oracle.build(subject, 0), find_unused_parameters=True)
+    optimizer = oracle.make_optimizer(recipe, list(theirs.parameters()))
+    engine = start(subject, ds_config(recipe, Setting(stage=stage, transport=transport)))
+    for step in range(recipe.steps):
+        batch = subject.batch(Place(step, 0, rank))
+        subject.train(theirs, batch, lambda loss: loss.backward())
+        optimizer.step()
+        optimizer.zero_grad()
+        subject.train(engine, batch, engine.backward)
+        engine.step()
+    found = relative_error(whole_params(engine.module), dict(theirs.module.named_parameters()))
+    engine.destroy()
+    return found
+
+
+def test_ranks_that_differ_equal_ddp_with_unused_parameters(transport: str) -> None:
+    for error, where in run_ranks(beside_ddp, 2, transport, 3, transport=transport):
+        assert error < 1e-6, where
+
+
+def rounds_of(name: str, transport: str) -> list[int]:
+    """How often ranks talked in each step, beyond the collectives themselves."""
+    subject, rank = specimen(name), dist.get_rank()
+    recipe = Recipe(steps=5)
+    engine = start(subject, ds_config(recipe, Setting(stage=3, transport=transport)))
+    board, told = engine._sharded.order._board, []
+    exchange = board.exchange
+
+    def counted(*args: Any) -> Any:
+        told[-1] += 1
+        return exchange(*args)
+
+    board.exchange = counted
+    for step in range(recipe.steps):
+        told.append(0)
+        subject.train(engine, subject.batch(Place(step, 0, rank)), engine.backward)
+        engine.step()
+    board.exchange = exchange
+    engine.destroy()
+    return told
+
+
+@pytest.mark.parametrize("name", ["mlp", "tied"])
+def test_ranks_that_agree_say_so_at_most_thrice_a_step(name: str) -> None:
+    """At the begin of the forward and of the backward, and at the step; on shared memory a forward asks nobody."""
+    for transport, often in (("gloo", 3), ("shm", 2)):
+        for told in run_ranks(rounds_of, 2, name, transport, transport=transport):
+            assert told[0] > often and told[1:] == 4 * [often], told
+
+
+def meets_elsewhere() -> None:
+    engine = start(specimen("mlp"), ds_config(Recipe(), Setting(stage=3)))
+    batch = specimen("mlp").batch(Place(0, 0, dist.get_rank()))
+    engine.backward(engine(**batch))
+    if dist.get_rank() == 0:
+        engine.step()
+    else:
+        windlass.zero.full_grad(next(engine.module.parameters()))
+
+
+def test_ranks_that_wait_in_different_places_are_told_where() -> None:
+    with pytest.raises(RankError) as caught:
+        run_ranks(meets_elsewhere, 2, transport="gloo")
+    assert "rank 0 is at a step, rank 1 is at the reading of a gradient" in str(caught.value)
+    assert "CommunicationError" in caught.value.kinds
+
+
+def alone_in_a_forward(transport: str) -> list[torch.Tensor]:
+    """Rank 1 evaluates twice while rank 0 is at its step already, which serves it."""
+    subject, rank = specimen("mlp"), dist.get_rank()
+    engine = start(subject, ds_config(Recipe(), Setting(stage=3, transport=transport)))
+    batch = subject.batch(Place(0, 0, rank))
+    engine.backward(engine(**batch))
+    found = []
+    with torch.no_grad():
+        for _ in range(2 * rank):
+            found.append(engine(**subject.batch(Place(7, 0, 0))))
+    engine.step()
+    engine.destroy()
+    return found
+
+
+def test_an_evaluation_of_one_rank_is_served_by_who_waits_at_a_step(transport: str) -> None:
+    model = oracle.build(specimen("mlp"), 0)
+    wanted = model(**specimen("mlp").batch(Place(7, 0, 0)))
+    none, both = run_ranks(alone_in_a_forward, 2, transport, transport=transport)
+    assert not none and len(both) == 2
+    for loss in both:
+        torch.testing.assert_close(loss, wanted.detach())

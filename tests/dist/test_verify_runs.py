@@ -1,0 +1,191 @@
+"""`windlass verify` follows what scripts do beside training: dropout, checkpoints, edits, several engines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests import oracle
+from tests.dist.harness import RankError
+from tests.dist.laws import Setting, ds_config, specimen
+from tests.dist.test_engines import built, joint_loss
+from tests.dist.test_verify import ADAMW, assert_equal
+from tests.dist.verified import verify_training
+from tests.models import Place, mse, rows
+from tests.models.plain import Regressor
+from tests.models.specimen import WIDTH
+
+pytestmark = pytest.mark.slow
+
+
+class Dropped(nn.Module):
+    """Draws from every generator that a model may draw from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.drop = Regressor(), nn.Dropout(0.3)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        import random
+
+        import numpy
+
+        scale = 1.0 + random.random() + float(numpy.random.rand())
+        return mse(self.body.head(self.drop(self.body.hidden(x)) * scale), y)
+
+
+def engine_of(model: nn.Module, stage: int, **more: Any) -> Any:
+    import windlass
+
+    return windlass.initialize(model=model, config=ds_config(ADAMW, Setting(stage, **more)))[0]
+
+
+def train(engine: Any, step: int) -> None:
+    for micro in range(ADAMW.accumulation):
+        engine.backward(engine(**rows(Place(step, micro, dist.get_rank()))))
+        engine.step()
+
+
+def with_dropout(stage: int) -> None:
+    torch.manual_seed(dist.get_rank())  # ranks draw different numbers, and begin with different weights
+    engine = engine_of(Dropped(), stage)
+    for step in range(3):
+        train(engine, step)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_dropout_draws_the_same_numbers_again(stage: int) -> None:
+    (found,) = verify_training(with_dropout, stage)
+    assert_equal(found)
+
+
+def with_a_checkpoint(folder: str, stage: int) -> None:
+    engine = engine_of(oracle.build(specimen("mlp")), stage)
+    train(engine, 0)
+    engine.save_checkpoint(folder)
+    train(engine, 1)
+    engine.load_checkpoint(folder)
+    train(engine, 2)
+    train(engine, 3)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_checkpoint_is_where_the_plain_run_goes_on_from(stage: int, tmp_path: Path) -> None:
+    (found,) = verify_training(with_a_checkpoint, str(tmp_path), stage, steps=4)
+    assert_equal(found, steps=4)
+
+
+def with_edits(stage: int) -> None:
+    import windlass
+
+    engine = engine_of(oracle.build(specimen("mlp")), stage)
+    parameters = list(engine.module.parameters())
+    for step in range(3):
+        with windlass.zero.GatheredParameters(parameters, modifier_rank=0), torch.no_grad():
+            for parameter in parameters:
+                parameter.mul_(0.5)
+        train(engine, step)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_edits_in_gathered_parameters_count_on_both_sides(stage: int) -> None:
+    (found,) = verify_training(with_edits, stage)
+    assert_equal(found)
+
+
+def with_evaluation(stage: int) -> None:
+    engine = engine_of(oracle.build(specimen("batch_norm")), stage)
+    for step in range(3):
+        with torch.no_grad():
+            engine(**rows(Place(9, step, 0)))  # in training mode: it moves running statistics
+        engine.eval_batch(rows(Place(8, step, 0)))
+        train(engine, step)
+
+
+def test_forwards_that_do_not_train_are_left_out() -> None:
+    (found,) = verify_training(with_evaluation, 2)
+    assert_equal(found)
+
+
+def joint(stages: tuple[int, int, int]) -> None:
+    import windlass
+
+    rank = dist.get_rank()
+    models = [built(offset, rank) for offset in (0, 10, 20)]
+    config = ds_config(ADAMW, Setting(stages[0]))
+    actor, critic = (windlass.initialize(model=model, config=config)[0] for model in models[:2])
+    still = {key: value for key, value in config.items() if key != "optimizer"}
+    reference = windlass.initialize(model=models[2], config=still)[0]
+    for step in range(3):
+        for micro in range(ADAMW.accumulation):
+            actor.backward(joint_loss(actor, critic, reference, rows(Place(step, micro, rank))))
+            critic.step()
+            actor.step()
+
+
+def test_engines_with_a_joint_backward() -> None:
+    actor, critic = verify_training(joint, (2, 2, 2))
+    assert_equal(actor)
+    assert_equal(critic)
+
+
+def born_sharded(stage: int) -> None:
+    import windlass
+
+    with windlass.zero.Init():
+        model = oracle.build(specimen("tied"))
+    engine = engine_of(model, stage)
+    for step in range(3):
+        for micro in range(ADAMW.accumulation):
+            engine.backward(engine(**specimen("tied").batch(Place(step, micro, dist.get_rank()))))
+            engine.step()
+
+
+def test_a_model_that_was_built_sharded() -> None:
+    (found,) = verify_training(born_sharded, 3)
+    assert_equal(found)
+
+
+def unfrozen_in_mid_run() -> None:
+    model = oracle.build(specimen("frozen"))
+    engine = engine_of(model, 2)
+    train(engine, 0)
+    model.requires_grad_(True)
+    engine.refresh()
+    train(engine, 1)
+
+
+def test_a_model_laid_out_again_is_refused() -> None:
+    with pytest.raises(RankError, match="laid out again"):
+        verify_training(unfrozen_in_mid_run)
+
+
+class Unlike(nn.Module):
+    """Computes with a table outside of itself, which changes with every call."""
+
+    calls = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        Unlike.calls += 1
+        return mse(self.layer(x) * Unlike.calls, y)
+
+
+def with_a_global(stage: int) -> None:
+    engine = engine_of(Unlike(), stage)
+    for step in range(3):
+        train(engine, step)
+
+
+def test_a_forward_that_is_not_repeatable_is_told_as_such() -> None:
+    (found,) = verify_training(with_a_global, 1)
+    first = found["deviations"][0]
+    assert (first["step"], first["phase"], first["tensor"]) == (1, "forward", "output of the model")

@@ -1,0 +1,86 @@
+"""What DeepSpeed itself wrote, at each stage, goes on here as it does there. Needs DeepSpeed beside windlass."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.deepspeed_maker import SAVED_AT, STEPS
+from tests.dist.harness import _free_port, run_ranks
+from tests.dist.test_deepspeed_files import CLIENT, engine_for, steps
+
+pytestmark = [
+    pytest.mark.peer,
+    pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed"),
+]
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def make(out: Path, stage: int, precision: str, ranks: int) -> None:
+    """Run DeepSpeed on so many ranks."""
+    shared = {
+        **os.environ,
+        "DS_ACCELERATOR": "cpu",
+        "PYTHONPATH": str(ROOT),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "LOCAL_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(_free_port()),
+        "OMP_NUM_THREADS": "1",
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
+    }
+    command = [sys.executable, "-m", "tests.deepspeed_maker", str(out), str(stage), precision]
+    logs = [out / f"log_{rank}" for rank in range(ranks)]
+    started = []
+    for rank, log in enumerate(logs):
+        own = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        with log.open("w") as file:
+            started.append(subprocess.Popen(command, env=own, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT))
+    until = time.monotonic() + 200
+    try:
+        while any(process.poll() is None for process in started):
+            assert not any(process.poll() for process in started) and time.monotonic() < until
+            time.sleep(0.1)
+        assert not any(process.returncode for process in started)
+    except AssertionError as error:
+        error.add_note("\n".join(log.read_text()[-2000:] for log in logs))
+        raise
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+
+
+def gone_on(folder: str, stage: int, precision: str) -> dict[str, object]:
+    """Load what DeepSpeed saved, and train on."""
+    engine = engine_for(stage, precision, 50)
+    path, client = engine.load_checkpoint(folder)
+    counts = (engine.global_steps, engine.global_samples)
+    losses = steps(engine, SAVED_AT, STEPS)
+    engine.destroy()
+    return {"path": path, "client": client, "counts": counts, "losses": losses, "rank": dist.get_rank()}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("stage", "precision", "here"),
+    [(0, "fp32", 3), (1, "fp32", 2), (2, "fp32", 3), (3, "fp32", 1), (1, "bf16", 3), (2, "bf16", 0), (3, "bf16", 3)],
+)
+def test_deepspeeds_run_goes_on(stage: int, precision: str, here: int, ranks: int, tmp_path: Path) -> None:
+    make(tmp_path, stage, precision, ranks)
+    bound = 1e-5 if precision == "fp32" else 2e-2
+    for rank, found in enumerate(run_ranks(gone_on, ranks, str(tmp_path), here, precision)):
+        wanted = json.loads((tmp_path / f"losses_{rank}.json").read_text())
+        assert found["counts"] == (SAVED_AT, SAVED_AT * 2 * ranks)
+        assert found["client"]["words"] == CLIENT["words"] and torch.equal(found["client"]["t"], CLIENT["t"])
+        assert found["losses"] == pytest.approx(wanted, rel=bound), (found["losses"], wanted)

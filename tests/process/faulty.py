@@ -1,0 +1,140 @@
+"""Runs of two ranks in which one does something that no run should survive; see `test_hangs`.
+
+`python -m tests.process.faulty FOLDER FAULT:TRANSPORT:RANK...` runs them all at once: what each rank printed is left in
+FOLDER/FAULT:TRANSPORT:RANK/rankN.out, its exit code and the seconds it took beside that.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import socket
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import windlass
+from windlass.base import log
+
+RANKS = 2
+REPORT_AFTER_S = 3.0
+TIMEOUT_S = {"stop": 5.0}
+SLOW_S = 5.0
+
+
+def train(engine: Any) -> None:
+    """Two steps."""
+    for _ in range(2):
+        engine.backward(engine(torch.randn(2, 8)).square().mean())
+        engine.step()
+
+
+def main(fault: str, faulty: int) -> None:
+    """One rank of a run."""
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 8))
+    watchdog = {"report_after_s": REPORT_AFTER_S, "timeout_s": TIMEOUT_S.get(fault, 300.0)}
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW"},
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+        "watchdog": watchdog,
+    }
+    engine, *_ = windlass.initialize(model=model, config=config)
+    train(engine)
+    dist.barrier()
+    rank = dist.get_rank()
+    time.sleep(2 * REPORT_AFTER_S / 10)  # a beat, so that the others know where it was
+    if rank == faulty:
+        go_wrong(fault, engine)
+    elif fault in ("eval", "gather"):
+        dist.barrier()
+    train(engine)
+    print("finished")
+
+
+def go_wrong(fault: str, engine: Any) -> None:
+    """What the faulty rank does while the others go on."""
+    if fault == "save":
+        engine.save_checkpoint(tempfile.gettempdir() + "/never")
+    elif fault == "eval":
+        engine.eval_batch(torch.randn(2, 8))
+    elif fault == "gather":
+        with windlass.zero.GatheredParameters(engine.module[0].weight):
+            pass
+    elif fault == "return":
+        sys.exit(0)
+    elif fault == "raise":
+        raise ValueError("one rank is unwell")
+    elif fault == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif fault == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif fault == "slow":
+        time.sleep(SLOW_S)
+
+
+def _fork(folder: Path, run: str, rank: int, port: int) -> int:
+    fault, transport, faulty = run.split(":")
+    child = os.fork()
+    if child:
+        return child
+    out = os.open(folder / f"rank{rank}.out", os.O_WRONLY | os.O_CREAT)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "MASTER_PORT": str(port),
+        "WINDLASS_TRANSPORT": transport,
+    }
+    log.set_level("WARNING", "the test")
+    # as a script ends: through the hook of exceptions, and through what was left for the end
+    code = 0
+    try:
+        main(fault, int(faulty))
+    except SystemExit as ended:
+        code = ended.code
+    except BaseException as error:
+        code = 1
+        try:
+            sys.excepthook(type(error), error, error.__traceback__)
+        except SystemExit as ended:
+            code = ended.code
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def run_all(base: Path, runs: list[str]) -> None:
+    """All runs at once. A stopped rank is killed when the others have ended."""
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS)}
+    torch.set_num_threads(1)
+    windlass.initialize  # noqa: B018  (imported here, once, not in every rank)
+    torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))]).step()  # what torch imports late
+    begin, children = time.monotonic(), {}
+    for run in runs:
+        (base / run).mkdir()
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        for rank in range(RANKS):
+            children[_fork(base / run, run, rank, port)] = (run, rank)
+    while children:
+        child, status = os.wait()
+        run, rank = children.pop(child)
+        text = f"{os.waitstatus_to_exitcode(status)} {time.monotonic() - begin:.1f}"
+        (base / run / f"rank{rank}.status").write_text(text)
+        for other, (same, _) in children.items():
+            if same == run and run.startswith("stop"):
+                os.kill(other, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    run_all(Path(sys.argv[1]), sys.argv[2:])

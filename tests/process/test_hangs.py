@@ -1,0 +1,111 @@
+"""Every way in which one rank may keep the others waiting is told by its cause, and ends as it should."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.process.faulty import TIMEOUT_S
+from windlass.base.process import ENDED_BY_WATCHDOG
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="asks Linux's /proc who is stopped")
+
+LINE = r"tests/process/faulty\.py:\d+ in \w+: "
+
+
+@dataclass(frozen=True)
+class Rank:
+    """How a rank ended, and what it printed."""
+
+    code: int
+    seconds: float
+    text: str
+
+
+def run(folder: Path, faults: list[str], transport: str, faulty: int) -> dict[str, list[Rank]]:
+    """All of `faults` at once, each in a run of its own; the ranks of each."""
+    names = [f"{fault}:{transport}:{faulty}" for fault in faults]
+    command = [sys.executable, "-m", "tests.process.faulty", str(folder), *names]
+    subprocess.run(command, check=True, timeout=280)
+    return {fault: [_rank(folder / name, rank) for rank in (0, 1)] for fault, name in zip(faults, names, strict=True)}
+
+
+def _rank(folder: Path, rank: int) -> Rank:
+    code, seconds = (folder / f"rank{rank}.status").read_text().split()
+    return Rank(int(code), float(seconds), (folder / f"rank{rank}.out").read_text())
+
+
+def rows(text: str) -> dict[str, str]:
+    """The rows of the last table in `text`, by rank."""
+    table = text.rpartition("hang report:")[2].splitlines()[2:]
+    return {match[1]: match[2] for line in table if (match := re.match(r"  (\d+) +(.*)", line))}
+
+
+def check(fault: str, ranks: list[Rank], transport: str, faulty: int) -> None:
+    """The text and the end of one run whose rank `faulty` did `fault`."""
+    well = 1 - faulty
+    told = next((rank for rank in ranks if "hang report:" in rank.text), ranks[0])
+    assert "hang report:" in told.text, (fault, ranks)
+    table = rows(told.text)
+    headline = told.text.rpartition("hang report:")[2].splitlines()[0]
+    if fault == "slow":
+        assert [rank.code for rank in ranks] == [0, 0], ranks
+        assert all("finished" in rank.text for rank in ranks)
+        assert f"for rank {faulty}, which is alive and elsewhere (a straggler)" in headline
+        assert re.search(rf"alive +\d+ s  outside the engine +- +{LINE}time\.sleep\(SLOW_S\)", table[str(faulty)])
+    else:
+        assert not any("finished" in rank.text for rank in ranks)
+        assert ranks[well].code == ENDED_BY_WATCHDOG, ranks
+        operation = r"(gather|reduce|barrier|step|forward|agreed order: [^(]+?)( \(\w+\))?"
+        assert re.search(rf"{operation} +(-|\d\.weight.*\(\d\)) +{LINE}\w", table[str(well)]), table
+    if fault == "save":  # the engine itself notices, and both ranks raise
+        assert "a collective failed on ranks 0-1: " in headline
+        assert "ranks wait for each other in different places" in headline and f"rank {faulty} is at" in headline
+        assert re.search(rf"save +- +{LINE}engine\.save_checkpoint", table[str(faulty)]), table
+        assert ranks[faulty].code == ENDED_BY_WATCHDOG
+    elif fault in ("eval", "gather"):
+        assert "ranks are in different collectives and will never meet" in headline
+        assert ranks[faulty].code == ENDED_BY_WATCHDOG
+        what = {
+            "eval": r"forward without gradients \(evaluation\) +- +" + LINE + "engine.eval_batch",
+            "gather": r"parameters gathered whole \(GatheredParameters\) +- +" + LINE + "with windlass",
+        }
+        assert re.search(what[fault], table[str(faulty)]), table
+    elif fault == "raise":
+        assert f"rank {faulty} ended with an exception, and rank {well} waits for it" in headline
+        assert ranks[faulty].text.index("ValueError: one rank is unwell") >= 0
+        assert told.text.index("ValueError: one rank is unwell") < told.text.index("hang report:")
+        assert "RuntimeError" not in told.text.partition("hang report:")[0], "its own error goes before the cause"
+        assert ranks[faulty].code == 1 or (told is ranks[faulty] and ranks[faulty].code == ENDED_BY_WATCHDOG)
+        assert re.search(r"failed +\d+ s  outside the engine +- +" + LINE + "raise ValueError", table[str(faulty)])
+    elif fault == "return":
+        assert f"the program of rank {faulty} ended early, without an error, and rank {well} waits" in headline
+        assert ranks[faulty].code == 0
+    elif fault == "kill":
+        assert f"the process of rank {faulty} is gone (killed, or out of memory), and rank {well} waits" in headline
+        assert ranks[faulty].code == -9
+        assert re.search(rf"dead +\d+ s  last seen: .*{LINE}", table[str(faulty)])
+    elif fault == "stop":
+        assert f"for rank {faulty}, which is stopped (SIGSTOP; `kill -CONT` continues it)" in headline
+        assert f"watchdog.timeout_s = {TIMEOUT_S['stop']:g} has passed" in headline
+
+
+def test_each_fault_is_told_by_its_cause(tmp_path: Path) -> None:
+    """All of them in one go, which takes as long as the longest."""
+    faults = ["save", "eval", "gather", "return", "raise", "kill", "stop", "slow"]
+    for fault, ranks in run(tmp_path, faults, "gloo", 1).items():
+        check(fault, ranks, "gloo", 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("transport", "faulty"), [("shm", 1), ("shm", 0), ("gloo", 0)])
+def test_on_either_transport_and_rank(transport: str, faulty: int, tmp_path: Path) -> None:
+    """Rank 0 keeps the store in which the others read each other."""
+    faults = ["save", "return", "raise", "kill", "stop", "slow"]
+    for fault, ranks in run(tmp_path, faults, transport, faulty).items():
+        check(fault, ranks, transport, faulty)

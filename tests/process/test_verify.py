@@ -1,0 +1,190 @@
+"""`windlass verify` as a program: a script that it was given, unchanged, or a model that it was told the name of."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from windlass.cli.main import main
+
+SCRIPT = """
+import argparse
+import torch
+import windlass
+from torch import nn
+
+parser = windlass.add_config_arguments(argparse.ArgumentParser())
+parser.add_argument("--lr", type=float, required=True)
+given = parser.parse_args()
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(29, 16)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+        self.drop = nn.Dropout(0.2)
+        self.head = nn.Linear(16, 29, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids):
+        h = self.embed(ids)
+        for layer in [*self.layers, self.layers[0]]:
+            h = h + self.drop(torch.tanh(layer(h)))
+        return nn.functional.cross_entropy(self.head(h)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        return torch.randint(0, 29, (6,), generator=torch.Generator().manual_seed(index))
+
+
+net = Net()
+rule = torch.optim.AdamW(net.parameters(), lr=given.lr)
+schedule = torch.optim.lr_scheduler.LambdaLR(rule, lambda step: 1 / (1 + step))
+engine, _, loader, _ = windlass.initialize(
+    args=given, model=net, optimizer=rule, training_data=Data(), lr_scheduler=schedule
+)
+print("this does not stand between the lines of the verdict")
+for ids in loader:
+    engine.backward(engine(ids))
+    engine.step()
+raise SystemExit("the script was not ended after its steps")
+"""
+
+FAULTY = """
+from unittest.mock import patch
+from windlass.comm import shm
+whole = shm.ordered_sum
+patch.object(shm, "ordered_sum", lambda parts, out, **how: whole([parts[1]], out, **how)).start()
+"""
+
+MODEL = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 1)
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.first(x))).square().mean()
+
+def net():
+    return Net()
+
+def batch(step, micro, rank):
+    return torch.full((2, 8), 1.0 + step + 10 * micro + 100 * rank),
+"""
+
+
+def config(stage: int, **more: object) -> dict[str, object]:
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 0.5,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        **more,
+    }
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    (tmp_path / "faulty.py").write_text(FAULTY + SCRIPT)
+    (tmp_path / "named_model.py").write_text(MODEL)
+    (tmp_path / "ds.json").write_text(json.dumps(config(3)))
+    adam = {"type": "AdamW", "params": {"lr": 1e-3}}
+    (tmp_path / "adam.json").write_text(json.dumps(config(2, optimizer=adam)))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def verify(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(["verify", *arguments])
+    return int(ended.value.code or 0)
+
+
+def test_a_script_is_verified_as_it_is(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert verify("script.py", "--lr", "0.01", "--config", "ds.json", "--steps", "2", "--alone") == 0
+    said = capfd.readouterr().out
+    lines = said.splitlines()
+    assert lines[0].startswith("plain PyTorch in one process, beside 2 ranks, stage 3, ")
+    assert "2 micro-batches a rank and step" in lines[0] and "this does not stand" not in said
+    assert lines[-1] == "equal: 2 steps, every phase within its bound"
+    first, second = (line.split() for line in lines[4:6])
+    assert first[0] == "1" and second[0] == "2" and len(first) == 10
+    assert first[1] == first[2] == first[8] and float(second[9]) < 1e-4, "the copy that trains alone stays near"
+
+
+@pytest.mark.slow
+def test_a_fault_is_told_to_people_and_to_programs(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert verify("faulty.py", "--lr", "0.01", "--config", "ds.json") == 1
+    said = capfd.readouterr().out
+    assert "NOT equal: they part at step 1, phase reduce" in said
+    assert "embed.weight (gradient after the reduction)" in said and "only rank 1's part is in it" in said
+    assert verify("faulty.py", "--lr", "0.01", "--config", "ds.json", "--json", "--nproc", "1,2") == 1
+    alone, together = json.loads(capfd.readouterr().out)
+    assert alone["ranks"] == 1 and together["ranks"] == 2
+    assert not together["equal"] and together["deviations"][0]["phase"] == "reduce"
+
+
+@pytest.mark.slow
+def test_a_model_that_is_named(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    named = ["--model", "named_model:net", "--config", "adam.json", "--nproc", "1,2", "--steps", "3", "--json"]
+    assert verify(*named, "--batch", "named_model:batch") == 0
+    alone, together = json.loads(capfd.readouterr().out)
+    assert alone["equal"] and together["equal"] and len(together["rows"]) == 3
+    assert alone["rows"][0]["loss"] != together["rows"][0]["loss"], "every rank has its own batches"
+    assert verify(*named) == 1
+    assert "has no config.vocab_size to generate tokens from; give --batch" in capfd.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_hugging_face_configuration(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    from transformers import LlamaConfig
+
+    LlamaConfig(
+        vocab_size=40,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=32,
+    ).save_pretrained(folder / "llama")
+    assert verify("--model", "llama", "--batch", "2x8", "--config", "adam.json", "--steps", "2") == 0
+    assert "equal: 2 steps" in capfd.readouterr().out
+
+
+@pytest.mark.slow
+def test_what_cannot_be_compared_is_said(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (folder / "empty.py").write_text("print('nothing')")
+    (folder / "broken.py").write_text("raise ValueError('the data are gone')")
+    assert verify("empty.py") == 1
+    assert "never made an engine with an optimizer" in capfd.readouterr().err
+    assert verify("broken.py") == 1
+    assert "ValueError: the data are gone" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), "name what to verify"),
+        (("script.py", "--model", "x"), "name what to verify"),
+        (("nowhere.py",), "no such script: nowhere.py"),
+        (("--model", "x"), "--model needs --config"),
+        (("script.py", "--batch", "2x8"), "--batch goes with --model"),
+        (("script.py", "--nproc", "2,x"), "--nproc is '2,x'"),
+    ],
+)
+def test_bad_arguments(arguments: tuple[str, ...], said: str, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert verify(*arguments) == 1
+    assert said in capfd.readouterr().err

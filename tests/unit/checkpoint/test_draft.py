@@ -1,0 +1,92 @@
+"""Drafts: what a dead run left is removed by the next save, what another run is writing never is."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from windlass.base.errors import CheckpointError
+from windlass.checkpoint import SavedState, draft, save
+from windlass.checkpoint.draft import Draft
+
+STATE = SavedState(tensors={"x": torch.ones(3)})
+WRITER = """
+import sys, time
+from pathlib import Path
+from windlass.checkpoint.draft import Draft
+kept = Draft(Path(sys.argv[1]), "t")
+(kept.path / "rank_00000.safetensors").write_text("half")
+print(kept.path.name, flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_draft_is_left_alone_while_its_writer_lives(tmp_path: Path) -> None:
+    other = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert other.stdout is not None
+        name = other.stdout.readline().strip()
+        assert name.startswith(".t.") and name.endswith(".writing")
+        save(tmp_path, "t", STATE)
+        assert sorted(os.listdir(tmp_path)) == sorted([name, "latest", "t"])
+        assert (tmp_path / name / "rank_00000.safetensors").read_text() == "half"
+    finally:
+        other.send_signal(signal.SIGKILL)
+        other.communicate()
+    save(tmp_path, "u", STATE)
+    assert sorted(os.listdir(tmp_path)) == ["latest", "t", "u"]
+
+
+def test_drafts_of_older_versions_and_of_any_tag_are_removed(tmp_path: Path) -> None:
+    for name in (".a.writing", ".b.12345678.writing"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "rank_00000.safetensors").write_text("half")
+    (tmp_path / ".notes").mkdir()
+    (tmp_path / ".file.writing").write_text("no directory")
+    (tmp_path / ".link.writing").symlink_to(tmp_path / ".notes")
+    save(tmp_path, "t", STATE)
+    assert sorted(os.listdir(tmp_path)) == [".file.writing", ".link.writing", ".notes", "latest", "t"]
+    assert (
+        os.listdir(tmp_path / "t") == ["checkpoint.json", "rank_00000.safetensors"]
+        or len(os.listdir(tmp_path / "t")) == 2
+    )
+
+
+def test_a_draft_that_another_run_removes_before_it_is_locked_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock, seen = draft._lock, list[Path]()
+
+    def swept(path: Path) -> int | None:
+        seen.append(path)
+        if len(seen) == 1:
+            shutil.rmtree(path)
+        return lock(path)
+
+    monkeypatch.setattr(draft, "_lock", swept)
+    made = Draft(tmp_path, "t")
+    assert len(seen) == 2 and made.path == seen[1] != seen[0] and made.path.is_dir()
+    monkeypatch.setattr(draft, "_lock", lambda path: shutil.rmtree(path) or lock(path))
+    with pytest.raises(CheckpointError, match="other runs keep removing the draft of 'u'"):
+        Draft(tmp_path, "u")
+
+
+def test_where_there_are_no_locks_drafts_of_others_are_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / ".a.12345678.writing").mkdir()
+
+    def refused(file: int, how: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(draft.fcntl, "flock", refused)
+    save(tmp_path, "t", STATE)
+    assert sorted(os.listdir(tmp_path)) == [".a.12345678.writing", "latest", "t"]

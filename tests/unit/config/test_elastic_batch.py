@@ -1,0 +1,74 @@
+"""The batch of a run whose number of ranks may change."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from windlass.base.errors import ConfigError
+from windlass.config import load
+from windlass.config.elastic_batch import elastic_batch, solve_elastic
+from windlass.config.elasticity import Elasticity
+
+
+def section(**values: object) -> Elasticity:
+    return Elasticity.model_validate({"enabled": True, **values})
+
+
+@given(st.lists(st.integers(1, 12), min_size=1, max_size=4), st.integers(12, 3000), st.integers(1, 8), st.booleans())
+def test_every_number_of_ranks_that_is_named_shares_the_batch_exactly(
+    sizes: list[int], bound: int, least: int, larger: bool
+) -> None:
+    asked = section(micro_batch_sizes=sizes, max_train_batch_size=bound, min_gpus=least, prefer_larger_batch=larger)
+    try:
+        found = elastic_batch(asked)
+    except ConfigError as error:  # only where it is impossible: the smallest micro-batch gives most ranks
+        assert "no batch up to" in str(error) and bound // min(sizes) < 2 * least
+        return
+    assert found.train <= bound
+    for ranks in range(1, min(found.train, 200) + 1):
+        fits = ranks >= least and any(found.train % (size * ranks) == 0 for size in sizes)
+        assert (ranks in found.ranks) == fits
+        if fits:
+            batch = solve_elastic(asked, ranks)
+            assert batch.train == found.train == batch.micro * batch.accumulation * ranks
+            assert batch.micro == max(size for size in sizes if found.train % (size * ranks) == 0)
+        else:
+            with pytest.raises(ConfigError, match=f"{ranks} ranks"):
+                solve_elastic(asked, ranks)
+
+
+def test_it_comes_to_what_deepspeed_comes_to() -> None:
+    """10 000 samples in micro-batches of 8, 12, 16 or 17 on 32 to 1500 GPUs are 9792 there, on 23 numbers of them."""
+    asked = section(max_train_batch_size=10000, micro_batch_sizes=[8, 12, 16, 17], min_gpus=32, max_gpus=1500)
+    found = elastic_batch(asked)
+    assert found.train == 9792
+    assert len(found.ranks) == 23
+    assert solve_elastic(asked, 64).micro == 17
+
+
+def test_the_larger_or_the_smaller_of_equals() -> None:
+    values = {"max_train_batch_size": 7, "micro_batch_sizes": [5, 7]}
+    assert elastic_batch(section(**values)).train == 7
+    assert elastic_batch(section(**values, prefer_larger_batch=False)).train == 5
+
+
+def test_what_cannot_be_is_said() -> None:
+    with pytest.raises(ConfigError, match="has 9, which is more than elasticity.max_train_batch_size 8"):
+        elastic_batch(section(max_train_batch_size=8, micro_batch_sizes=[2, 9]))
+    with pytest.raises(ConfigError, match="no batch up to max_train_batch_size 8"):
+        elastic_batch(section(max_train_batch_size=8, micro_batch_sizes=[2], min_gpus=50))
+    with pytest.raises(ConfigError, match="start 4 or 6 ranks"):
+        solve_elastic(section(max_train_batch_size=24, micro_batch_sizes=[2]), 5)
+
+
+def test_beside_other_batch_sizes_it_is_a_contradiction_unless_they_are_to_be_ignored() -> None:
+    elastic = {"enabled": True, "max_train_batch_size": 24, "micro_batch_sizes": [2]}
+    with pytest.raises(ConfigError, match="train_batch_size: 8, but elasticity.enabled computes the batch"):
+        load({"train_batch_size": 8, "elasticity": elastic})
+    config = load({"train_batch_size": 8, "elasticity": {**elastic, "ignore_non_elastic_batch_info": True}})
+    assert config.resolve_batch(3).train == 24
+    assert config.resolve_batch(3).accumulation == 4
+    assert not config.refusals()
+    assert load({"train_batch_size": 8, "elasticity": {"enabled": False}}).resolve_batch(2).train == 8

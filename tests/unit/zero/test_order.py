@@ -1,0 +1,62 @@
+"""How the lists of ranks become one, and where gathers go in it."""
+
+from __future__ import annotations
+
+from itertools import permutations
+from random import Random
+
+import pytest
+
+from windlass.zero.order import hoisted, merged
+
+
+def gather(unit: int) -> int:
+    return 3 * unit
+
+
+def reduction(unit: int) -> int:
+    return 3 * unit + 2
+
+
+def contains(whole: tuple[int, ...], part: tuple[int, ...]) -> bool:
+    """Whether `part` is what is left of `whole` when some of it is left out."""
+    rest = iter(whole)
+    return all(code in rest for code in part)
+
+
+def test_what_all_have_comes_once_and_the_rest_in_turns() -> None:
+    assert merged(((1, 10, 11, 2), (1, 20, 21, 2))) == (1, 10, 20, 11, 21, 2)
+    assert merged(((1, 2), (1, 2), (1, 2))) == (1, 2)
+    assert merged(((), (3, 4))) == (3, 4)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_rank_finds_its_own_in_its_order(seed: int) -> None:
+    random = Random(seed)
+    lists = tuple(tuple(random.choices(range(9), k=random.randrange(12))) for _ in range(random.randrange(1, 5)))
+    whole = merged(lists)
+    assert all(contains(whole, one) for one in lists)
+    assert merged(lists) == whole
+
+
+def test_equal_lists_stay_what_they_are_in_any_company() -> None:
+    for lists in permutations([(1, 2, 3), (1, 2, 3), ()]):
+        assert merged(lists) == (1, 2, 3)
+
+
+def test_gathers_go_one_ahead_and_reductions_keep_their_order() -> None:
+    codes = [f(unit) for unit in (3, 2, 1) for f in (gather, reduction)]
+    wanted = [gather(3), gather(2), reduction(3), gather(1), reduction(2), reduction(1)]
+    assert hoisted(tuple(codes)) == tuple(wanted)
+    forward = tuple(gather(unit) for unit in (1, 2, 3))
+    assert hoisted(forward) == forward
+    assert hoisted((reduction(2), reduction(1))) == (reduction(2), reduction(1))
+    assert hoisted((reduction(2), gather(1))) == (gather(1), reduction(2))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_gather_passes_another_one(seed: int) -> None:
+    random = Random(seed)
+    codes = tuple(random.choice((gather, reduction))(random.randrange(6)) for _ in range(random.randrange(20)))
+    for kind in (0, 2):
+        assert [c for c in hoisted(codes) if c % 3 == kind] == [c for c in codes if c % 3 == kind]

@@ -1,0 +1,143 @@
+"""The save under way of one engine, if there is one: written by a thread while training goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+
+import torch
+import torch.distributed as dist
+
+from windlass.base.errors import CheckpointError
+from windlass.base.log import logger
+from windlass.base.memory import host_empty
+from windlass.checkpoint.agree import Ranks
+from windlass.checkpoint.rank_file import RankFile
+from windlass.checkpoint.save import Begun
+from windlass.storage.failure import in_words
+from windlass.storage.memory import aligned_buffer, free_memory
+
+_NICE = 10
+_SPARE = 1.2  # times what a copy takes must be free
+
+# [Note: collectives of a save that does not block]
+# Everything that ranks have to agree on before they write is agreed on by the threads that train, in `Begun`. What is
+# left, whether all could write, goes over a gloo group that only these threads use: a collective of theirs can never
+# meet one of training.
+
+
+class Background:
+    """At most one save, from `start` to `finish`. All methods are collective but `failed` and `wait`.
+
+    Args:
+        ranks: the global ranks that save together.
+    """
+
+    def __init__(self, ranks: tuple[int, ...]) -> None:
+        self._ranks = ranks
+        self._group: dist.ProcessGroup | None = None
+        self._memory: torch.Tensor | None = None
+        self._thread: threading.Thread | None = None
+        self._error: CheckpointError | None = None
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a save was started and not finished; the same on all ranks."""
+        return self._thread is not None
+
+    def start(self, begun: Begun, ranks: Ranks, *, pin: bool) -> None:
+        """Copy what `begun` writes from memory, and write it while the caller goes on.
+
+        Args:
+            ranks: who save together, as training's own thread reaches them.
+            pin: page-lock the copy.
+        """
+        assert self._thread is None, "two saves at once"
+        try:
+            own = self._own(ranks)
+            refused = self._copy(begun.file, pin)
+            thread = threading.Thread(target=self._run, args=(begun, own, refused), name="windlass-checkpoint")
+            thread.start()
+        except BaseException:
+            begun.abandon()
+            raise
+        self._thread = thread
+
+    def failed(self) -> float:
+        """1 if the save under way has failed and nobody was told, else 0."""
+        thread = self._thread
+        return float(thread is not None and not thread.is_alive() and self._error is not None)
+
+    def wait(self) -> None:
+        """Wait until it is over, if one is under way; how it went is told later."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def finish(self) -> None:
+        """Wait until it is over, if one is under way.
+
+        Raises:
+            CheckpointError: it failed; on all ranks, with the same text. Told once.
+        """
+        if self._thread is None:
+            return
+        self._thread.join()
+        self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def close(self) -> None:
+        """Finish, and give memory and sockets back. Raises as `finish` does."""
+        try:
+            self.finish()
+        finally:
+            self._memory = None
+            group, self._group = self._group, None
+            if group is not None:
+                with contextlib.suppress(ValueError):  # it went with the default group
+                    dist.destroy_process_group(group)
+
+    def _own(self, ranks: Ranks) -> Ranks:
+        """The same ranks in a group that only threads use which write."""
+        if ranks.world_size == 1:
+            return ranks
+        if self._group is None:
+            self._group = dist.new_group(list(self._ranks), backend="gloo")
+        return Ranks(self._group, ranks.rank, ranks.world_size, alone=False)
+
+    def _copy(self, file: RankFile, pin: bool) -> Exception | None:
+        """Copy what is in memory; without room for that, it is written now. What went wrong is for the thread to tell
+        the others."""
+        try:
+            wanted = file.nbytes_in_memory
+            if self._memory is None or self._memory.numel() < wanted:
+                self._memory = None
+                free = free_memory()
+                if free is not None and free < _SPARE * wanted:
+                    logger.warning(
+                        "this save blocks: a copy to write from takes %s, %s of memory are free",
+                        in_words(wanted),
+                        in_words(free),
+                    )
+                    file.write_ahead()
+                    return None
+                pinned = pin and torch.cuda.is_available()
+                wanted = max(wanted, 1)
+                self._memory = host_empty(wanted, torch.uint8, pin=True) if pinned else aligned_buffer(wanted)[0]
+            file.copy(self._memory)
+        except Exception as error:
+            return error
+        return None
+
+    def _run(self, begun: Begun, ranks: Ranks, refused: Exception | None) -> None:
+        with contextlib.suppress(OSError, AttributeError):  # training goes first where they want the same processor
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+        try:
+            begun.finish(ranks, refused)
+        except BaseException as error:
+            told = error if isinstance(error, CheckpointError) else None
+            self._error = CheckpointError(f"the checkpoint {begun.path} was not written: {told or repr(error)}")
+            self._error.__cause__ = error
+            logger.error("%s", self._error)  # also where the run ends before anybody asks

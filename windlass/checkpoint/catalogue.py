@@ -1,0 +1,183 @@
+"""What lies in a checkpoint directory: finished checkpoints and their health, and what unfinished saves left."""
+
+from __future__ import annotations
+
+import os
+import re
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from windlass.base.errors import CheckpointError
+from windlass.checkpoint.deepspeed_files import index_of
+from windlass.checkpoint.directory import LATEST, METADATA, is_deepspeed, read_latest
+from windlass.checkpoint.index import Chunk, Index, TensorRecord
+from windlass.checkpoint.tensor_file import TensorFile, dtype_of
+from windlass.checkpoint.torch_file import damaged_record, open_tensors
+
+_LEFT = re.compile(r"^\.(?P<tag>.+?)(?:\.\w{8})?\.(?P<step>writing|replaced|removing)$")
+_AT_ONCE = 1 << 22  # bytes that are summed up at a time
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A finished checkpoint.
+
+    Attributes:
+        step: optimizer steps that were done; None where it does not say.
+        nbytes: of its files.
+        stage, ranks: the ZeRO stage and the number of ranks that saved it.
+        written: seconds since 1970.
+        trainable_only: frozen parameters are not in it.
+        latest: `latest` names it.
+        problem: what is wrong with it; empty for nothing.
+        verified: every byte was read and compared with its checksum.
+    """
+
+    tag: str
+    step: int | None
+    nbytes: int
+    stage: int | None
+    ranks: int | None
+    written: float
+    trainable_only: bool
+    latest: bool
+    problem: str
+    verified: bool
+
+
+@dataclass(frozen=True)
+class Leftover:
+    """What a save that did not finish left behind, by its hidden name."""
+
+    name: str
+    nbytes: int
+    meaning: str
+
+
+@dataclass(frozen=True)
+class Catalogue:
+    """What `look` found; `problem` is what is wrong with the directory itself, such as a `latest` without a target."""
+
+    checkpoints: tuple[Listed, ...]
+    leftovers: tuple[Leftover, ...]
+    latest: str | None
+    problem: str
+
+    @property
+    def damaged(self) -> bool:
+        """Whether anything in it cannot be loaded."""
+        return bool(self.problem) or any(listed.problem for listed in self.checkpoints)
+
+
+def look(directory: str | os.PathLike[str], *, verify: bool = False) -> Catalogue:
+    """Lists the checkpoints in `directory`, oldest first. Nothing is changed.
+
+    Args:
+        verify: read every byte and compare it with its crc32; else the index, and sizes of files.
+
+    Raises:
+        CheckpointError: there is no such directory, or it cannot be read.
+    """
+    root = Path(directory)
+    try:
+        children = sorted(root.iterdir())
+    except OSError as error:
+        raise CheckpointError(f"the checkpoint directory {root} cannot be read: {error.strerror}") from error
+    problem, latest = "", None
+    try:
+        latest = read_latest(root)
+    except CheckpointError as error:
+        problem = str(error)
+    visible = [path for path in children if path.name[0] != "."]
+    found = [path for path in visible if (path / METADATA).is_file() or is_deepspeed(path)]
+    listed = sorted((_listed(path, path.name == latest, verify) for path in found), key=lambda one: one.written)
+    former = root / f".{latest}.replaced" / METADATA  # which `find` reads where the tag itself is not there
+    if latest is not None and not any(one.latest for one in listed) and not former.is_file():
+        problem = f"{root / LATEST} names {latest!r}, and there is no such checkpoint; pass a tag, or write one into it"
+    return Catalogue(tuple(listed), tuple(_leftovers(root, children)), latest, problem)
+
+
+def verified(path: Path, index: Index) -> str:
+    """What is wrong with the bytes of a checkpoint; empty for nothing. Memory: some megabytes."""
+    by_file: dict[str, list[tuple[str, TensorRecord, Chunk]]] = {}
+    for name, record in index.tensors.items():
+        for chunk in record.chunks:
+            by_file.setdefault(chunk.file, []).append((name, record, chunk))
+    scratch = torch.empty(_AT_ONCE, dtype=torch.uint8)
+    for file_name, entries in by_file.items():
+        try:
+            if file_name.endswith(".pt"):
+                if record_name := damaged_record(path / file_name):
+                    return (
+                        f"the checkpoint file {path / file_name} is damaged: record {record_name!r}; load another one"
+                    )
+                continue
+            with open_tensors(path / file_name) as file:
+                for _, record, chunk in entries:
+                    _check(file, record, chunk, scratch)
+        except CheckpointError as error:
+            return str(error)
+    return ""
+
+
+def _check(file: TensorFile, record: TensorRecord, chunk: Chunk, scratch: torch.Tensor) -> None:
+    nbytes = torch.Size(chunk.sizes).numel() * dtype_of(record.dtype).itemsize
+    file.check_size(chunk.entry, nbytes)
+    crc32 = 0
+    for first in range(0, nbytes, _AT_ONCE):
+        crc32 = zlib.crc32(file.read_part(chunk.entry, first, scratch[: min(_AT_ONCE, nbytes - first)]), crc32)
+    file.check_sum(chunk.entry, crc32, chunk.crc32)
+
+
+def _listed(path: Path, latest: bool, verify: bool) -> Listed:
+    problem, index, done = "", None, False
+    try:
+        index = index_of(path)
+        problem, done = (verified(path, index), True) if verify else ("", False)
+    except CheckpointError as error:
+        problem = str(error)
+    said: dict[str, Any] = index.plain if index is not None and isinstance(index.plain, dict) else {}
+    layout, progress = _dict(said.get("layout")), _dict(said.get("engine"))
+    return Listed(
+        tag=path.name,
+        step=_number(progress.get("global_steps")),
+        nbytes=_size(path),
+        stage=_number(layout.get("stage")),
+        ranks=index.world_size if index is not None else None,
+        written=(path / METADATA if (path / METADATA).is_file() else path).stat().st_mtime,
+        trainable_only=bool(said.get("trainable_only")),
+        latest=latest,
+        problem=problem,
+        verified=done,
+    )
+
+
+def _dict(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _number(value: Any) -> int | None:
+    return value if isinstance(value, int) else None
+
+
+def _size(path: Path) -> int:
+    return sum(child.lstat().st_size for child in path.rglob("*") if child.is_file())
+
+
+def _leftovers(root: Path, children: list[Path]) -> Iterator[Leftover]:
+    for path in children:
+        found = _LEFT.match(path.name)
+        if found is None or not path.is_dir():
+            continue
+        tag = found["tag"]
+        meanings = {
+            "writing": f"a save of {tag!r} goes on, or was killed; the next save of that tag removes it",
+            "replaced": f"the former {tag!r}" + ("" if (root / tag).exists() else ", which loads as that tag"),
+            "removing": f"what is left of {tag!r}, which was being removed",
+        }
+        yield Leftover(path.name, _size(path), meanings[found["step"]])

@@ -1,0 +1,145 @@
+"""A checkpoint that is being written, under a hidden name of its own, and what becomes of those whose writer died."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import secrets
+import shutil
+import weakref
+from pathlib import Path
+
+from windlass.base.errors import CheckpointError
+from windlass.base.log import logger
+from windlass.checkpoint.directory import disk_errors, is_checkpoint, replaced, sync_directory
+
+_SUFFIX = ".writing"
+_LOCK = ".writer"
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+_ATTEMPTS = 8
+
+
+class Draft:
+    """The empty, hidden directory `.TAG.XXXXXXXX.writing`, which becomes `TAG` or goes.
+
+    [Note: drafts of the dead] Every attempt has a name of its own, so that nothing a rank of a run that died still does
+    can reach the next one. Rank 0 locks a file in its draft while it lives. Whoever can take that lock knows that the
+    writer is gone, whatever its host, and removes the draft; a draft that is locked is left alone. Where the file
+    system has no locks all drafts of others are left alone.
+
+    Args:
+        directory: of all checkpoints; made if it is not there.
+
+    Raises:
+        CheckpointError: it cannot be made, or `tag` is there and is no checkpoint.
+    """
+
+    def __init__(self, directory: Path, tag: str) -> None:
+        self._directory, self._tag = directory, tag
+        final, former = directory / tag, replaced(directory, tag)
+        with disk_errors(directory / f".{tag}{_SUFFIX}", 0):
+            directory.mkdir(parents=True, exist_ok=True)
+            if final.exists() and not is_checkpoint(final) and not (final.is_dir() and not any(final.iterdir())):
+                raise CheckpointError(
+                    f"{final} exists and is not a windlass checkpoint; remove it or choose another tag"
+                )
+            if former.exists() and not final.exists():
+                os.rename(former, final)
+            if former.exists():
+                shutil.rmtree(former)
+            remove_dead(directory)
+            self.path, lock = _make(directory, tag)
+        self._release = weakref.finalize(self, _close, lock)
+
+    def commit(self) -> Path:
+        """Gives it its name, and returns the path. A former checkpoint of that name stays good until then."""
+        final, former = self._directory / self._tag, replaced(self._directory, self._tag)
+        with disk_errors(final, 0):
+            sync_directory(self.path)
+            if final.exists():
+                os.rename(final, former)
+            os.rename(self.path, final)
+            (final / _LOCK).unlink()  # not sooner: another run would take it for a dead one's
+            sync_directory(self._directory)
+            if former.exists():
+                shutil.rmtree(former)
+        self._release()
+        return final
+
+    def discard(self) -> None:
+        """Removes it, after a save that failed; says so where even that fails."""
+        try:
+            shutil.rmtree(self.path)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            logger.warning(
+                "the unfinished checkpoint %s could not be removed (%s); remove it by hand", self.path, error
+            )
+        finally:
+            self._release()
+
+
+def remove_dead(directory: Path) -> None:
+    """Remove the drafts in `directory` whose writer is gone."""
+    for path in [path for path in directory.iterdir() if path.name.startswith(".") and path.name.endswith(_SUFFIX)]:
+        if not path.is_dir() or path.is_symlink():
+            continue
+        try:
+            lock = _lock(path)
+        except FileNotFoundError:  # finished meanwhile, or another run was quicker
+            continue
+        except OSError as error:
+            logger.warning("%s is left alone, for nobody can tell whether its writer lives: %s", path, error)
+            continue
+        if lock is None:
+            continue
+        try:
+            shutil.rmtree(path)
+            logger.info("removed %s, which a run that died has left", path)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            logger.warning("the unfinished checkpoint %s could not be removed (%s); remove it by hand", path, error)
+        finally:
+            os.close(lock)
+
+
+def _make(directory: Path, tag: str) -> tuple[Path, int | None]:
+    """A draft and its lock; no lock where the file system has none."""
+    for _ in range(_ATTEMPTS):
+        path = directory / f".{tag}.{secrets.token_hex(4)}{_SUFFIX}"
+        path.mkdir()
+        try:
+            lock = _lock(path)
+        except FileNotFoundError:  # another run removed it before it was locked
+            continue
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            logger.debug("%s: no locks on this file system (%s)", path, error)
+            return path, None
+        if lock is not None and (path / _LOCK).exists():
+            return path, lock
+        _close(lock)
+    raise CheckpointError(f"{directory}: other runs keep removing the draft of {tag!r}; save to another directory")
+
+
+def _lock(draft: Path) -> int | None:
+    """A descriptor that holds the lock of a draft; None if its writer lives."""
+    lock = os.open(draft / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        return None
+    except OSError:
+        os.close(lock)
+        raise
+    return lock
+
+
+def _close(lock: int | None) -> None:
+    if lock is not None:
+        os.close(lock)

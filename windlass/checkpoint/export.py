@@ -1,0 +1,225 @@
+"""Weights of any checkpoint as Hugging Face's safetensors files: one process, a few megabytes in memory at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from windlass.base.errors import CheckpointError
+from windlass.checkpoint.directory import disk_errors, require_space, sync_directory
+from windlass.checkpoint.stored import Stored, split
+from windlass.checkpoint.streamed_file import write_tensors
+from windlass.checkpoint.tensor_file import Entry
+
+# What a model's directory may hold beside its weights; taken along where the checkpoint's directory has it.
+COMPANIONS = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "spiece.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "chat_template.jinja",
+    "preprocessor_config.json",
+    "processor_config.json",
+)
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What an export wrote.
+
+    Attributes:
+        tensors, nbytes: how many tensors, and their bytes.
+        files: names of the safetensors files.
+        tied: other names of tensors that are in the files once, with the names under which they are.
+        companions: files that were taken along.
+        absent: parameters that the checkpoint does not hold.
+    """
+
+    tensors: int
+    nbytes: int
+    files: tuple[str, ...]
+    tied: dict[str, str]
+    companions: tuple[str, ...]
+    absent: tuple[str, ...]
+
+
+def export(
+    checkpoint: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | None = None,
+    shard_size: int = 5 * 10**9,
+    partial: bool = False,
+    overwrite: bool = False,
+) -> Exported:
+    """Writes parameters and buffers of a checkpoint to the directory `target`, which appears whole or not at all.
+
+    Memory: some megabytes, whatever the size of a tensor. A tied parameter is in the files once, under its first name;
+    its other names are in the files' header, as `safetensors.torch.save_model` writes them.
+
+    Args:
+        checkpoint: a checkpoint directory (its latest), or DIRECTORY/TAG.
+        dtype: of all floating-point tensors; None: each in that in which the model computed.
+        shard_size: most bytes of a file that holds more than one tensor.
+        partial: write what a checkpoint of trained parameters alone holds; else that is refused.
+        overwrite: replace a directory that is there.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, it is damaged or lacks parameters, or the files cannot be written.
+    """
+    directory, tag = split(checkpoint)
+    root = Path(target)
+    if not overwrite and root.exists() and not (root.is_dir() and not any(root.iterdir())):
+        raise CheckpointError(f"{root} exists; choose another directory, or overwrite it (--overwrite)")
+    with Stored(directory, tag) as stored:
+        absent = absent_from(stored)
+        if absent and not partial:
+            shown = ", ".join(absent[:8]) + (", ..." if len(absent) > 8 else "")
+            raise CheckpointError(
+                f"{stored.path} holds trained parameters alone; {len(absent)} of the model are absent: {shown}. They "
+                "are where the model was loaded from; export what is there with partial=True (--partial), and load it "
+                "over that"
+            )
+        staging = root.absolute().parent / f".{root.name}.{os.getpid()}.part"
+        try:
+            with disk_errors(staging, 0):
+                staging.mkdir(parents=True)
+            exported = _write(stored, staging, dtype, shard_size, absent)
+            with disk_errors(root, 0):
+                sync_directory(staging)
+                replace_directory(staging, root)
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+    return exported
+
+
+def absent_from(stored: Stored) -> tuple[str, ...]:
+    """Names of the model's parameters that the checkpoint does not hold: those that were not trained.
+
+    Raises:
+        CheckpointError: there are some, and it does not say which (old checkpoints of trained parameters alone).
+    """
+    if not stored.plain.get("trainable_only"):
+        return ()
+    absent = stored.plain.get("absent")
+    if absent is None:
+        raise CheckpointError(
+            f"{stored.path} holds trained parameters alone, and does not say which are absent; load it into an engine "
+            "and save again, or use engine.save_16bit_model"
+        )
+    return tuple(absent)
+
+
+def tensors_of(stored: Stored) -> dict[str, str]:
+    """Parameters and buffers by the model's own names: under which name each is stored."""
+    return {name.partition("/")[2]: name for name in (*stored.names("param/"), *stored.names("buffer/"))}
+
+
+def dtype_in_use(stored: Stored, name: str) -> torch.dtype:
+    """The dtype in which the model computed with what is stored as `name`: a master weight is wider than that."""
+    said = stored.plain.get("dtypes", {}).get(name.partition("/")[2]) if name.startswith("param/") else None
+    dtype = getattr(torch, said, None) if isinstance(said, str) else None
+    return dtype if isinstance(dtype, torch.dtype) else stored.described(name).dtype
+
+
+def _write(
+    stored: Stored, staging: Path, dtype: torch.dtype | None, shard_size: int, absent: tuple[str, ...]
+) -> Exported:
+    held = tensors_of(stored)
+    entries: dict[str, Entry] = {}
+    for name, where in held.items():
+        like = stored.described(where)
+        chosen = dtype if dtype is not None and like.is_floating_point() else dtype_in_use(stored, where)
+        entries[name] = Entry(chosen, tuple(like.shape))
+    total = sum(entry.nbytes for entry in entries.values())
+    require_space(staging, total)
+    tied = {alias: name for alias, name in stored.plain.get("tied", {}).items() if name in held and alias not in held}
+    shards = _shards(entries, shard_size)
+    names = [_SINGLE] if len(shards) == 1 else _numbered(len(shards))
+    for file_name, shard in zip(names, shards, strict=True):
+        # wide dtypes first, so that every tensor is aligned
+        shard = dict(sorted(shard.items(), key=lambda item: -item[1].dtype.itemsize))
+        remarks = {alias: name for alias, name in tied.items() if name in shard}
+        write_tensors(staging / file_name, shard, (stored.parts(held[name]) for name in shard), remarks)
+    if len(shards) > 1:
+        weight_map = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
+        _write_json(staging / _INDEX, {"metadata": {"total_size": total, **tied}, "weight_map": weight_map})
+    used = {entry.dtype for entry in entries.values() if entry.dtype.is_floating_point}
+    companions = _take_along(stored.path, staging, used.pop() if len(used) == 1 else None)
+    return Exported(len(entries), total, tuple(names), tied, companions, absent)
+
+
+def _shards(entries: Mapping[str, Entry], limit: int) -> list[dict[str, Entry]]:
+    """Neighbours together, as many as `limit` bytes hold, and at least one."""
+    shards: list[dict[str, Entry]] = [{}]
+    size = 0
+    for name, entry in entries.items():
+        if shards[-1] and size + entry.nbytes > limit:
+            shards.append({})
+            size = 0
+        shards[-1][name] = entry
+        size += entry.nbytes
+    return shards
+
+
+def _numbered(count: int) -> list[str]:
+    return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+
+
+def _take_along(checkpoint: Path, staging: Path, dtype: torch.dtype | None) -> tuple[str, ...]:
+    """Copy configuration and tokenizer, from beside the checkpoint's files or from the directory that it lies in."""
+    found = []
+    for name in COMPANIONS:
+        source = next((path for path in (checkpoint / name, checkpoint.parent / name) if path.is_file()), None)
+        if source is None:
+            continue
+        found.append(name)
+        with disk_errors(staging / name, source.stat().st_size):
+            shutil.copyfile(source, staging / name)
+        if name == "config.json" and dtype is not None:
+            _say_dtype(staging / name, dtype)
+    return tuple(found)
+
+
+def _say_dtype(path: Path, dtype: torch.dtype) -> None:
+    """Have the model's configuration name the dtype that the files have, or loading would convert them back."""
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{path.name} beside the checkpoint is not JSON ({error}); mend or remove it") from error
+    if not isinstance(config, dict):
+        return
+    for key in ("dtype", "torch_dtype"):
+        if key in config:
+            config[key] = str(dtype).removeprefix("torch.")
+    _write_json(path, config)
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+    with disk_errors(path, len(text)):
+        path.write_text(text, encoding="utf-8")
+
+
+def replace_directory(new: Path, target: Path) -> None:
+    """Puts `new` in the place of `target`; a directory cannot be exchanged in one step, so the old one moves first."""
+    old = target.absolute().parent / f".{target.name}.{os.getpid()}.old"
+    if target.exists():
+        os.replace(target, old)
+    os.replace(new, target)
+    shutil.rmtree(old, ignore_errors=True)

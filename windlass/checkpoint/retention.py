@@ -1,0 +1,62 @@
+"""Which former checkpoints go once a new one is finished.
+
+[Note: keep the last] `checkpoint.keep_last` counts finished windlass checkpoints whose tag this engine wrote, or is
+`global_step` and a number (the default tag, so that a run that was started again goes on counting). Others are neither
+counted nor touched: tags that somebody chose, what DeepSpeed wrote, a directory that is no checkpoint. The newest stay,
+and so do the one that was just saved and the one that `latest` names. One that goes first gets a hidden name, so a
+kill in the middle leaves nothing that looks like a checkpoint.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Collection
+from pathlib import Path
+
+from windlass.base.errors import CheckpointError
+from windlass.base.log import logger
+from windlass.checkpoint.directory import read_latest, sync_directory, tags
+
+_DEFAULT = re.compile(r"^global_step\d+$")
+
+
+def retire(directory: str | os.PathLike[str], keep: int, saved: str, written: Collection[str]) -> list[str]:
+    """Removes the oldest checkpoints of a run beyond the last `keep`, and returns their tags. On one rank.
+
+    What cannot be removed stays, and is told: the save itself was fine.
+
+    Args:
+        saved: the tag that was just saved.
+        written: all tags that this run wrote.
+    """
+    root = Path(directory)
+    try:
+        latest = read_latest(root)
+    except CheckpointError as error:
+        logger.warning("checkpoint.keep_last removed nothing: %s", error)
+        return []
+    ours = [tag for tag in tags(root) if tag in written or _DEFAULT.match(tag)]
+    spared = {saved, latest}
+    spared.update([tag for tag in ours if tag not in spared][::-1][: max(0, keep - len(spared & set(ours)))])
+    gone = [tag for tag in ours if tag not in spared]
+    for tag in gone:
+        _remove(root, tag)
+    for left in root.glob(".*.removing"):
+        shutil.rmtree(left, ignore_errors=True)
+    return gone
+
+
+def _remove(root: Path, tag: str) -> None:
+    hidden = root / f".{tag}.removing"
+    try:
+        if hidden.exists():
+            shutil.rmtree(hidden)
+        os.rename(root / tag, hidden)
+        sync_directory(root)
+        shutil.rmtree(hidden)
+    except OSError as error:
+        logger.warning("the checkpoint %s could not be removed (%s); remove it by hand", root / tag, error)
+    else:
+        logger.info("removed the checkpoint %s (checkpoint.keep_last)", root / tag)

@@ -1,0 +1,140 @@
+"""A checkpoint that is open for reading in one process: its plain data, and tensor after tensor, whole or in parts."""
+
+from __future__ import annotations
+
+import math
+import os
+import zlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from windlass.base.errors import CheckpointError
+from windlass.checkpoint import plain
+from windlass.checkpoint.deepspeed_files import Order, index_of
+from windlass.checkpoint.directory import METADATA, find, is_deepspeed
+from windlass.checkpoint.fragment import flat_start, is_contiguous
+from windlass.checkpoint.index import Index, TensorRecord
+from windlass.checkpoint.state import RESERVED
+from windlass.checkpoint.tensor_file import TensorFile, dtype_of
+from windlass.checkpoint.torch_file import open_tensors
+
+_AT_ONCE = 1 << 20  # elements of a part
+_OPEN = 64  # files at once; a checkpoint of more ranks has more
+
+
+def split(path: str | os.PathLike[str]) -> tuple[Path, str | None]:
+    """Directory and tag of what a user calls a checkpoint: the directory (its latest, so no tag), or one tag in it."""
+    given = Path(path)
+    if (given / METADATA).is_file() or is_deepspeed(given):
+        whole = given.absolute() if given.name in ("", "..") else given
+        return whole.parent, whole.name
+    return given, None
+
+
+class Stored:
+    """A finished checkpoint. No process group, no collective; use it in a `with` statement.
+
+    Args:
+        directory: what was given to the save.
+        tag: None for the one that `latest` names.
+        order: see `windlass.checkpoint.deepspeed_files.index_of`.
+
+    Attributes:
+        tag, path: its tag, and the directory of that name.
+        plain: the plain data that all ranks share.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, or it is damaged.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], tag: str | None = None, order: Order | None = None) -> None:
+        self.tag, self.path = find(directory, tag)
+        self.index: Index = index_of(self.path, order)
+        self._files: dict[str, TensorFile] = {}  # the least recently used first
+        with self:
+            tensors = {name: self.whole(name) for name in plain.tensor_names(self.index.plain)}
+        self.plain: dict[str, Any] = plain.decode(self.index.plain, tensors)
+
+    def __enter__(self) -> Stored:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for file in self._files.values():
+            file.close()
+
+    def names(self, prefix: str = "") -> list[str]:
+        """Names of the tensors that begin so, without those inside plain data."""
+        return [name for name in self.index.tensors if name.startswith(prefix) and not name.startswith(RESERVED)]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.index.tensors
+
+    def described(self, name: str) -> torch.Tensor:
+        """A tensor without memory (on the device `meta`) that has this one's shape and dtype."""
+        record = self._record(name)
+        return torch.empty(record.shape, dtype=dtype_of(record.dtype), device="meta")
+
+    def whole(self, name: str) -> torch.Tensor:
+        """The whole tensor, on the CPU.
+
+        Raises:
+            CheckpointError: there is none of that name, or its file is damaged.
+        """
+        record = self._record(name)
+        whole = torch.empty(record.shape, dtype=dtype_of(record.dtype))
+        flat = whole.view(-1)
+        for chunk in record.chunks:
+            file = self._file(chunk.file)
+            if is_contiguous(record.shape, chunk.sizes):
+                start = flat_start(record.shape, chunk.offsets)
+                file.read_into(chunk.entry, flat[start : start + math.prod(chunk.sizes)], chunk.crc32)
+            else:
+                box = torch.empty(chunk.sizes, dtype=whole.dtype)
+                file.read_into(chunk.entry, box, chunk.crc32)
+                corner = zip(chunk.offsets, chunk.sizes, strict=True)
+                whole[tuple(slice(offset, offset + size) for offset, size in corner)] = box
+        return whole
+
+    def parts(self, name: str, at_once: int = _AT_ONCE) -> Iterator[torch.Tensor]:
+        """The whole tensor as flat parts that follow each other, `[at most at_once]` elements each. A part is
+        overwritten by the next one.
+
+        Raises:
+            CheckpointError: as `whole`; damage is known, and told, at the end of the damaged box.
+        """
+        record = self._record(name)
+        if not all(is_contiguous(record.shape, chunk.sizes) for chunk in record.chunks):
+            yield from self.whole(name).view(-1).split(at_once)  # what others than windlass wrote
+            return
+        buffer = torch.empty(min(at_once, math.prod(record.shape)), dtype=dtype_of(record.dtype))
+        for chunk in sorted(record.chunks, key=lambda chunk: flat_start(record.shape, chunk.offsets)):
+            file, numel, crc32 = self._file(chunk.file), math.prod(chunk.sizes), 0
+            file.check_size(chunk.entry, numel * buffer.element_size())
+            for first in range(0, numel, at_once):
+                part = buffer[: min(at_once, numel - first)]
+                crc32 = zlib.crc32(file.read_part(chunk.entry, first * buffer.element_size(), part), crc32)
+                yield part
+            file.check_sum(chunk.entry, crc32, chunk.crc32)
+
+    def _record(self, name: str) -> TensorRecord:
+        if name not in self.index.tensors:
+            raise CheckpointError(f"{self.path} holds no tensor named {name!r}")
+        return self.index.tensors[name]
+
+    def _file(self, name: str) -> TensorFile:
+        file = self._files.pop(name, None) or open_tensors(self.path / name)
+        self._files[name] = file
+        if len(self._files) > _OPEN:
+            list(self._files.values())[-_OPEN - 1].close()
+        return file
+
+
+def missing(stored: Stored, names: Iterable[str]) -> list[str]:
+    """Those of `names` that a checkpoint does not hold."""
+    return [name for name in names if name not in stored]

@@ -1,0 +1,55 @@
+"""A safetensors file of whole tensors, each of which is written part by part, one tensor after the other."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import torch
+
+from windlass.base.errors import CheckpointError
+from windlass.checkpoint.directory import disk_errors
+from windlass.checkpoint.tensor_file import Entry, bytes_of, code_of
+
+
+def write_tensors(
+    path: Path, entries: Mapping[str, Entry], parts: Iterable[Iterable[torch.Tensor]], remarks: Mapping[str, str]
+) -> None:
+    """Writes the file, durably. Memory: one part.
+
+    Args:
+        entries: all tensors, in the order in which they come.
+        parts: of each tensor, its flat parts that follow each other, of any dtype.
+        remarks: what the header shall say beside the tensors.
+
+    Raises:
+        CheckpointError: the disk is full, the path cannot be written, or parts do not make the tensor that was said.
+    """
+    head = _header(entries, remarks)
+    needed = len(head) + sum(entry.nbytes for entry in entries.values())
+    with disk_errors(path, needed), open(path, "wb") as file:
+        file.write(head)
+        for (name, entry), tensor in zip(entries.items(), parts, strict=True):
+            left = entry.nbytes
+            for part in tensor:
+                here = part.detach().to(device="cpu", dtype=entry.dtype).contiguous()
+                file.write(bytes_of(here))
+                left -= here.numel() * here.element_size()
+            if left:
+                raise CheckpointError(f"{name!r} was said to have shape {entry.shape}; its parts make another one")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _header(entries: Mapping[str, Entry], remarks: Mapping[str, str]) -> bytes:
+    fields: dict[str, object] = {"__metadata__": {"format": "pt", **remarks}}
+    position = 0
+    for name, entry in entries.items():
+        span = [position, position + entry.nbytes]
+        fields[name] = {"dtype": code_of(entry.dtype), "shape": list(entry.shape), "data_offsets": span}
+        position = span[1]
+    text = json.dumps(fields, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text

@@ -1,0 +1,75 @@
+"""`windlass checkpoints`: what lies in a checkpoint directory, and whether it can be loaded."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+if TYPE_CHECKING:
+    from windlass.checkpoint.catalogue import Catalogue, Listed
+
+
+def checkpoints(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="What was given to save_checkpoint.")],
+    verify: Annotated[bool, typer.Option("--verify", help="Read every byte and compare it with its crc32.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """List the checkpoints in DIR, oldest first: step, size, layout, age, health. Exit code 1 where one is damaged."""
+    from windlass.checkpoint.catalogue import look
+
+    found = look(directory, verify=verify)
+    if as_json:
+        typer.echo(json.dumps({**asdict(found), "damaged": found.damaged}, indent=2))
+    else:
+        _print(found, directory)
+    if found.damaged:
+        raise typer.Exit(1)
+
+
+def _print(found: Catalogue, directory: Path) -> None:
+    console = Console(soft_wrap=True, highlight=False, markup=False)
+    rows: list[tuple[str, ...]] = [("tag", "step", "size", "layout", "written", "health")]
+    rows += [_row(listed) for listed in found.checkpoints]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    if found.checkpoints:
+        for row in rows:
+            console.print("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
+    else:
+        console.print(f"there is no finished checkpoint in {directory}")
+    for listed in found.checkpoints:
+        if listed.problem:
+            console.print(f"damaged: {listed.problem}")
+    if found.problem:
+        console.print(f"problem: {found.problem}")
+    for left in found.leftovers:
+        console.print(f"left over: {left.name} ({size(left.nbytes)}): {left.meaning}")
+
+
+def _row(listed: Listed) -> tuple[str, ...]:
+    layout = [] if listed.stage is None else [f"stage {listed.stage}"]
+    layout += [] if listed.ranks is None else [f"{listed.ranks} rank{'s' * (listed.ranks != 1)}"]
+    layout += ["trained parameters alone"] if listed.trainable_only else []
+    return (
+        listed.tag + (" (latest)" if listed.latest else ""),
+        "?" if listed.step is None else str(listed.step),
+        size(listed.nbytes),
+        ", ".join(layout) or "?",
+        time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(listed.written)),
+        "DAMAGED" if listed.problem else "verified" if listed.verified else "sizes are right",
+    )
+
+
+def size(nbytes: int) -> str:
+    """`1.2 GB`, in powers of ten."""
+    value, unit = float(nbytes), "B"
+    for larger in ("kB", "MB", "GB", "TB"):
+        if value < 1000:
+            break
+        value, unit = value / 1000, larger
+    return f"{nbytes} B" if unit == "B" else f"{value:.1f} {unit}"

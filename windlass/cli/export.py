@@ -1,0 +1,56 @@
+"""`windlass export`: weights of a checkpoint as Hugging Face's safetensors, in one process without a device."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from windlass.base.errors import CheckpointError
+
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+
+
+def export(
+    ckpt: Annotated[Path, typer.Argument(help="A checkpoint directory (its latest), or DIR/TAG.")],
+    out: Annotated[Path, typer.Argument(help="The directory to write.")],
+    dtype: Annotated[
+        Literal["bf16", "fp16", "fp32"] | None,
+        typer.Option(help="Of all floating-point tensors; by default that in which the model computed."),
+    ] = None,
+    shard_size: Annotated[str, typer.Option(help="Most bytes of a file, as 5GB, 500MB or 2GiB.")] = "5GB",
+    partial: Annotated[
+        bool, typer.Option("--partial", help="Write what a checkpoint of trained parameters alone holds.")
+    ] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT.")] = False,
+) -> None:
+    """Write the whole weights in CKPT to OUT, where `from_pretrained` finds them."""
+    from windlass.base.dtypes import parse_dtype
+    from windlass.checkpoint.export import export as write
+
+    chosen = parse_dtype(dtype) if dtype is not None else None
+    found = write(ckpt, out, dtype=chosen, shard_size=size_of(shard_size), partial=partial, overwrite=overwrite)
+    typer.echo(f"{out}: {found.tensors} tensors, {found.nbytes / 1e9:.2f} GB, in {len(found.files)} files")
+    for alias, name in found.tied.items():
+        typer.echo(f"  {alias} is {name}")
+    if found.absent:
+        typer.echo(f"  absent, not trained ({len(found.absent)}): {', '.join(found.absent)}")
+    if found.companions:
+        typer.echo(f"  taken along: {', '.join(found.companions)}")
+    if "config.json" not in found.companions:
+        typer.echo(f"  there is no config.json beside the checkpoint; from_pretrained needs one in {out}")
+
+
+def size_of(text: str) -> int:
+    """Bytes, from `5GB` (10^9), `2GiB` (2^30) or a number.
+
+    Raises:
+        CheckpointError: it is none of these.
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    unit = _UNITS.get(found[2].lower()) if found else None
+    if found is None or unit is None or float(found[1]) * unit < 1:
+        raise CheckpointError(f"--shard-size {text!r} is no size; write one as 5GB, 500MB or 2GiB")
+    return int(float(found[1]) * unit)

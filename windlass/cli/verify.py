@@ -1,0 +1,182 @@
+"""`windlass verify`: does the run under this configuration equal the plain one, and if not, where do they part."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from windlass.base.errors import ConfigError
+
+if TYPE_CHECKING:
+    from windlass.verify.verdict import Deviation, Verdict
+
+
+_WIDTH = 110  # of the table; a pipe would have 80 columns
+
+
+def verify(
+    script: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[SCRIPT [ARGUMENT]...]",
+            help="A training script and its arguments. Options of this command count wherever they stand; what follows "
+            "-- is the script's in any case.",
+        ),
+    ] = None,
+    config: Annotated[str | None, typer.Option(help="ds_config.json; goes before what the script passes.")] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="Instead of a script: a Hugging Face config.json, directory, hub:NAME, or package.mod:function."
+        ),
+    ] = None,
+    batch: Annotated[
+        str | None,
+        typer.Option(
+            help="With --model: ROWSxLENGTH of generated tokens [micro-batch x 32], or package.mod:function, called "
+            "with step, micro-batch and rank."
+        ),
+    ] = None,
+    nproc: Annotated[str, typer.Option(help="Numbers of ranks to verify on, with commas between them.")] = "2",
+    steps: Annotated[int, typer.Option(help="Optimizer steps to compare.", min=1)] = 5,
+    seed: Annotated[int, typer.Option(help="With --model: of initial weights and generated tokens.")] = 0,
+    alone: Annotated[
+        bool,
+        typer.Option(
+            "--alone", help="Let a second plain copy train on its own throughout, and tell how far rounding takes it."
+        ),
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the verdicts as JSON, and nothing else.")] = False,
+) -> None:
+    """Train plain in one process and sharded by CONFIG on N ranks, on the same batches; compare each step phase by
+    phase: weights and outputs of every module, every gradient before and after the reduction, norm and clipping, every
+    new weight. Exit code 0: equal; 1: not, or it could not be told."""
+    counts = _counts(nproc)
+    _check(script, config, model, batch)
+    from windlass.verify.order import Order
+    from windlass.verify.run import verify as verify_on
+
+    order = Order("", steps, config, list(script or []), model, batch, seed, alone)
+    screen = Console(stderr=as_json, soft_wrap=True, highlight=False, markup=False)
+    screen.width = max(screen.width, _WIDTH)
+    found: list[Verdict] = []
+    for count in counts:
+        verdicts = verify_on(order, count)
+        found += verdicts
+        if not as_json:
+            for number, verdict in enumerate(verdicts):
+                name = f", engine {number + 1} of {len(verdicts)}" if len(verdicts) > 1 else ""
+                show(screen, verdict, name)
+    if as_json:
+        typer.echo(json.dumps([_finite(verdict.as_json()) for verdict in found], indent=2))
+    if not all(verdict.equal for verdict in found):
+        raise typer.Exit(1)
+
+
+def show(screen: Console, verdict: Verdict, name: str = "") -> None:
+    """Print a verdict: what was compared, a row for each step, what is allowed, and where the two part."""
+    parts = [f"{verdict.ranks} rank{'s' if verdict.ranks > 1 else ''}, stage {verdict.stage}{name}"]
+    many = "es" if verdict.micro_batches > 1 else ""
+    parts += [f"{verdict.parameters:,} parameters", f"{verdict.micro_batches} micro-batch{many} a rank and step"]
+    screen.print(f"plain PyTorch in one process, beside {', '.join(parts)}")
+    screen.print(f"dtypes: {verdict.dtypes}")
+    if verdict.rows:
+        screen.print(_table(verdict))
+    for phase, allowed in verdict.tolerances.items():
+        screen.print(f"  allowed, {phase:<9}{allowed}")
+    for note in verdict.notes:
+        screen.print(f"  note: {note}")
+    if verdict.equal:
+        steps = len(verdict.rows)
+        screen.print(
+            f"equal: {steps} step{'s' if steps != 1 else ''}, every phase within its bound", style="bold green"
+        )
+        return
+    _show_deviation(screen, verdict.deviations[0])
+    others: dict[str, int] = {}
+    for one in verdict.deviations[1:]:
+        others[one.phase] = others.get(one.phase, 0) + 1
+    if others:
+        counted = ", ".join(f"{count} in {phase}" for phase, count in others.items())
+        screen.print(f"  more deviations in that step, which may follow from it: {counted}")
+
+
+def _table(verdict: Verdict) -> Table:
+    phases = ("forward", "gradient", "reduce", "clip", "update")
+    table = Table(
+        title="largest difference as a share of what is allowed; 0: equal bit by bit", title_justify="left", box=None
+    )
+    alone = any(row.drift is not None for row in verdict.rows)
+    for heading in ("step", "loss sharded", "loss plain", *phases, *(("loss alone", "drift") if alone else ())):
+        table.add_column(heading, justify="right")
+    bad = {(one.step, one.phase) for one in verdict.deviations}
+    for row in verdict.rows:
+        cells = [f"{row.step}", _loss(row.loss), _loss(row.plain_loss)]
+        for phase in phases:
+            skipped = not row.applied and phase in ("reduce", "clip")
+            text = "skipped" if skipped else _figure(row.worst.get(phase, 0.0))
+            cells.append(f"{text} !" if (row.step, phase) in bad else text)
+        if alone:
+            cells += [_loss(row.alone_loss), "-" if row.drift is None else f"{row.drift:.1e}"]
+        table.add_row(*cells)
+    return table
+
+
+def _show_deviation(screen: Console, first: Deviation) -> None:
+    where = f"step {first.step}" if first.step else "before the first step"
+    if first.rank is not None:
+        where += f", rank {first.rank}"
+    if first.micro is not None:
+        where += f", micro-batch {first.micro}"
+    screen.print(f"NOT equal: they part at {where}, phase {first.phase}", style="bold red")
+    rows = [("tensor", f"{first.tensor} ({first.what})"), ("module", first.module or "-")]
+    rows.append(("error", f"{_figure(first.ulps)} units in the last place, {first.relative:.3g} relative"))
+    rows.append(("element", f"sharded {first.found:.9g}, plain {first.wanted:.9g}"))
+    rows.append(("allowed", first.allowed))
+    if first.hint:
+        rows.append(("hint", first.hint))
+    for what, value in rows:
+        screen.print(f"  {what:<9}{value}")
+
+
+def _counts(text: str) -> list[int]:
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isdigit() and int(word) > 0 for word in words):
+        raise ConfigError(f"--nproc is {text!r}; give numbers of ranks, as in --nproc 2,4")
+    return [int(word) for word in words]
+
+
+def _check(script: list[str] | None, config: str | None, model: str | None, batch: str | None) -> None:
+    if bool(script) == (model is not None):
+        raise ConfigError("name what to verify: a script, or --model (one of the two)")
+    if script and not Path(script[0]).is_file():
+        raise ConfigError(f"no such script: {script[0]}; check the path")
+    if model is not None and config is None:
+        raise ConfigError("--model needs --config: the ds_config.json under which it is to be trained")
+    if batch is not None and model is None:
+        raise ConfigError("--batch goes with --model; a script brings its own batches")
+
+
+def _loss(value: float | None) -> str:
+    return "-" if value is None else f"{value:.6f}"
+
+
+def _figure(value: float) -> str:
+    if not math.isfinite(value):
+        return "inf"
+    return f"{value:.3g}"
+
+
+def _finite(value: Any) -> Any:
+    """What is not finite as text: JSON has no number for it."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, (list, tuple)) else value

@@ -1,0 +1,87 @@
+"""The batch of a run whose number of ranks may change: one size that many numbers of ranks can share evenly."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from windlass.base.errors import ConfigError
+from windlass.config.batch import Batch
+from windlass.config.elasticity import Elasticity
+
+# Highly composite numbers: each has more divisors than any smaller number (OEIS A002182).
+_MANY_DIVISORS = (
+    1, 2, 4, 6, 12, 24, 36, 48, 60, 120, 180, 240, 360, 720, 840, 1260, 1680, 2520, 5040, 7560, 10080, 15120, 20160,
+    25200, 27720, 45360, 50400, 55440, 83160, 110880, 166320, 221760, 277200, 332640, 498960, 554400, 665280, 720720,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ElasticBatch:
+    """A batch size and the numbers of ranks, in order, on which it is `micro x accumulation x ranks` exactly."""
+
+    train: int
+    ranks: tuple[int, ...]
+
+
+def elastic_batch(section: Elasticity) -> ElasticBatch:
+    """The batch that fits most numbers of ranks.
+
+    Candidates are each micro-batch size, and the least common multiple of all, times the largest highly composite
+    number that keeps them below the bound.
+
+    Raises:
+        ConfigError: a micro-batch is larger than the bound, or no number of ranks between the two bounds fits.
+    """
+    sizes, bound = sorted(set(section.micro_batch_sizes)), section.max_train_batch_size
+    if sizes[-1] > bound:
+        raise ConfigError(
+            f"elasticity.micro_batch_sizes has {sizes[-1]}, which is more than elasticity.max_train_batch_size {bound}"
+            "; leave it out or write a larger bound"
+        )
+    bases = [base for base in (*sizes, math.lcm(*sizes)) if base <= bound]
+    candidates = {base * max(n for n in _MANY_DIVISORS if base * n <= bound) for base in bases}
+    found = [ElasticBatch(train, _ranks(train, sizes, section)) for train in sorted(candidates)]
+    best = max(found, key=lambda one: (len(one.ranks), one.train if section.prefer_larger_batch else -one.train))
+    if not best.ranks:
+        raise ConfigError(
+            f"elasticity: no batch up to max_train_batch_size {bound} of micro_batch_sizes {sizes} fits any number of "
+            f"ranks from min_gpus {section.min_gpus} to max_gpus {section.max_gpus}; write other bounds"
+        )
+    return best
+
+
+def solve_elastic(section: Elasticity, world_size: int) -> Batch:
+    """The three batch numbers on `world_size` ranks.
+
+    Raises:
+        ConfigError: that number of ranks does not fit; the text has the nearest that do.
+    """
+    best = elastic_batch(section)
+    if world_size not in best.ranks:
+        near = [max((n for n in best.ranks if n < world_size), default=None)]
+        near.append(min((n for n in best.ranks if n > world_size), default=None))
+        told = " or ".join(str(n) for n in near if n is not None)
+        raise ConfigError(
+            f"elasticity: the batch of {best.train} samples cannot be shared by {world_size} ranks in micro-batches of "
+            f"{sorted(set(section.micro_batch_sizes))}; start {told} ranks, or change elasticity.micro_batch_sizes"
+        )
+    share = best.train // world_size
+    micro = max(size for size in section.micro_batch_sizes if share % size == 0)
+    return Batch(best.train, micro, share // micro)
+
+
+def _ranks(train: int, sizes: list[int], section: Elasticity) -> tuple[int, ...]:
+    """Numbers of ranks that can share `train` samples in micro-batches of one of `sizes`."""
+    found: set[int] = set()
+    for size in sizes:
+        if train % size == 0:
+            for divisor in _divisors(train // size):
+                if section.min_gpus <= divisor <= section.max_gpus:
+                    found.add(divisor)
+    return tuple(sorted(found))
+
+
+def _divisors(number: int) -> set[int]:
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return {*small, *(number // n for n in small)}

@@ -1,0 +1,117 @@
+"""A new file of known size, written in large blocks past the page cache, many of them in flight at once."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import torch
+
+from windlass.storage.engine import Request, native, start_engine
+from windlass.storage.memory import aligned_buffer
+from windlass.storage.space import PAGE, cut_at_pages, page_up
+from windlass.storage.stripes import make_direct
+
+_BLOCK = 1 << 20
+_DEPTH = 16
+
+
+class NewFile:
+    """Bytes in any order, each once. Use it in a `with` statement: left without an error, the file is durable.
+
+    Whole pages go to the disk from where they lie; of what fills no page the rest is awaited, in memory of its own.
+    File systems that refuse direct I/O get the same blocks through the page cache.
+
+    Args:
+        nbytes: of the file; they are taken on the disk at once, so that a full one shows before anything is written.
+
+    Raises:
+        OSError: as the system says it, here and by all methods.
+    """
+
+    def __init__(self, path: Path, nbytes: int) -> None:
+        self.path, self._nbytes = path, nbytes
+        self._pages: dict[int, tuple[torch.Tensor, int]] = {}  # by offset: a page in part, and its bytes so far
+        self._under_way: list[tuple[Request, torch.Tensor]] = []
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        try:
+            direct = make_direct(self._file)
+            _take_space(self._file, nbytes)
+            module, _ = native()
+            ask = None if module is None else module.direct_memory_alignment
+            alignment = ((ask(self._file) if ask else 0) or PAGE) if direct else 1
+            self._engine = start_engine(
+                [self._file], asked=None, depth=_DEPTH, threads=_DEPTH, largest=_BLOCK, alignment=alignment
+            ).engine
+        except BaseException:
+            os.close(self._file)
+            raise
+
+    def send(self, offset: int, data: torch.Tensor) -> None:
+        """Start to write `data` `[bytes]`, uint8 on the CPU, at byte `offset`; it may not change before `settle`."""
+        first, last = offset, offset + data.numel()
+        if first == last:
+            return
+        parts, (body, end) = cut_at_pages(first, last)
+        for low, high in parts:
+            self._fill(low, data[low - first : high - first])
+        self._submit(body, end, data[body - first : end - first])
+
+    def settle(self) -> None:
+        """Wait until all that was sent is written, pages in part excepted: those have been copied."""
+        for request, _ in self._under_way:
+            while not request.wait(0.2):  # in slices, so that Ctrl-C is heard
+                pass
+        over, self._under_way = self._under_way, []
+        for request, _ in over:
+            if (failure := request.failure()) is not None:
+                number = errno.EIO if failure[0] == errno.ENODATA else failure[0]
+                raise OSError(number, os.strerror(number), str(self.path))
+
+    def __enter__(self) -> NewFile:
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        try:
+            if kind is None:
+                for offset in list(self._pages):
+                    self._send_page(offset)
+                self.settle()
+                os.ftruncate(self._file, self._nbytes)
+                os.fsync(self._file)
+        finally:
+            self._engine.close()  # before the memory of what may still be under way goes
+            self._under_way, self._pages = [], {}
+            os.close(self._file)
+
+    def _fill(self, first: int, part: torch.Tensor) -> None:
+        offset = first // PAGE * PAGE
+        page, filled = self._pages.get(offset) or (aligned_buffer(PAGE)[0], 0)
+        page[first - offset : first - offset + part.numel()].copy_(part)
+        self._pages[offset] = page, filled + part.numel()
+        if filled + part.numel() == min(PAGE, self._nbytes - offset):
+            self._send_page(offset)
+
+    def _send_page(self, offset: int) -> None:
+        page, _ = self._pages.pop(offset)
+        self._submit(offset, offset + PAGE, page)
+
+    def _submit(self, first: int, last: int, memory: torch.Tensor) -> None:
+        if first == last:
+            return
+        start = memory.data_ptr()
+        places = range(first, last, _BLOCK)
+        spans = [(0, at, start + at - first, min(_BLOCK, last - at)) for at in places]
+        request = self._engine.submit(True, spans)
+        if request is None:
+            raise OSError(errno.ECANCELED, "the file was closed", str(self.path))
+        self._under_way.append((request, memory))
+
+
+def _take_space(file: int, nbytes: int) -> None:
+    try:
+        os.posix_fallocate(file, 0, page_up(max(nbytes, 1)))
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+            raise

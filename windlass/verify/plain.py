@@ -1,0 +1,191 @@
+"""The same model in one process: plain PyTorch, which does again what the ranks did."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from windlass.base.errors import ModelError
+from windlass.verify.call import Call, arguments, drawing_from
+from windlass.verify.trace import Event, Trace, exits
+
+_HOW = ("fused", "foreach", "params")  # how a rule is computed, which is this side's own affair
+
+
+@dataclass
+class Replay:
+    """What a call showed when it was done again; `buffers` are those that it changed on the other side."""
+
+    events: list[Event] = field(default_factory=list)
+    loss: float | None = None
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+class Plain:
+    """A copy of a model and of its optimizer, made before the model was sharded.
+
+    A 16-bit model is trained by the plain recipe: float32 masters, from the values before the cast, which the optimizer
+    steps and the model holds rounded.
+
+    Args:
+        model: not yet sharded; it is left alone.
+        optimizer: of its parameters.
+        compute: dtype that floating-point parameters are cast to; None: each keeps its own.
+        device: where to compute.
+
+    Raises:
+        ModelError: the model cannot be copied.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, compute: torch.dtype | None, device: torch.device
+    ) -> None:
+        memo: dict[int, Any] = {}
+        try:
+            self.model: nn.Module = copy.deepcopy(model, memo)
+        except (RuntimeError, TypeError, NotImplementedError) as error:
+            raise ModelError(
+                f"verify needs a second copy of the model, and copy.deepcopy(model) failed: {error}; keep what cannot "
+                "be copied (locks, open files, tensors with a graph) out of the model's attributes"
+            ) from error
+        self.optimizer = _twin(optimizer, memo)
+        self.model.to(device)
+        self.device = device
+        self.parameters = dict(self.model.named_parameters())
+        self.masters = {name: self._master(name, compute) for name in self.parameters}
+        self._point_optimizer()
+        self._trace = Trace(self.model)
+        self._buffers: dict[int, dict[str, torch.Tensor]] = {}  # by rank
+        self._sums: dict[str, torch.Tensor] = {}
+
+    def values(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every parameter as the optimizer sees it, by name, in model order."""
+        return ((name, master.detach()) for name, master in self.masters.items())
+
+    def take_over(self, name: str, value: torch.Tensor) -> None:
+        """Go on from `value`, the sharded model's."""
+        with torch.no_grad():
+            self.masters[name].copy_(value)
+            if self.parameters[name] is not self.masters[name]:
+                self.parameters[name].copy_(self.masters[name])
+
+    def replay(self, call: Call, rank: int) -> Replay:
+        """Do a forward again, and the backward from the gradients that its outputs got; see `take_sums`.
+
+        Raises:
+            ModelError: the copy returned other tensors than the model.
+        """
+        self._set_buffers(call, rank)
+        for module, mode in zip(self.model.modules(), call.training[0], strict=True):
+            module.training = mode
+        for parameter, wants in zip(self.model.parameters(), call.training[1], strict=True):
+            parameter.requires_grad_(wants)
+        enabled, dtype, cache = call.autocast
+        found = Replay()
+        self._trace.events = found.events
+        args, kwargs = arguments(call, self.device)
+        with (
+            drawing_from(call.random, self.device),
+            torch.set_grad_enabled(call.grad),
+            torch.autocast(self.device.type, dtype=dtype, enabled=enabled, cache_enabled=cache),
+        ):
+            output = self.model(*args, **kwargs)
+            self._trace.events = None
+        ways = exits(self.model, output)
+        if call.loss is not None and call.loss[0] < len(ways):
+            found.loss = float(ways[call.loss[0]].detach())
+        found.buffers = {name: self.model.get_buffer(name).detach().cpu() for name in call.buffers_after}
+        self._back(call, ways)
+        return found
+
+    def step(self, gradients: dict[str, torch.Tensor], options: list[dict[str, Any]]) -> None:
+        """One step of the optimizer with these gradients (of masters, by name) under these options of its groups."""
+        for group, given in zip(self.optimizer.param_groups, options, strict=True):
+            group.update({key: value for key, value in given.items() if key not in _HOW})
+        for name, master in self.masters.items():
+            given_one = gradients.get(name)
+            master.grad = given_one.to(master.device, master.dtype) if given_one is not None else None
+        self.optimizer.step()
+        for master in self.masters.values():
+            master.grad = None
+        with torch.no_grad():
+            for name, master in self.masters.items():
+                if self.parameters[name] is not master:
+                    self.parameters[name].copy_(master)
+
+    def take_sums(self) -> dict[str, torch.Tensor]:
+        """The weighted gradients of all replays since it was asked last, by name, float64 on the CPU."""
+        sums, self._sums = self._sums, {}
+        return sums
+
+    def _back(self, call: Call, ways: list[torch.Tensor]) -> None:
+        for number, (weight, entering) in enumerate(call.gradients.items()):
+            if max(entering, default=-1) >= len(ways):
+                raise ModelError(
+                    f"the plain copy of the model returned {len(ways)} tensors with a graph, the sharded one more: its "
+                    "forward depends on something that the copy does not share (a global, a counter elsewhere)"
+                )
+            targets = [ways[index] for index in entering]
+            parts = [gradient.to(self.device) for gradient in entering.values()]
+            torch.autograd.backward(targets, parts, retain_graph=number + 1 < len(call.gradients))
+            self._add_up(weight)
+
+    def _add_up(self, weight: float) -> None:
+        """Move what a backward left in `.grad` to the sums, times its weight."""
+        for name, parameter in self.parameters.items():
+            if parameter.grad is not None:
+                grad = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
+                part = grad.detach().to("cpu", torch.float64, copy=True).mul_(weight)
+                self._sums[name] = self._sums[name].add_(part) if name in self._sums else part
+                parameter.grad = None
+
+    def _set_buffers(self, call: Call, rank: int) -> None:
+        known = self._buffers.setdefault(rank, {})
+        known |= call.buffers
+        for name, value in known.items():
+            place, _, own = name.rpartition(".")
+            module = self.model.get_submodule(place)
+            there = module._buffers.get(own)
+            if there is not None and there.shape == value.shape and there.dtype == value.dtype:
+                there.copy_(value)
+            else:
+                module._buffers[own] = value.to(self.device, copy=True)
+        known |= call.buffers_after
+
+    def _master(self, name: str, compute: torch.dtype | None) -> nn.Parameter:
+        parameter = self.parameters[name]
+        wide = parameter.detach().float() if parameter.is_floating_point() else parameter.detach()
+        if parameter.is_floating_point() and compute is not None:
+            parameter.data = parameter.data.to(compute)
+        narrow = parameter.is_floating_point() and parameter.dtype.itemsize < 4
+        if not parameter.requires_grad or not narrow:
+            return parameter
+        return nn.Parameter(wide.clone())
+
+    def _point_optimizer(self) -> None:
+        """Have the optimizer step masters where it was made for parameters."""
+        of = {id(self.parameters[name]): master for name, master in self.masters.items()}
+        for group in self.optimizer.param_groups:
+            group["params"] = [of.get(id(p), p) for p in group["params"]]
+        for parameter in [p for p in self.optimizer.state if id(p) in of]:
+            master = of[id(parameter)]
+            if master is not parameter:
+                self.optimizer.state[master] = self.optimizer.state.pop(parameter)
+
+
+def _twin(optimizer: torch.optim.Optimizer, memo: dict[int, Any]) -> torch.optim.Optimizer:
+    """A copy over the copied parameters, all attributes included: torch's own copying keeps only groups and state."""
+    twin: torch.optim.Optimizer = object.__new__(type(optimizer))
+    apart = ("step", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    twin.__dict__.update(
+        {key: copy.deepcopy(value, memo) for key, value in optimizer.__dict__.items() if key not in apart}
+    )
+    twin._optimizer_step_pre_hooks = OrderedDict(optimizer._optimizer_step_pre_hooks)
+    twin._optimizer_step_post_hooks = OrderedDict()
+    return twin

@@ -1,0 +1,212 @@
+"""Records what one rank's sharded model does between two steps, without changing any of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from windlass.base.autograd import at_end_of_backward, current_backward
+from windlass.verify.call import Call, begin_call
+from windlass.verify.trace import Trace, give_copies
+
+if TYPE_CHECKING:
+    from windlass.engine.train import Engine
+
+
+@dataclass
+class Record:
+    """What a rank did in one step.
+
+    Attributes:
+        calls: forwards whose outputs a gradient came back to, in order.
+        sums: by parameter, in the order in which they came, the sum of the gradients that autograd gave, each times
+            the weight of its backward; float64, on the CPU.
+        sizes: the same of their magnitudes, where several were added.
+        factors: of each `engine.backward` the gradient that the loss should get and got.
+        losses: what `engine.backward` was given.
+        scale: the loss scale that is in the gradients.
+        problem: why the step can't be compared; empty: it can.
+    """
+
+    calls: list[Call] = field(default_factory=list)
+    sums: dict[str, torch.Tensor] = field(default_factory=dict)
+    sizes: dict[str, torch.Tensor] = field(default_factory=dict)
+    factors: list[tuple[float, float]] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    scale: float = 1.0
+    problem: str = ""
+
+    def size(self, name: str) -> torch.Tensor:
+        """Magnitudes of the parts of a parameter's sum."""
+        return self.sizes[name] if name in self.sizes else self.sums[name].abs()
+
+
+class Recorder:
+    """Hooks on a model that an engine trains, and around its `backward` and `scale`."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self._model, self._device = engine, engine.module, engine.device
+        self.record = Record()
+        self._share = 1.0 / engine.gradient_accumulation_steps()
+        self._weight = self._share
+        self._trace = Trace(self._model)
+        self._versions: dict[str, tuple[int, int]] = {}
+        self._carried: dict[str, torch.Tensor] = {}
+        self._call: Call | None = None
+        self._calls: list[Call] = []
+        self._coming: list[tuple[Call, int, torch.Tensor]] = []  # gradients at exits of a backward, not yet known
+        self._backward = -1
+        self._reached = False  # the backward came to a parameter
+        self._watched: list[torch.Tensor] = []  # losses
+        self._model.register_forward_pre_hook(self._begin, with_kwargs=True, prepend=True)
+        self._model.register_forward_hook(self._end)
+        for name, parameter in self._model.named_parameters():
+            if parameter.requires_grad:
+                parameter.register_hook(self._gradient_of(name))
+        self._wrap()
+
+    def take(self) -> Record:
+        """What happened since the last step; a new record begins."""
+        record, self.record = self.record, Record()
+        for call in self._calls:
+            if call.gradients:
+                call.buffers = {**self._carried, **call.buffers}
+                self._carried = {}
+                record.calls.append(call)
+            else:  # nobody does it again, but what it left in buffers the next one finds
+                self._carried |= call.buffers | call.buffers_after
+        self._calls, self._call = [], None
+        self._backward, self._reached = -1, False
+        self._watched.clear()
+        return record
+
+    # around the engine
+
+    def _wrap(self) -> None:
+        engine: Any = self._engine
+        backward, scale, zero_grad = engine.backward, engine.scale, engine.zero_grad
+
+        def watched_backward(loss: Any, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Any:
+            self._weight = self._share if scale_wrt_gas else 1.0
+            self._watch(loss)
+            try:
+                return backward(loss, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
+            finally:
+                self._weight = self._share
+
+        def watched_scale(loss: Any) -> Any:
+            self._watch(loss)
+            return scale(loss)
+
+        def watched_zero_grad(set_to_none: bool = True) -> None:
+            self.take()
+            zero_grad(set_to_none)
+
+        engine.backward, engine.scale, engine.zero_grad = watched_backward, watched_scale, watched_zero_grad
+
+    def _watch(self, loss: Any) -> None:
+        """Note what gradient a loss gets: it is the loss scale, and nothing else."""
+        if not isinstance(loss, torch.Tensor) or not loss.requires_grad or loss.numel() != 1:
+            return
+        self.record.losses.append(float(loss.detach()))
+        if any(loss is known for known in self._watched):
+            return
+        self._watched.append(loss)
+        expected = float(torch.tensor(self._engine.loss_scale()).to(loss.dtype))
+        loss.register_hook(lambda gradient: self.record.factors.append((expected, float(gradient))))
+
+    # around the model
+
+    def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if current_backward() >= 0 or not (module.training or torch.is_grad_enabled()):
+            self._call = self._trace.events = None
+            return
+        self._call = begin_call(self._model, args, kwargs, self._device)
+        self._call.buffers = self._changed_buffers()
+        self._trace.events = self._call.events
+
+    def _end(self, module: nn.Module, args: Any, output: Any) -> Any:
+        call, self._call, self._trace.events = self._call, None, None
+        if call is None or current_backward() >= 0:
+            return None
+        call.buffers_after = self._changed_buffers()
+        self._calls.append(call)
+        if not call.grad:
+            return None
+        given, copies = give_copies(self._model, output)
+        for number, tensor in enumerate(copies):
+            tensor.register_hook(self._enter(call, number))
+            if call.loss is None and tensor.dim() == 0:
+                call.loss = number, float(tensor.detach())
+        return given
+
+    def _changed_buffers(self) -> dict[str, torch.Tensor]:
+        changed = {}
+        for name, buffer in self._model.named_buffers(remove_duplicate=False):
+            version = (id(buffer), buffer._version)
+            if self._versions.get(name) != version:
+                self._versions[name] = version
+                changed[name] = buffer.detach().to("cpu", copy=True)
+        return changed
+
+    # in a backward
+
+    def _enter(self, call: Call, number: int) -> Callable[[torch.Tensor], None]:
+        def entered(gradient: torch.Tensor) -> None:
+            if torch.is_grad_enabled():
+                self.record.problem = (
+                    "a backward with create_graph=True: gradients of gradients cannot be replayed from the model's "
+                    "outputs; verify the model with a loss that needs none"
+                )
+            self._note_backward()
+            if not any(call is known for known in self._calls):
+                self.record.problem = (
+                    "a backward of a forward from before the last step: its weights are gone; call backward before step"
+                )
+            self._coming.append((call, number, gradient.detach().to("cpu", copy=True)))
+            if self._reached:
+                self._commit()
+
+        return entered
+
+    def _note_backward(self) -> None:
+        number = current_backward()
+        if self._backward < 0:
+            self._backward, self._reached = number, False
+            self._coming.clear()
+            at_end_of_backward(self._ended)
+
+    def _ended(self) -> None:
+        self._backward, self._reached = -1, False
+        self._coming.clear()
+
+    def _commit(self) -> None:
+        """The backward reached parameters: what came to the exits counts."""
+        for call, number, gradient in self._coming:
+            known = call.gradients.setdefault(self._weight, {})
+            known[number] = known[number] + gradient if number in known else gradient
+        self._coming.clear()
+
+    def _gradient_of(self, name: str) -> Callable[[torch.Tensor], None]:
+        def arrived(gradient: torch.Tensor) -> None:
+            if self._backward < 0:
+                self.record.problem = (
+                    f"a gradient reached {name!r} by another way than the model's outputs: verify follows tensors in "
+                    "tuples, lists, dicts, dataclasses and attributes of what the model returns or keeps"
+                )
+            self._reached = True
+            self._commit()
+            dense = gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
+            part = dense.to("cpu", torch.float64, copy=True).mul_(self._weight)
+            record = self.record
+            if name in record.sums:
+                record.sizes[name] = record.size(name) + part.abs()
+                record.sums[name] += part
+            else:
+                record.sums[name] = part
+
+        return arrived
