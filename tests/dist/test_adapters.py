@@ -30,7 +30,7 @@ class Adapted(nn.Module):
         return self.back(torch.tanh(self.base(self.norm(x)) + self.up(self.down(x)))).square().mean()
 
 
-def engine_for(stage: int, rank: int = 16, base_seed: int = 0, seed: int = 0) -> Any:
+def engine_for(stage: int, rank: int = 32, base_seed: int = 0, seed: int = 0) -> Any:
     torch.manual_seed(base_seed)
     model = Adapted(rank)
     torch.manual_seed(seed)
