@@ -27,6 +27,7 @@ PUBLIC = {
         "zero",
     ],
     "windlass.zero": [
+        "ExponentialMovingAverage",
         "GatheredParameters",
         "Init",
         "full_grad",
