@@ -506,14 +506,18 @@ class ShardedModel:
 
         replicated = self.policy.state and self.mesh.replicate.size > 1
         verdict = ask()
-        if any(verdict.unreduced):
-            self.gradients.reduce_rest(verdict.unreduced)
+        rest = verdict.unreduced
+        if replicated:  # another replica may have used what none of these ranks did
+            used = [any(flags) for flags in verdict.used]
+            rest = [left or (had and not slot.holds) for slot, left, had in zip(self.slots, rest, used, strict=True)]
+        if any(rest):
+            self.gradients.reduce_rest(rest)
         if replicated:
-            for slot in self.slots:
-                if slot.holds:
+            for slot, had in zip(self.slots, used, strict=True):
+                if had:
                     slot.write(self.sum_replicas(slot.read()))
                     traffic.add("replicate", 2 * slot.unit.numel // count, 0)
-        if any(verdict.unreduced) or replicated:
+        if any(rest) or replicated:
             verdict = ask()
         self.order.new_step()
         return verdict

@@ -60,7 +60,7 @@ def full_grad(parameter: nn.Parameter) -> torch.Tensor | None:
         dist.all_reduce(facts, group=group.process_group)
     if facts[1] == 0:
         return None
-    if facts[0] > 0:
+    if facts[0] > 0 or not slot.holds:  # or only another replica has some
         wanted = [other is slot for other in model.slots]
         model.gradients.reduce_rest(wanted)
     shard = slot.read()
