@@ -93,7 +93,7 @@ def plain_steps(model: nn.Module, stepped: torch.optim.Optimizer, first: int, la
 def whole(engine: Any) -> dict[str, torch.Tensor]:
     import windlass
 
-    return {name: windlass.zero.full_param(p).clone() for name, p in engine.module.named_parameters()}
+    return {name: windlass.zero.full_param(p).detach().clone() for name, p in engine.module.named_parameters()}
 
 
 @contextmanager

@@ -133,22 +133,38 @@ class Counters:
         self._own = self._views[group.index]
         self._peers = [(i, view) for i, view in enumerate(self._views) if i != group.index]
         self._group, self._timeout = group, timeout.total_seconds()
+        self._count = max(count, 1)
+        self._rest: Counters | None = None  # those that were added
+
+    def extend(self, count: int) -> int:
+        """Have `count` more; returns the number of their first. Collective."""
+        if self._rest is not None:
+            return self._count + self._rest.extend(count)
+        self._rest = Counters(self._group, count, timedelta(seconds=self._timeout))
+        return self._count
 
     def raise_to(self, counter: int, value: int) -> None:
         """Set this rank's own counter; everything written before is visible to who sees the new value."""
         fence()
-        self._own[counter] = value
+        self.set(counter, value)
 
     def set(self, counter: int, value: int) -> None:
         """Set an own number that peers read once another counter has told them to."""
-        self._own[counter] = value
+        if self._rest is not None and counter >= self._count:
+            self._rest.set(counter - self._count, value)
+        else:
+            self._own[counter] = value
 
     def read(self, rank: int, counter: int) -> int:
         """A rank's number, by its place in the group."""
+        if self._rest is not None and counter >= self._count:
+            return self._rest.read(rank, counter - self._count)
         return int(self._views[rank][counter])
 
     def reached(self, counter: int, value: int) -> bool:
         """Whether every peer's counter is at `value` or above."""
+        if self._rest is not None and counter >= self._count:
+            return self._rest.reached(counter - self._count, value)
         for _, view in self._peers:
             if view[counter] < value:
                 return False
@@ -161,6 +177,9 @@ class Counters:
         Raises:
             CommunicationError: a peer died, or the time-out passed; names the rank and `what` was waited for.
         """
+        if self._rest is not None and counter >= self._count:
+            self._rest.wait(counter - self._count, value, what)
+            return
         if self.reached(counter, value):
             return
         with During(what) if activity.now is None else contextlib.nullcontext():

@@ -37,7 +37,7 @@ class ShmTransport:
         self.group, self.traffic = group, Traffic()
         self._timeout = timeout
         self._turns: list[int] = []
-        self._lanes = 0  # where the lanes' counters begin
+        self._lanes: list[int] = []  # where each lane's counters begin
 
     def allocate(self, needs: list[Need], device: torch.device, *, lanes: int = 0) -> list[Buffer]:
         """Buffers, zeroed, in shared memory; those with `common` exist once, and of transient ones the windows."""
@@ -52,8 +52,7 @@ class ShmTransport:
         # the common block lies in the first rank's memory; the others contribute an empty one
         total = next(places[True])
         shared = SharedMemory(self.group, total if self.group.index == 0 else 1)
-        self._lanes, self._turns = _PER_BUFFER * len(needs), [0] * lanes
-        rest = self._lanes + _PER_LANE * lanes
+        rest = self._open_lanes(_PER_BUFFER * len(needs), lanes)
         self._counters = Counters(self.group, rest + COUNTERS + board.COUNTERS, self._timeout)
         self._board = rest + COUNTERS
         shown = [[block[at : at + window] for block in memory.blocks] for at in own]
@@ -69,6 +68,23 @@ class ShmTransport:
             parts = [block[start : start + _bytes(need)].view(need.dtype) for block in blocks]
             buffers.append(Buffer(parts[self.group.index], parts, need.common, _PER_BUFFER * number))
         return buffers
+
+    def extend(self, needs: list[Need], device: torch.device, *, lanes: int = 0) -> list[Buffer]:
+        memory_of = _places([_bytes(need) for need in needs])
+        memory = SharedMemory(self.group, memory_of[-1])
+        first = self._counters.extend(_PER_BUFFER * len(needs) + _PER_LANE * lanes)
+        self._open_lanes(first + _PER_BUFFER * len(needs), lanes)
+        buffers = []
+        for number, (need, start) in enumerate(zip(needs, memory_of, strict=False)):
+            parts = [block[start : start + _bytes(need)].view(need.dtype) for block in memory.blocks]
+            buffers.append(Buffer(parts[self.group.index], parts, key=first + _PER_BUFFER * number))
+        return buffers
+
+    def _open_lanes(self, first: int, lanes: int) -> int:
+        """Have so many more lanes, whose counters begin at `first`; returns where they end."""
+        self._lanes += [first + _PER_LANE * lane for lane in range(lanes)]
+        self._turns += [0] * lanes
+        return first + _PER_LANE * lanes
 
     def reduce(
         self,
@@ -162,7 +178,7 @@ class ShmTransport:
         return found
 
     def _lane(self, lane: int) -> int:
-        return self._lanes + _PER_LANE * lane
+        return self._lanes[lane]
 
 
 class ShmReduction:

@@ -106,6 +106,11 @@ class Transport(Protocol):
         """Buffers for `needs`, zeroed, and as many lanes for reductions. Collective: ranks ask for the same, once."""
         ...
 
+    def extend(self, needs: list[Need], device: torch.device, *, lanes: int = 0) -> list[Buffer]:
+        """More buffers, none of them common or transient, and lanes after those there are. Collective, after
+        `allocate`."""
+        ...
+
     def reduce(
         self,
         lane: int,

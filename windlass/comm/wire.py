@@ -35,6 +35,9 @@ class _Wire:
     def allocate(self, needs: list[Need], device: torch.device, *, lanes: int = 0) -> list[Buffer]:
         return [Buffer(_flat(need, device)) for need in needs]
 
+    def extend(self, needs: list[Need], device: torch.device, *, lanes: int = 0) -> list[Buffer]:
+        return self.allocate(needs, device, lanes=lanes)
+
     def board(self) -> WireBoard:
         return WireBoard(self.group)
 

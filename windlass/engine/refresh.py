@@ -9,6 +9,7 @@ from torch import nn
 from windlass.base.errors import ModelError
 from windlass.base.log import logger
 from windlass.zero.carried import Carried
+from windlass.zero.growing import can_grow, grow
 
 if TYPE_CHECKING:
     from windlass.engine.train import Engine
@@ -22,6 +23,9 @@ def refresh(engine: Engine) -> None:
         raise ModelError(
             "refresh() in the middle of a step would lose the gradients that were accumulated; call it after step()"
         )
+    if (joining := _only_unfrozen(before)) and can_grow(before, joining):
+        grow(before, joining)
+        return
     carried = Carried(before)
     trained = sum(unit.numel for unit in before.units if unit.trainable)
     engine._saves.wait()  # what it reads goes with the old layout
@@ -42,11 +46,19 @@ def unfrozen(model: ShardedModel) -> list[tuple[str, nn.Parameter]]:
     """Parameters of the optimizer that were frozen when the model was laid out and are to be trained now."""
     if model.update is None:
         return []
+    frozen = list(model.unwatched())
+    if not frozen:
+        return []
     asked = {id(p) for group in model.update.optimizer.param_groups for p in group["params"]}
-    frozen = (
-        pair for unit in model.units if not unit.trainable for pair in zip(unit.names, unit.parameters, strict=True)
-    )
     return [(name, parameter) for name, parameter in frozen if parameter.requires_grad and id(parameter) in asked]
+
+
+def _only_unfrozen(model: ShardedModel) -> list[nn.Parameter]:
+    """What was unfrozen; none if modules came or went besides."""
+    laid_out = {id(parameter) for unit in model.units for parameter in unit.parameters}
+    if laid_out != {id(parameter) for parameter in model.model.parameters()}:
+        return []
+    return [parameter for _, parameter in unfrozen(model)]
 
 
 def refuse_lost_gradients(model: ShardedModel) -> None:

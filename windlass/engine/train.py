@@ -99,8 +99,9 @@ class Engine(Questions, nn.Module):
 
         What was trained before keeps its master weights and optimizer states; what is new begins as in plain PyTorch.
         It happens by itself at the first forward after `requires_grad` was set on a frozen parameter of the optimizer's
-        groups, and where `optimizer.add_param_group` brings parameters that are new. Takes host memory for the model on
-        every rank, for masters and states over all.
+        groups, and where `optimizer.add_param_group` brings parameters that are new. Where parameters were only
+        unfrozen, their units get masters and a place for gradients, and all else stays where it is; where modules came
+        or went it takes host memory for the model on every rank, for masters and states over all.
 
         Raises:
             ModelError: a step has begun, or an optimizer's parameter is none of the model's.
@@ -382,6 +383,7 @@ class Engine(Questions, nn.Module):
             StorageError: what rests on disk can't be read; on all ranks.
         """
         self._refuse_parked("fingerprint")
+        self._sharded.order.meet("the reading of parameters or states")
         return str(fingerprint(self._sharded))
 
     # files, and the end

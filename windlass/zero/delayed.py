@@ -63,14 +63,19 @@ class Delayed:
         dtype: torch.dtype,
     ) -> None:
         self._slots, self._masters, self._units, self._device = slots, masters, units, device
+        self._home, self._make, self._dtype = home, make, dtype
         for slot in slots:
-            rests = slot.rests.home if slot.rests is not None else home
-            numel = slot.unit.state_stop - slot.unit.state_start
-            slot.spare = make(f"gradient of {slot.unit.names[0]}, handed over", numel, dtype, rests)
+            self.prepare(slot)
         # one thread for good: each new one that computes would start a team of OpenMP threads
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="windlass-update")
         self._running: concurrent.futures.Future[list[list[Chunk]]] | None = None
         self.seconds = self.waited = self._took = self._waits = 0.0
+
+    def prepare(self, slot: GradientSlot) -> None:
+        """Make room for a gradient that is handed over."""
+        rests = slot.rests.home if slot.rests is not None else self._home
+        numel = slot.unit.state_stop - slot.unit.state_start
+        slot.spare = self._make(f"gradient of {slot.unit.names[0]}, handed over", numel, self._dtype, rests)
 
     @property
     def under_way(self) -> bool:

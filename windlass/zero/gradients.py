@@ -107,6 +107,25 @@ class Gradients:
         for slot, buffer in zip(self.slots, buffers, strict=True):
             slot.buffer = buffer
 
+    def needs_of(self, units: list[Unit]) -> list[Need]:
+        """The buffers to add where `units` begin to be trained: a larger ring, if they need one, or one for each."""
+        if not self._cut:
+            return [Need(unit.layout.padded, self._accumulate) for unit in units]
+        largest = max((unit.layout.padded for unit in units), default=0)
+        return Ring(2, largest, self._accumulate).needs() if largest > self._ring.numel else []
+
+    def grow(self, slots: list[GradientSlot], buffers: list[Buffer]) -> None:
+        """Take slots of units that begin to be trained, and what `needs_of` asked for; between steps."""
+        if self._cut and buffers:
+            self._ring = Ring(len(buffers), buffers[0].local.numel(), self._accumulate)
+            self._ring.bind(buffers, self._transport)
+        for number, slot in enumerate(slots):
+            self.slots.append(slot)
+            if self._cut:
+                self._landing.prepare(slot)
+            else:
+                slot.buffer = buffers[number]
+
     def arrive(self, number: int, index: int) -> None:
         """The gradient of parameter `index` of trainable unit `number` was added to `.grad`: take it away.
 

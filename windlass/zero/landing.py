@@ -55,7 +55,10 @@ class Landing:
             slot.shard = torch.zeros(numel, dtype=self._dtype, device=self._device)
         else:
             slot.rests = self._make(name, numel, self._dtype, home)
-            self._largest = max(self._largest, numel)
+            if numel > self._largest:
+                self._largest = numel
+                self.finish()
+                self._free, self._taken = [], {}  # made for smaller ones
 
     def out(self, slot: GradientSlot, own: torch.Tensor) -> tuple[torch.Tensor, bool]:
         """Where the sum of `own`, this rank's cut of the unit's buffer, goes, and whether it is added there."""

@@ -47,17 +47,31 @@ class Masters:
         *,
         delayed: bool = False,
     ) -> None:
-        self.chunks = chunks_of(slots, limit)
+        self.chunks: list[Chunk] = []
         self.residence = Residence(device, ledger, homes.disk, homes.staging, pin=homes.pin, state_bytes=state_bytes)
         self._health = health
         self.residence.arrived = self.take_edits
         self._device, self._ledger, self._pin, self._staging = device, ledger, homes.pin, homes.staging
         self._delayed = delayed
+        self._limit = limit
         self._of_unit: dict[int, list[Chunk]] = {}
-        for chunk in self.chunks:
-            self._of_unit.setdefault(chunk.unit.index, []).append(chunk)
+        self.grow(slots)
         self._versions: dict[int, int] = {}
         self._wholes: dict[int, torch.Tensor] = {}
+
+    def grow(self, slots: list[GradientSlot]) -> list[Chunk]:
+        """Have chunks of these units too, whose masters are still to be made."""
+        added = chunks_of(slots, self._limit)
+        self.chunks += added
+        for chunk in added:
+            self._of_unit.setdefault(chunk.unit.index, []).append(chunk)
+        return added
+
+    def shrink(self, chunks: list[Chunk]) -> None:
+        """Undo `grow`."""
+        for chunk in chunks:
+            self.chunks.remove(chunk)
+            self._of_unit.pop(chunk.unit.index, None)
 
     def of(self, unit: Unit) -> list[Chunk]:
         """The chunks of a unit; none if it is not trained."""

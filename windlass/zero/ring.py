@@ -19,12 +19,12 @@ class Ring:
     """
 
     def __init__(self, count: int, numel: int, dtype: torch.dtype) -> None:
-        self._count, self._numel, self._dtype = count, numel, dtype
+        self._count, self.numel, self._dtype = count, numel, dtype
         self._buffers: list[Buffer] = []
         self._free: deque[int] = deque()
 
     def needs(self) -> list[Need]:
-        return [Need(self._numel, self._dtype) for _ in range(self._count)]
+        return [Need(self.numel, self._dtype) for _ in range(self._count)]
 
     def bind(self, buffers: list[Buffer], transport: Transport) -> None:
         self._buffers, self._transport = buffers, transport

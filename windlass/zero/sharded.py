@@ -137,7 +137,7 @@ class ShardedModel:
             delayed=late,
         )
         try:
-            self._reserve()
+            self.reserve("initialize cannot begin")
         except BaseException:
             _close(mesh, self.ledger, homes.disk)
             raise
@@ -163,6 +163,7 @@ class ShardedModel:
             dtype, make = settings.accumulate, self._builder.slot
             self.delayed = Delayed(self.slots, self.masters, self.units, device, homes.gradient, make, dtype)
         self._handles: list[RemovableHandle | Generation] = []
+        self._watched: set[int] = set()  # ids of parameters whose gradients are taken
         self._closer = finalize(self, _close, mesh, self.ledger, homes.disk)
         self.health.check("initialize could not put the model on disk", loses=True)
         self._attach(blocks)
@@ -173,8 +174,11 @@ class ShardedModel:
         self.masters.remember_versions(self.units)
         registry.register(self)
 
-    def _reserve(self) -> None:
+    def reserve(self, what: str) -> None:
         """Take all the space on disk that this rank will need, before anything moves there. Collective.
+
+        Args:
+            what: said where there is too little.
 
         Raises:
             StorageError: a rank finds too little; on all ranks.
@@ -190,7 +194,7 @@ class ShardedModel:
                 nbytes = (unit.state_stop - unit.state_start) * self.settings.accumulate.itemsize
                 sizes += [nbytes, nbytes] if self.settings.delayed else [nbytes]
         disk.reserve(sum(page_up(nbytes) for nbytes in sizes))
-        self.health.check("initialize cannot begin", then="nothing was changed")
+        self.health.check(what, then="nothing was changed")
 
     def _passing(self) -> set[Extent]:
         extents = (slot.rests.extent for slot in self.slots if slot.rests is not None)
@@ -330,10 +334,16 @@ class ShardedModel:
             dist.all_reduce(failed, group=self.mesh.data.process_group)
         self._finish_result(trouble, failed.item())
 
+    def unwatched(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters whose gradients nobody takes, by name: those that were frozen when the model was laid out."""
+        for unit in self.units:
+            for name, parameter in zip(unit.names, unit.parameters, strict=True):
+                if id(parameter) not in self._watched:
+                    yield name, parameter
+
     def trains_all(self, parameters: Iterable[nn.Parameter]) -> bool:
         """Whether all of `parameters` that need a gradient have memory for it."""
-        trained = {id(p) for unit in self.units if unit.trainable for p in unit.parameters}
-        return all(id(p) in trained for p in parameters if p.requires_grad)
+        return all(id(p) in self._watched for p in parameters if p.requires_grad)
 
     def take_back(self) -> None:
         """Parameters that were given other memory since the last step (`p.data = ...`, `module.to(...)`) go back to
@@ -443,10 +453,22 @@ class ShardedModel:
                 logger.error("%s", error)
 
     def _attach(self, blocks: list[Block]) -> None:
-        places = []
+        self.watch_gradients()
+        if any(unit.released for unit in self.units):
+            for block in blocks:
+                self._handles += attach_block(block, self.runtime)
+            self._handles += attach_generation(self.model, self)
+        self._handles += attach_model(self.model, self.runtime)
+
+    def watch_gradients(self) -> None:
+        """Take the gradients of all parameters that are to be trained, from now on."""
+        places, parameters = [], []
         for number, slot in enumerate(self.slots):
-            places += [(number, index) for index in range(len(slot.unit.parameters))]
-        parameters = [self.slots[number].unit.parameters[index] for number, index in places]
+            for index, parameter in enumerate(slot.unit.parameters):
+                if parameter.requires_grad and id(parameter) not in self._watched:
+                    self._watched.add(id(parameter))
+                    places.append((number, index))
+                    parameters.append(parameter)
 
         # torch holds these hooks where Python's garbage collector can't see them: one that held the model would keep it
         # (and its memory) for ever
@@ -459,11 +481,6 @@ class ShardedModel:
                 then.arrive(*places[which])
 
         self._handles += attach_gradients(parameters, arrived)
-        if any(unit.released for unit in self.units):
-            for block in blocks:
-                self._handles += attach_block(block, self.runtime)
-            self._handles += attach_generation(self.model, self)
-        self._handles += attach_model(self.model, self.runtime)
 
     def _landed(self, slot: GradientSlot) -> None:
         """A reduced gradient is on its way home: what its step needs from disk sets out too."""
@@ -509,8 +526,8 @@ class ShardedModel:
         unused = [
             name
             for slot, flags in zip(self.slots, used, strict=True)
-            for name, had in zip(slot.unit.names, flags, strict=True)
-            if not had
+            for name, parameter, had in zip(slot.unit.names, slot.unit.parameters, flags, strict=True)
+            if not had and parameter.requires_grad
         ]
         if unused:
             raise ModelError(

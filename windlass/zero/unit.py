@@ -110,14 +110,25 @@ class Unit:
         if self.frees:
             transport.occupy(buffer)
             self.rests = rests(self, self.own_full.numel())
-        self._views = [
-            self.full.narrow(0, offset, numel).view(shape)
-            for offset, numel, shape in zip(self.layout.offsets, self.layout.numels, self.shapes, strict=True)
-        ]
+        self._look()
         self._regather = regather if self.frees else None
         if self._regather is not None:
             near = self._regather.group
             self.secondary = torch.empty_like(cut(self.full, near.index, near.size))
+
+    def move(self, buffer: Buffer) -> None:
+        """Take another `buffer` for `full`, with the same values; of a unit that is never released."""
+        self.take_back()
+        buffer.local.copy_(self.full)
+        self.buffer, self.full = buffer, buffer.local
+        self._look()
+        self._point()
+
+    def _look(self) -> None:
+        self._views = [
+            self.full.narrow(0, offset, numel).view(shape)
+            for offset, numel, shape in zip(self.layout.offsets, self.layout.numels, self.shapes, strict=True)
+        ]
 
     @property
     def own_full(self) -> torch.Tensor:

@@ -82,14 +82,27 @@ class ElementwiseUpdate:
         self._inner = self._native() or clone_optimizer(optimizer)
         residence.states = self._inner.state
         self._scales = supports_grad_scale(self._inner)
-        self._of_chunk = {id(chunk): [Segment(chunk, piece) for piece in chunk.pieces()] for chunk in chunks}
-        self._batches = batches(chunks, sub_group)
+        self._of_chunk: dict[int, list[Segment]] = {}
+        self._sub_group = sub_group
         self._lowered: dict[torch.Tensor, torch.Tensor] = {}
+        self.grow(chunks)
         for chunk in chunks:
-            chunk.tenants = [segment.tensor for segment in self._of_chunk[id(chunk)]]
             with residence.at_hand([chunk]) if optimizer.state else nullcontext():
                 self._take_over_state(chunk)
         optimizer.state.clear()
+
+    def grow(self, chunks: list[Chunk]) -> None:
+        """Step these chunks too; they are among the masters' already."""
+        for chunk in chunks:
+            found = self._of_chunk[id(chunk)] = [Segment(chunk, piece) for piece in chunk.pieces()]
+            chunk.tenants = [segment.tensor for segment in found]
+        self._batches = batches(self.chunks, self._sub_group)
+
+    def refuses(self, dtype: torch.dtype, home: Home) -> bool:
+        """Whether masters of this dtype, at this home, cannot be stepped beside those that are: by a kernel that takes
+        float32 in host memory."""
+        native = isinstance(self._inner, CPUOptimizer) and type(self._inner) is not type(self.optimizer)
+        return native and (dtype != torch.float32 or home is Home.DEVICE)
 
     def tenancies(self) -> Iterator[Tenancy]:
         """Whose optimizer states this rank has: one for each piece that it steps."""

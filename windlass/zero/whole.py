@@ -21,6 +21,7 @@ from windlass.comm.groups import Group
 from windlass.comm.traffic import Traffic
 from windlass.optim.cpu_optimizer import Format
 from windlass.optim.elementwise import COUNTS
+from windlass.storage.slot import Home
 from windlass.zero.chunk import Chunk, Tenancy, batches
 from windlass.zero.residence import Residence
 from windlass.zero.turn import Turn
@@ -73,19 +74,32 @@ class WholeUpdate:
         self.residence = residence
         residence.states = self._inner.state
         self._whole = whole or group.size == 1
-        self._batches = batches(chunks, sub_group)
-        self.owned = self._assign()
+        self._sub_group = sub_group
+        self.owned: list[Owned] = []
         self._of_chunk: dict[int, list[Owned]] = defaultdict(list)
-        for owned in self.owned:
-            self._of_chunk[id(owned.chunk)].append(owned)
+        self.grow(chunks)
         for chunk in chunks:
             mine = [owned for owned in self._of_chunk[id(chunk)] if owned.owner == group.index]
-            chunk.tenants = [owned.tensor for owned in mine]
             with residence.at_hand([chunk]) if optimizer.state else nullcontext():
                 for owned in mine:
                     if given := optimizer.state.get(owned.parameter):
                         self._inner.state[owned.tensor] = _moved(given, owned, optimizer)
         optimizer.state.clear()
+
+    def grow(self, chunks: list[Chunk]) -> None:
+        """As `ElementwiseUpdate.grow`; the same on all ranks."""
+        added = self._assign(chunks)
+        self.owned += added
+        for owned in added:
+            self._of_chunk[id(owned.chunk)].append(owned)
+        for chunk in chunks:
+            mine = [owned for owned in self._of_chunk[id(chunk)] if owned.owner == self._group.index]
+            chunk.tenants = [owned.tensor for owned in mine]
+        self._batches = batches(self.chunks, self._sub_group)
+
+    def refuses(self, dtype: torch.dtype, home: Home) -> bool:
+        """As `ElementwiseUpdate.refuses`."""
+        return False
 
     def tenancies(self) -> Iterator[Tenancy]:
         """As `ElementwiseUpdate.tenancies`; an owner has the whole of a parameter's state, in the parameter's shape."""
@@ -126,14 +140,16 @@ class WholeUpdate:
             yield batch
         turn.end(None if self._whole else self._group)
 
-    def _assign(self) -> list[Owned]:
+    def _assign(self, chunks: list[Chunk]) -> list[Owned]:
         """An owner for each parameter, the largest first to whoever has least."""
         found = [
             (chunk.unit.layout.numels[index], number, index)
-            for number, chunk in enumerate(self.chunks)
+            for number, chunk in enumerate(chunks)
             for index in range(len(chunk.unit.parameters))
         ]
         load = [0] * self._group.size
+        for before in self.owned:
+            load[before.owner] += before.chunk.unit.layout.numels[before.index]
         owners: dict[tuple[int, int], int] = {}
         for numel, number, index in sorted(found, key=lambda entry: (-entry[0], entry[1], entry[2])):
             owner = self._group.index if self._whole else load.index(min(load))
@@ -141,7 +157,7 @@ class WholeUpdate:
             owners[number, index] = owner
         owned = []
         for numel, number, index in found:
-            chunk = self.chunks[number]
+            chunk = chunks[number]
             if numel:
                 tensor = nn.Parameter(torch.empty(0, dtype=chunk.dtype, device=chunk.device))
                 owned.append(Owned(chunk, index, owners[number, index], tensor))

@@ -1,0 +1,164 @@
+"""Parameters that were frozen begin to be trained in the middle of a run, where they are, as plain torch would."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.dist.harness import run_ranks
+from tests.dist.test_offload import LATE, homes
+from tests.dist.test_partial_load import Net, batch, plain_steps, whole
+from tests.oracle import relative_error
+from tests.strangers import Foreign
+
+
+class Momentum(Foreign):
+    """A stranger that keeps an average."""
+
+    def rule(self, p: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], lr: float) -> None:
+        state["mean"] = state.get("mean", torch.zeros_like(p)).lerp(gradient, 0.3)
+        p.sub_(state["mean"], alpha=lr)
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1),
+    "stranger": lambda parameters: Momentum(parameters, lr=0.05),
+}
+
+
+def net(seed: int = 0) -> Net:
+    """Of four layers only the first and the last bias are trained: what joins later is larger."""
+    torch.manual_seed(seed)
+    made = Net(4)
+    made.requires_grad_(False)
+    for layer in (made.layers[0], made.layers[3]):
+        assert isinstance(layer.bias, nn.Parameter)
+        layer.bias.requires_grad_(True)
+    return made
+
+
+def thawed(model: Any) -> list[list[nn.Parameter]]:
+    """What is unfrozen after two steps, and after three: a layer and half of another; the other half."""
+    layers = model.layers
+    return [[*layers[1].parameters(), layers[2].bias], [layers[2].weight, layers[3].weight, layers[0].weight]]
+
+
+def engine_for(model: nn.Module, kind: str, everything: bool, stage: int, home: str, folder: str, bits: str) -> Any:
+    import windlass
+
+    zero = dict(homes(home, home if stage == 3 else "none", folder))
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_clipping": 0.0,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, "sub_group_size": 50, **zero},
+    }
+    if bits != "fp32":
+        config[bits] = {"enabled": True}
+    wanted = [p for p in model.parameters() if everything or p.requires_grad]
+    return windlass.initialize(model=model, optimizer=OPTIMIZERS[kind](wanted), config=config)[0]
+
+
+def steps(engine: Any, first: int, last: int, bits: str = "fp32") -> None:
+    dtype = torch.float32 if bits == "fp32" else torch.bfloat16
+    for step in range(first, last):
+        for row in batch(step, dist.get_rank()).to(dtype).chunk(1):
+            engine.backward(engine(row))
+            engine.step()
+
+
+def in_turn(cases: list[tuple[Any, ...]], folder: str) -> list[dict[str, Any]]:
+    """Trained, thawed twice, saved, and taken up by an engine that had all of it trainable; beside plain torch."""
+    found = []
+    for number, (kind, everything, stage, home) in enumerate(cases):
+        place = f"{folder}/{number}"
+        engine = engine_for(net(), kind, everything, stage, home, place, "fp32")
+        steps(engine, 0, 2)
+        for step, parameters in enumerate(thawed(engine.module), 2):
+            laid_out = engine._sharded
+            for parameter in parameters:
+                parameter.requires_grad_(True)
+            if not everything:
+                engine.optimizer.add_param_group({"params": parameters})
+            steps(engine, step, step + 1)
+            assert engine._sharded is laid_out  # nothing was gathered and cut anew
+        engine.save_checkpoint(place)
+        taken = engine.fingerprint()
+        steps(engine, 4, 6)
+        params = whole(engine)
+        engine.destroy()
+        model = net()
+        model.requires_grad_(True)
+        other = engine_for(model, kind, True, stage, home, place, "fp32")
+        other.load_checkpoint(place, load_optimizer_strict=False)
+        same = other.fingerprint() == taken
+        steps(other, 4, 6)
+        resumed = whole(other)
+        other.destroy()
+        found.append({"params": params, "resumed": resumed, "same": same, "plain": plain(kind)})
+    return found
+
+
+def plain(kind: str) -> dict[str, torch.Tensor]:
+    model = net()
+    stepped = OPTIMIZERS[kind](list(model.parameters()))
+    plain_steps(model, stepped, 0, 2)
+    for step, parameters in enumerate(thawed(model), 2):
+        for parameter in parameters:
+            parameter.requires_grad_(True)
+        plain_steps(model, stepped, step, step + 1)
+    plain_steps(model, stepped, 4, 6)
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+CASES = [
+    ("AdamW", True, 0, "none"),
+    ("AdamW", False, 1, "cpu"),
+    ("stranger", True, 2, "none"),
+    ("AdamW", True, 3, "nvme"),
+    ("stranger", False, 3, "nvme"),
+    ("AdamW", True, 3, "none"),
+]
+
+
+def hold(ranks: int, transport: str, cases: list[tuple[Any, ...]], folder: Any) -> None:
+    for by_rank in zip(*run_ranks(in_turn, ranks, cases, str(folder), env=LATE, transport=transport), strict=True):
+        for found in by_rank:
+            if ranks == 2:  # which plain torch here stands for
+                assert relative_error(found["params"], found["plain"])[0] <= 1e-6
+            assert found["same"]
+            assert relative_error(found["resumed"], found["params"])[0] <= 1e-6
+
+
+def test_as_plain_torch(transport: str, tmp_path: Any) -> None:
+    hold(2, transport, CASES[transport == "gloo" :: 2], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_as_plain_torch_in_every_case(ranks: int, transport: str, tmp_path: Any) -> None:
+    hold(ranks, transport, CASES, tmp_path)
+
+
+def in_sixteen_bits(stage: int, home: str, folder: str) -> float:
+    """How far a thawed parameter moves."""
+    engine = engine_for(net(), "AdamW", True, stage, home, folder, "bf16")
+    steps(engine, 0, 1, "bf16")
+    before = whole(engine)["layers.1.weight"].float()
+    engine.module.layers[1].requires_grad_(True)
+    engine.refresh()
+    steps(engine, 1, 3, "bf16")
+    after = whole(engine)["layers.1.weight"]
+    engine.destroy()
+    assert after.dtype == torch.float32
+    return float((after - before).abs().max())
+
+
+@pytest.mark.parametrize(("stage", "home"), [(2, "cpu"), (3, "nvme")])
+def test_masters_in_sixteen_bits(stage: int, home: str, tmp_path: Any) -> None:
+    found = run_ranks(in_sixteen_bits, 2, stage, home, str(tmp_path), env=LATE)
+    assert found[0] == found[1] and 0.01 < found[0] < 0.03
