@@ -180,6 +180,66 @@ def test_a_sharded_average_is_that_of_one_process(
         assert apart > 1e-4  # it lags behind
 
 
+def saved_average(stage: int, transport: str, home: str, folder: str, target: str, save: bool) -> dict[str, Any]:
+    import windlass
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    engine = engine_of(built(rank), stage, transport, home, folder)
+    average = windlass.zero.ExponentialMovingAverage(engine, DECAY, "slow")
+    if save:
+        other = windlass.zero.ExponentialMovingAverage(engine, 0.5)
+        with pytest.raises(windlass.WindlassError, match="'slow'"):
+            windlass.zero.ExponentialMovingAverage(engine, 0.5, "slow")
+    else:
+        engine.load_checkpoint(target)
+        assert average.updates == 2
+    for step in range(2) if save else range(2, STEPS):
+        for micro in range(2 // world):  # a step has the same two batches on any number of ranks
+            batch = rows(Place(step, 0, rank + micro))
+            engine.set_gradient_accumulation_boundary(micro == 2 // world - 1)
+            engine.backward(mse(engine(batch["x"])[0], batch["y"]) / (2 // world))
+            engine.step()
+        average.update()
+        if save:
+            other.update()
+    if save:
+        engine.save_checkpoint(target, blocking=stage != 2)
+    found = {name: average.full_param(p) for name, p in engine.module.named_parameters()}
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ((2, 3, "shm", "host"), (1, 1, "gloo", "device")),
+        pytest.param((1, 2, "gloo", "device"), (2, 3, "gloo", "disk"), marks=pytest.mark.slow),
+        pytest.param((2, 3, "shm", "disk"), (2, 0, "shm", "device"), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_an_average_goes_on_from_a_checkpoint_of_another_layout(before: Any, after: Any, tmp_path: Any) -> None:
+    target = str(tmp_path / "run")
+    for (ranks, stage, transport, home), save in ((before, True), (after, False)):
+        place = (stage, transport, home, str(tmp_path))
+        everywhere = run_ranks(saved_average, ranks, *place, target, save, transport=transport, env=env_of(home))
+    model = built()
+    optimizer = oracle.make_optimizer(Recipe(), list(model.parameters()))
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
+    for step in range(STEPS):
+        for rank in range(2):
+            batch = rows(Place(step, 0, rank))
+            (mse(model(batch["x"])[0], batch["y"]) / 2).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        average.update_parameters(model)
+    wanted = {name: p.detach() for name, p in average.module.named_parameters()}
+    for found in everywhere:
+        error, where = relative_error(found, wanted)
+        assert error < 1e-6, where
+
+
 # text
 
 

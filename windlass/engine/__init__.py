@@ -1,3 +1,3 @@
 """The engine, in reading order: progress, optimizer, questions, buffers, blame, reporting, weights, pieces, states,
-fingerprint, filling, groups, position, batches, saving, train, watch (what a tool may put in the way of
+fingerprint, filling, groups, position, batches, averages, saving, train, watch (what a tool may put in the way of
 `initialize`)."""

@@ -26,6 +26,11 @@ def refresh(engine: Engine) -> None:
     if (joining := _only_unfrozen(before)) and can_grow(before, joining):
         grow(before, joining)
         return
+    if before.averages:
+        raise ModelError(
+            f"the average {next(iter(before.averages))!r} of the parameters cannot follow modules that come or go: "
+            "save a checkpoint, initialize the changed model, make the average, and load with load_module_strict=False"
+        )
     carried = Carried(before)
     trained = sum(unit.numel for unit in before.units if unit.trainable)
     engine._saves.wait()  # what it reads goes with the old layout

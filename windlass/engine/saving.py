@@ -14,6 +14,7 @@ from windlass.checkpoint.agree import Ranks
 from windlass.checkpoint.deepspeed_files import Order, names_in_order
 from windlass.checkpoint.retention import retire
 from windlass.checkpoint.save import Begun
+from windlass.engine import averages
 from windlass.engine.away import ChunkAway
 from windlass.engine.filling import ChunkToFill, incoming
 from windlass.engine.fingerprint import fingerprint
@@ -97,11 +98,14 @@ def save_engine(
         **said_of_weights(model, trainable_only=trainable_only),
         "base": base_hashes(model) if trainable_only else {},
         "buffers": True,
+        "averages": averages.said_of(model),
         "client": client,
     }
     # rank 0's count, and others may have their own until the next forward (engine/buffers)
     tensors = states.tensors | ({} if model.mesh.data.index else _buffers(engine))
-    state = SavedState([*shards, *states.shards], tensors, plain, {"random": random_state(engine.device)})
+    state = SavedState(
+        [*shards, *states.shards, *averages.shards_of(model)], tensors, plain, {"random": random_state(engine.device)}
+    )
     name = tag if tag is not None else f"global_step{engine.global_steps}"
     keep = engine._config.checkpoint.keep_last
     written = engine.saved_tags | {name}
@@ -260,16 +264,18 @@ def _fill(
     if states_too:
         ranks.each("preparing to load", lambda: incoming(model, plain, saved, drawer_of, tensors))
     states = [shard for drawer in drawers.values() for shard in drawer.shards]
+    apart = averages.Incoming(model, plain.get("averages", {}))
     optional = () if wanted.module_strict else ("param/", "buffer/")
     found = _load(
         model,
         directory,
         tag,
-        SavedState([*shards, *states], tensors),
+        SavedState([*shards, *states, *apart.shards], tensors),
         optional if wanted.optimizer_strict else (*optional, "state/"),
-        () if states_too else ("state/",),
+        (averages.PREFIX,) if states_too else (averages.PREFIX, "state/"),
         order,
     )
+    apart.keep()
     for drawer in drawers.values():
         if not drawer.opened:  # nothing of it is in the checkpoint, so it has no states either
             with drawer.open():

@@ -21,31 +21,37 @@ class ExponentialMovingAverage:
 
     What `torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay))` computes, to the bit.
     Each rank has the average of its own piece of the master weights, where these rest: `4 / ranks` bytes a parameter.
-    What is not trained is its own average. Methods are collective.
+    What is not trained is its own average; what is unfrozen later begins with a copy, too. Checkpoints hold it,
+    and a load gives it its values where one of the same name was made before. Methods are collective.
 
     Args:
         model: the engine, or its module.
         decay: in [0, 1].
+        name: in checkpoints; each average of a model has its own.
 
     Attributes:
         updates: how many there were.
 
     Raises:
         ConfigError: decay is out of its range.
-        ModelError: the model belongs to no engine.
+        ModelError: the model belongs to no engine, or the name is taken.
     """
 
-    def __init__(self, model: nn.Module, decay: float = 0.999) -> None:
+    def __init__(self, model: nn.Module, decay: float = 0.999, name: str = "average") -> None:
         if not 0.0 <= decay <= 1.0:
             raise ConfigError(f"decay = {decay!r} is out of range: give a number from 0 to 1, such as 0.999")
         parameter = next(iter(model.parameters()), None)
         place = registry.find(parameter) if parameter is not None else None
         if place is None:
             raise ModelError("the model belongs to no engine: give what initialize returned, or its module")
-        self.decay, self.updates = decay, 0
+        if name in place.model.averages:
+            raise ModelError(f"this model has an average {name!r} already: give another name")
+        self.decay, self.updates, self.name = decay, 0, name
         self._model: ShardedModel = place.model
         self._slots: dict[int, Slot] = {}
+        self._begun: set[int] = set()  # units whose slots have something
         self._applied = False
+        place.model.averages[name] = self
 
     def update(self) -> None:
         """Take the parameters as they are now into the average; after each `engine.step()` that was applied."""
@@ -55,8 +61,9 @@ class ExponentialMovingAverage:
         model.take_back()
         for unit, slot in self._units():
             masters = model.masters.read_span(unit)
-            if not self.updates:
+            if unit.index not in self._begun:
                 slot.store(masters).wait()
+                self._begun.add(unit.index)
                 continue
             average = slot.read()
             average.lerp_(masters, 1.0 - self.decay)
@@ -85,25 +92,36 @@ class ExponentialMovingAverage:
         """The whole average of a parameter, as a new tensor; of one that is not trained, its value."""
         self._refuse_applied("full_param()")
         place = registry.require(parameter)
-        slot = dict((unit.index, slot) for unit, slot in self._units()).get(place.unit.index)
-        if slot is None or not self.updates:
+        slot = self._slots.get(place.unit.index)
+        if slot is None or place.unit.index not in self._begun:
             raise ModelError(f"{place.name!r} has no average: it is not trained, or there was no update() yet")
         return assemble(place, slot.read())
+
+    def pieces(self, *, begin: bool = False) -> Iterator[tuple[Unit, Slot]]:
+        """What there is to save: units, and where this rank's span of their averages rests.
+
+        Args:
+            begin: every trained unit, to be filled by a load.
+        """
+        self._refuse_applied("a checkpoint")
+        for unit, slot in self._units():
+            if begin:
+                self._begun.add(unit.index)
+            if unit.index in self._begun:
+                yield unit, slot
 
     def _exchange(self) -> None:
         """Parameters and averages change places, bit by bit."""
         model = self._model
-        units = [unit for unit, _ in self._units()]
-        with model.editing(units):
-            for unit, slot in self._units():
-                average, position = slot.read(), 0
+        begun = [(unit, slot) for unit, slot in self._units() if unit.index in self._begun]
+        with model.editing([unit for unit, _ in begun]):
+            for unit, slot in begun:
+                average = slot.read()
                 for chunk in model.masters.of(unit):
                     part = average[chunk.start : chunk.stop]
                     before = chunk.values().clone()
                     chunk.values().copy_(part)
                     part.copy_(before)
-                    position = chunk.stop
-                assert position == average.numel()
                 slot.write(average)
 
     def _units(self) -> list[tuple[Unit, Slot]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 from weakref import finalize, ref
 
 import torch
@@ -44,6 +45,9 @@ from windlass.zero.settings import Outcome, Settings
 from windlass.zero.unit import Presence, Unit
 from windlass.zero.update import ElementwiseUpdate, check_parameters
 from windlass.zero.whole import WholeUpdate
+
+if TYPE_CHECKING:
+    from windlass.zero.average import ExponentialMovingAverage
 
 
 class ShardedModel:
@@ -99,6 +103,7 @@ class ShardedModel:
         self.units = make_units(plans, settings, homes, mesh, self.group, trains=trains)
         self._builder = Builder(model, settings, homes, mesh, self.group, self.transport, regather, device, self.ledger)
         self.make_slot = self._builder.slot
+        self.averages: dict[str, ExponentialMovingAverage] = {}
         trainable = [unit for unit in self.units if unit.trainable]
         self.order = Order(self.units, hoists=settings.ahead > 0)
         self.gradients = Gradients(

@@ -1,0 +1,74 @@
+"""Averages of the parameters, as a checkpoint holds them: `average/NAME/PARAMETER`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from windlass.base.log import logger
+from windlass.checkpoint import FlatShard
+from windlass.storage.slot import Slot
+from windlass.zero.sharded import ShardedModel
+from windlass.zero.unit import Unit
+
+PREFIX = "average/"
+
+
+def said_of(model: ShardedModel) -> dict[str, Any]:
+    """The plain data: how each average came to be."""
+    return {name: {"decay": one.decay, "updates": one.updates} for name, one in model.averages.items()}
+
+
+def shards_of(model: ShardedModel) -> list[FlatShard]:
+    """This rank's pieces of all averages, in memory."""
+    return [
+        shard
+        for name, average in model.averages.items()
+        for unit, slot in average.pieces()
+        for shard in _shards(name, unit, slot.read())
+    ]
+
+
+class Incoming:
+    """The averages that a checkpoint has and this model asked for.
+
+    Args:
+        said: what `said_of` told when it was saved.
+    """
+
+    def __init__(self, model: ShardedModel, said: dict[str, Any]) -> None:
+        self._wanted = [(one, said[name]) for name, one in model.averages.items() if name in said]
+        for name in sorted(set(said) ^ set(model.averages)):
+            where = "in the checkpoint and was not made here" if name in said else "not in the checkpoint"
+            logger.warning(f"the average {name!r} of the parameters is {where}: it is left alone")
+        self._filled: list[tuple[Slot, torch.Tensor]] = []
+        self.shards: list[FlatShard] = []
+        for average, before in self._wanted:
+            if before["updates"]:
+                for unit, slot in average.pieces(begin=True):
+                    values = torch.empty(slot.numel, dtype=slot.dtype) if slot.tensor is None else slot.tensor
+                    self._filled.append((slot, values))
+                    self.shards += _shards(average.name, unit, values)
+
+    def keep(self) -> None:
+        """What was filled in goes home."""
+        for slot, values in self._filled:
+            slot.write(values)
+        for average, before in self._wanted:
+            average.updates = before["updates"]
+            if average.decay != before["decay"]:
+                said = f"was saved with decay {before['decay']}, it goes on with {average.decay}"
+                logger.warning(f"the average {average.name!r} {said}")
+
+
+def _shards(name: str, unit: Unit, values: torch.Tensor) -> list[FlatShard]:
+    return [
+        FlatShard(
+            f"{PREFIX}{name}/{unit.names[piece.index]}",
+            tuple(unit.shapes[piece.index]),
+            piece.start,
+            values.narrow(0, piece.offset, piece.numel),
+        )
+        for piece in unit.pieces()
+    ]
