@@ -59,8 +59,8 @@ def attach_block(block: Block, runtime: Runtime) -> list[RemovableHandle]:
         return _mark_inputs(args, kwargs, runtime, call) if torch.is_grad_enabled() else None
 
     def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        call = runtime.exit_block(output)
-        if torch.is_grad_enabled():
+        call = runtime.exit_block(block, output)
+        if call is not None and torch.is_grad_enabled():
             _mark_outputs(output, (args, kwargs), block, runtime, call)
 
     if getattr(block.module, "_compiled_call_impl", None) is not None:  # `block.compile()` would trace them, too

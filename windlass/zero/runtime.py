@@ -90,8 +90,10 @@ class Runtime:
             self._want(unit, backward=False)
         return call
 
-    def exit_block(self, output: object = None) -> Call:
+    def exit_block(self, block: Block, output: object = None) -> Call | None:
         """After a block ran: its units go unless something still needs them, as who gets a view of a parameter does."""
+        if not self._running or self._running[-1].block is not block:
+            return None  # something failed before it was entered, and torch calls what comes after all the same
         call = self._running.pop()
         recomputing = current_backward() >= 0
         for unit in call.units:
