@@ -66,11 +66,11 @@ class Runtime:
 
     def enter_model(self) -> None:
         """The outermost module begins its forward."""
-        if self._depth == 0 and current_backward() < 0:
+        self._depth += 1  # first: what ends a forward is called even where this fails
+        if self._depth == 1 and current_backward() < 0:
             self.foresight.begin(complete=self._had_backward)
             self._had_backward = False
             self.order.begin(FORWARD if torch.is_grad_enabled() else EVALUATION, reduces=False)
-        self._depth += 1
 
     def exit_model(self) -> None:
         """The outermost module ended its forward, or failed in it."""
