@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -18,20 +18,18 @@ from windlass.config import Config
 from windlass.engine.batches import loader_of
 from windlass.engine.blame import Blame
 from windlass.engine.buffers import Buffers
-from windlass.engine.fingerprint import fingerprint
+from windlass.engine.files import Files
 from windlass.engine.optimizer import ShardedOptimizer
 from windlass.engine.progress import Progress
 from windlass.engine.questions import Questions
 from windlass.engine.refresh import pending, refresh, refuse_lost_gradients, unfrozen
 from windlass.engine.reporting import Reporter
-from windlass.engine.saving import Wanted, load_engine, save_engine
-from windlass.engine.weights import full_state_dict, load_whole, save_16bit_model
 from windlass.optim.loss_scale import LossScale
 from windlass.zero.parking import KINDS
 from windlass.zero.sharded import ShardedModel
 
 
-class Engine(Questions, nn.Module):
+class Engine(Questions, Files, nn.Module):
     """A model in training (or evaluation) under one configuration. Made by `windlass.initialize`.
 
     What is not the engine's own falls through to the module.
@@ -353,10 +351,6 @@ class Engine(Questions, nn.Module):
         """Bring back what `offload_states` took."""
         self._sharded.parking.bring_back()
 
-    def _refuse_parked(self, what: str) -> None:
-        if self._sharded.parking.taken:
-            raise ModelError(f"{what}: states are offloaded; call engine.reload_states() first")
-
     def report(self) -> dict[str, Any]:
         """Bytes at rest by slot and home, by unit, what is gathered now, and what a step sent; printed on rank 0."""
         return self._reporter.report()
@@ -373,149 +367,6 @@ class Engine(Questions, nn.Module):
                 checkpoint can go on in), `collate_fn`, `num_local_io_workers`.
         """
         return loader_of(self, dataset, *args, **kwargs)
-
-    def fingerprint(self) -> str:
-        """A short hash of all parameters and optimizer states, the same wherever they rest, in whatever cut, on any
-        number of ranks: 16 hexadecimal digits of the parameters, 16 of the states. See docs/checkpoints.md. Collective.
-
-        Raises:
-            CheckpointError: something has no hash; on all ranks.
-            StorageError: what rests on disk can't be read; on all ranks.
-        """
-        self._refuse_parked("fingerprint")
-        self._sharded.order.meet("the reading of parameters or states")
-        return str(fingerprint(self._sharded))
-
-    # files, and the end
-
-    def full_state_dict(self, *, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
-        """Whole parameters and buffers by name on the CPU of rank 0, empty on others. Collective."""
-        self._refuse_parked("full_state_dict")
-        self._sharded.order.meet("the reading of parameters or states")
-        return full_state_dict(self._sharded, dtype=dtype)
-
-    def load_module_state_dict(
-        self, state_dict: Mapping[str, torch.Tensor], strict: bool = True
-    ) -> tuple[list[str], list[str]]:
-        """Take a plain `model.state_dict()`: whole tensors, the same on every rank. Collective, between steps.
-
-        Master weights are set to its values, in float32 if they are; parameters follow.
-
-        Returns:
-            Names that are missing in it, and names that the model does not have.
-
-        Raises:
-            CheckpointError: there are some and `strict` is set, or a shape differs. Nothing was changed.
-        """
-        self._refuse_parked("load_module_state_dict")
-        return load_whole(self._sharded, state_dict, strict=strict)
-
-    def save_16bit_model(
-        self, save_dir: str, save_filename: str = "model.safetensors", exclude_frozen_parameters: bool = False
-    ) -> bool:
-        """Whole parameters as they compute, in one safetensors file, one unit in memory at a time. Collective.
-
-        Returns:
-            True; False, with a warning, where nothing was written: at stage 3 if the configuration sets
-            `stage3_gather_16bit_weights_on_model_save` to false.
-        """
-        zero = self._config.zero_optimization
-        refused = "stage3_gather_16bit_weights_on_model_save" in zero.model_fields_set
-        if self.zero_optimization_stage() == 3 and refused and not self.zero_gather_16bit_weights_on_model_save():
-            logger.warning(
-                "save_16bit_model wrote nothing: zero_optimization.stage3_gather_16bit_weights_on_model_save is false"
-            )
-            return False
-        self._refuse_parked("save_16bit_model")
-        self._sharded.order.meet("the reading of parameters or states")
-        return save_16bit_model(self._sharded, save_dir, save_filename, exclude_frozen_parameters)
-
-    def save_checkpoint(
-        self,
-        save_dir: str,
-        tag: str | None = None,
-        client_state: dict[str, Any] | None = None,
-        save_latest: bool = True,
-        exclude_frozen_parameters: bool | None = None,
-        blocking: bool | None = None,
-    ) -> bool:
-        """Write everything that training needs to go on. Collective.
-
-        Args:
-            tag: the folder inside `save_dir`; `global_stepN` by default.
-            client_state: plain data of the caller's, given back by `load_checkpoint`.
-            save_latest: `latest` names this tag.
-            exclude_frozen_parameters: leave out parameters that are not trained, and keep a hash of each, by which a
-                load knows a changed base. None: where at most a tenth of all elements is trained (adapters).
-            blocking: return when it is written; else once a copy is taken, and write while training goes on. One such
-                save is under way at a time: the next one, `load_checkpoint` and `destroy` wait for it, and if it
-                failed, they or the step that comes first raise that, after what they do (a step) or before it (the
-                others). None: what the configuration says (`checkpoint.asynchronous`).
-
-        Raises:
-            CheckpointError: it could not be written, or there is no state to save since a step was made in part (see
-                `step`); what was there before is whole.
-            StorageError: what rests on disk can't be read.
-        """
-        self._refuse_parked("save_checkpoint")
-        self._sharded.order.meet("a checkpoint")
-        at_once = not self._config.checkpoint.asynchronous if blocking is None else blocking
-        return save_engine(self, save_dir, tag, client_state or {}, save_latest, exclude_frozen_parameters, at_once)
-
-    def finish_checkpoint(self) -> None:
-        """Wait until the save under way is written, if there is one (see `save_checkpoint`). Collective.
-
-        Raises:
-            CheckpointError: it was not written; on all ranks. What was there before is whole.
-        """
-        self._saves.finish()
-
-    def load_checkpoint(
-        self,
-        load_dir: str,
-        tag: str | None = None,
-        load_module_strict: bool = True,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-        load_module_only: bool = False,
-        custom_load_fn: Callable[..., Any] | None = None,
-        load_optimizer_strict: bool = True,
-        load_data_position: bool = True,
-    ) -> tuple[str | None, dict[str, Any] | None]:
-        """Go on from a checkpoint, saved on any number of ranks, at any stage, from any homes. Collective.
-
-        What matched, is missing and is unexpected is logged. See docs/checkpoints.md.
-
-        Args:
-            tag: by default the one that `latest` names.
-            load_module_strict: parameters and buffers are the saved ones; else those of the same name are loaded, and
-                others stay as they are.
-            load_optimizer_states: optimizer states and hyper-parameters too.
-            load_lr_scheduler_states: the schedule too.
-            load_module_only: parameters and buffers, and nothing else: no states, counters, loss scale, schedule,
-                random states or place in the data.
-            load_optimizer_strict: the optimizer has the saved groups; else what matches by name is loaded.
-            load_data_position: `training_dataloader` goes on where the saved one stood.
-
-        Returns:
-            Its path and the `client_state` that was saved; `(None, None)` with a warning where there is none.
-
-        Raises:
-            CheckpointError: it is damaged, or does not fit.
-        """
-        if custom_load_fn is not None:
-            raise ModelError("custom_load_fn is not supported; load the model's weights before initialize instead")
-        self._refuse_parked("load_checkpoint")
-        self._sharded.order.meet("a checkpoint")
-        wanted = Wanted(
-            module_strict=load_module_strict,
-            optimizer=load_optimizer_states and not load_module_only,
-            optimizer_strict=load_optimizer_strict,
-            schedule=load_lr_scheduler_states and not load_module_only,
-            position=load_data_position and not load_module_only,
-            progress=not load_module_only,
-        )
-        return load_engine(self, load_dir, tag, wanted)
 
     def destroy(self) -> None:
         """Give the plain model back, whole, with no hooks. Collective at stage 3, and where an update is under way;
