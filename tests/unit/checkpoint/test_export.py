@@ -154,8 +154,8 @@ print(peak() - before)
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs the kernel's peak of memory")
 def test_memory_does_not_grow_with_the_tensors(tmp_path: Path) -> None:
-    """96 MB in three tensors: far less than the largest of them comes to memory at once."""
-    big = torch.arange(8_000_000, dtype=torch.float32)
+    """192 MB in three tensors: far less than the largest of them comes to memory at once."""
+    big = torch.arange(16_000_000, dtype=torch.float32)
     save(tmp_path / "run", "t", SavedState(tensors={f"param/{n}": big for n in "abc"}))
     done = subprocess.run(
         [sys.executable, "-c", _RISE, str(tmp_path / "run"), str(tmp_path / "out")],
@@ -163,5 +163,5 @@ def test_memory_does_not_grow_with_the_tensors(tmp_path: Path) -> None:
         text=True,
         check=True,
     )
-    assert int(done.stdout) < 24 << 20
+    assert int(done.stdout) < 40 << 20
     assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["c"], big.bfloat16())
