@@ -213,7 +213,7 @@ def trained(directory: str, sharded: bool) -> tuple[list[float], dict[str, torch
         engine.backward(loss)
         engine.step()
         losses.append(float(loss))
-    values = {name: windlass.zero.full_param(p) for name, p in engine.module.named_parameters()}
+    values = {name: windlass.zero.full_param(p).detach() for name, p in engine.module.named_parameters()}
     engine.destroy()
     return losses, values
 

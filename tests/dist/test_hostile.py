@@ -79,7 +79,7 @@ def with_habit(habit: str, stage: int) -> dict[str, torch.Tensor]:
             swap(engine, shadow, windlass.zero)
     found = shadow
     if habit != "average":
-        found = {name: windlass.zero.full_param(p).clone() for name, p in engine.module.named_parameters()}
+        found = {name: windlass.zero.full_param(p).detach().clone() for name, p in engine.module.named_parameters()}
     engine.destroy()
     return found
 
