@@ -127,8 +127,9 @@ def counted(folder: str) -> dict[str, Any]:
 def test_one_chunk_is_in_memory_at_a_time(tmp_path: Any) -> None:
     for found in run_ranks(counted, 2, str(tmp_path), env=LATE, transport="gloo"):
         chunk, unit = SUB_GROUP * (4 + 8), found.pop("unit")
+        hashing = (1 << 19) + MARGIN  # of a fingerprint, whatever the size of the model
         assert found.pop("all") > 2 * (chunk + unit + MARGIN)
         for what, (peak, chunks) in found.items():
             assert chunks <= 1, what
-            assert peak <= (unit if what == "export" else chunk + unit) + MARGIN, what
+            assert peak <= (unit if what == "export" else chunk + unit + hashing) + MARGIN, what
         assert found["save"][1] == found["load"][1] == 1

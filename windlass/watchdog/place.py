@@ -25,8 +25,8 @@ _STANDARD = sysconfig.get_path("stdlib") + os.sep
 _LOCAL = ("checkpoint", "elastic", "launcher")  # folders of torch.distributed that do more than wait for ranks
 _CALLS = {
     "Engine.eval_batch": "evaluation",
-    "Engine.save_checkpoint": "save",
-    "Engine.load_checkpoint": "load",
+    "Files.save_checkpoint": "save",
+    "Files.load_checkpoint": "load",
 }
 
 

@@ -90,3 +90,11 @@ def test_frames_without_a_line_are_no_obstacle() -> None:
     from windlass.watchdog import place
 
     assert place._line(frame.f_code, 0).endswith("in test_frames_without_a_line_are_no_obstacle")
+
+
+def test_the_calls_that_it_knows_by_name_are_the_engines() -> None:
+    from windlass.engine.train import Engine
+    from windlass.watchdog.place import _CALLS
+
+    for known in _CALLS:
+        assert getattr(Engine, known.rpartition(".")[2]).__qualname__ == known
