@@ -14,11 +14,10 @@ from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
 from windlass.checkpoint.fragment import flat_start, is_contiguous
 from windlass.checkpoint.index import Chunk
+from windlass.checkpoint.open_files import OpenFiles
 from windlass.checkpoint.tensor_file import TensorFile
-from windlass.checkpoint.torch_file import open_tensors
 
 _AT_ONCE = 1 << 22  # bytes of what is converted, moved to a device or only summed up
-_OPEN = 64  # files at once; a checkpoint of more ranks has more
 
 
 @dataclass(frozen=True)
@@ -54,8 +53,8 @@ class Sources:
     """
 
     def __init__(self, path: Path, planner: LoadPlanner) -> None:
-        self._path, self._planner = path, planner
-        self._files: dict[str, TensorFile] = {}  # the least recently used first
+        self._planner = planner
+        self._files = OpenFiles(path)
         self._expected: Counter[tuple[str, str]] = Counter()
         self._progress: dict[tuple[str, str], _Progress] = {}
 
@@ -65,8 +64,7 @@ class Sources:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for file in self._files.values():
-            file.close()
+        self._files.__exit__(kind, error, trace)
 
     def expect(self, source: Source) -> None:
         """One more part of this box will be read."""
@@ -137,12 +135,7 @@ class Sources:
             target.copy_(part)
 
     def _file(self, source: Source) -> TensorFile:
-        name = source.chunk.file
-        file = self._files.pop(name, None) or open_tensors(self._path / name)
-        self._files[name] = file
-        if len(self._files) > _OPEN:
-            list(self._files.values())[-_OPEN - 1].close()
-        return file
+        return self._files.named(source.chunk.file)
 
 
 def _is_straight(source: Source, target: torch.Tensor) -> bool:

@@ -18,12 +18,11 @@ from windlass.checkpoint.deepspeed_files import Order, index_of
 from windlass.checkpoint.directory import METADATA, find, is_deepspeed
 from windlass.checkpoint.fragment import flat_start, is_contiguous
 from windlass.checkpoint.index import Index, TensorRecord
+from windlass.checkpoint.open_files import OpenFiles
 from windlass.checkpoint.state import RESERVED
 from windlass.checkpoint.tensor_file import TensorFile, dtype_of
-from windlass.checkpoint.torch_file import open_tensors
 
 _AT_ONCE = 1 << 20  # elements of a part
-_OPEN = 64  # files at once; a checkpoint of more ranks has more
 
 
 def split(path: str | os.PathLike[str]) -> tuple[Path, str | None]:
@@ -54,7 +53,7 @@ class Stored:
     def __init__(self, directory: str | os.PathLike[str], tag: str | None = None, order: Order | None = None) -> None:
         self.tag, self.path = find(directory, tag)
         self.index: Index = index_of(self.path, order)
-        self._files: dict[str, TensorFile] = {}  # the least recently used first
+        self._files = OpenFiles(self.path)
         with self:
             tensors = {name: self.whole(name) for name in plain.tensor_names(self.index.plain)}
         self.plain: dict[str, Any] = plain.decode(self.index.plain, tensors)
@@ -65,8 +64,7 @@ class Stored:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for file in self._files.values():
-            file.close()
+        self._files.__exit__(kind, error, trace)
 
     def names(self, prefix: str = "") -> list[str]:
         """Names of the tensors that begin so, without those inside plain data."""
@@ -128,11 +126,7 @@ class Stored:
         return self.index.tensors[name]
 
     def _file(self, name: str) -> TensorFile:
-        file = self._files.pop(name, None) or open_tensors(self.path / name)
-        self._files[name] = file
-        if len(self._files) > _OPEN:
-            list(self._files.values())[-_OPEN - 1].close()
-        return file
+        return self._files.named(name)
 
 
 def missing(stored: Stored, names: Iterable[str]) -> list[str]:

@@ -131,9 +131,9 @@ def test_a_place_that_does_not_have_what_was_said_is_told(tmp_path: Path) -> Non
 
 
 def test_a_checkpoint_of_many_ranks_needs_few_open_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from windlass.checkpoint import sources
+    from windlass.checkpoint import open_files
 
-    monkeypatch.setattr(sources, "_OPEN", 2)
+    monkeypatch.setattr(open_files, "_OPEN", 2)
     save(tmp_path, "t", SavedState(shards=[FlatShard("x", (6,), 0, torch.arange(6.0))]))
     path, index = tmp_path / "t", (tmp_path / "t" / "checkpoint.json")
     from windlass.checkpoint.index import Chunk, TensorRecord, parse, to_text
