@@ -10,6 +10,7 @@ from windlass.base.pending import DONE, Pending
 from windlass.storage.tier import DiskTier
 
 _GRAIN = 1 << 16  # bytes: buffers of nearly the same size serve each other
+_WASTE = 2  # times what was asked for: a larger buffer would be lent for little, and missing elsewhere
 
 
 class Staging:
@@ -51,7 +52,7 @@ class Staging:
         with self._lock:
             self._collect()
             while True:
-                fits = [buffer for buffer in self._free if buffer.numel() >= nbytes]
+                fits = [buffer for buffer in self._free if nbytes <= buffer.numel() <= _WASTE * max(nbytes, _GRAIN)]
                 if fits:
                     best = min(fits, key=torch.Tensor.numel)
                     self._free = [buffer for buffer in self._free if buffer is not best]

@@ -97,14 +97,15 @@ class Tenancy:
 
 def chunks_of(slots: list[GradientSlot], limit: int) -> list[Chunk]:
     """The chunks of all trainable units in model order, none of more than `limit` elements (rounded up to a cache
-    line)."""
+    line), and those of one unit of nearly one size: memory for one serves the others."""
     found = []
-    limit = max(ALIGN, -(-limit // ALIGN) * ALIGN)
     for slot in slots:
         span = slot.unit.state_stop - slot.unit.state_start
-        for start in range(0, max(span, 1), limit):
+        size = -(-span // max(1, -(-span // max(limit, 1))))
+        size = max(ALIGN, -(-size // ALIGN) * ALIGN)
+        for start in range(0, max(span, 1), size):
             home = slot.unit.state_home if span else Home.DEVICE  # nothing takes no room anywhere
-            found.append(Chunk(slot, start, min(start + limit, span), home))
+            found.append(Chunk(slot, start, min(start + size, span), home))
     return found
 
 

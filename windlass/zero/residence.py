@@ -13,6 +13,7 @@ forward; the tier keeps a later reading of the same bytes behind them. How much 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -138,18 +139,20 @@ class Residence:
         self.states: MutableMapping[Any, Any] = {}
         self._records: dict[int, _Record] = {}
         self._visits: dict[int, _Visit] = {}
+        self._wanted: deque[Chunk] = deque()  # to be read ahead once there is room
 
     def read_ahead(self, chunks: list[Chunk]) -> None:
-        """Start to read records that the next step will want, as far as there is room for them."""
-        for chunk in chunks:
-            if chunk.home is Home.NVME and chunk.master is None and id(chunk) not in self._visits:
-                if not self._room([chunk], spare=_SPARE):
-                    return
-                self._set_out(chunk)
+        """Start to read records that the next step will want, in the order in which it will, as far as there is room
+        for them."""
+        self._wanted += [c for c in chunks if c.home is Home.NVME and c.master is None and id(c) not in self._visits]
+        # one after the other: what comes later in a step would take the memory from what it begins with
+        while self._wanted and self._room([self._wanted[0]], spare=_SPARE):
+            self._set_out(self._wanted.popleft())
 
     def travel(self, batches: list[list[Chunk]]) -> Iterator[list[Chunk]]:
         """Each batch in turn, with masters, states and gradients at hand; it goes home when the next is asked for."""
         self._abandon()
+        self._wanted.clear()
         ahead = 0  # batches that have set out
         for number, batch in enumerate(batches):
             while ahead < len(batches) and (ahead < number + 2 or self._room(batches[ahead])):
@@ -403,6 +406,7 @@ class Residence:
 
     def forget_ahead(self) -> None:
         """Drop what was read for the next step: it is to be read again."""
+        self._wanted.clear()
         for visit in list(self._visits.values()):
             if visit.chunk.master is None:
                 self._drop(visit.chunk)

@@ -68,6 +68,18 @@ def test_at_the_limit_the_oldest_transfer_is_waited_for(tier: DiskTier) -> None:
     assert staging.peak == 128 * KIB
 
 
+def test_a_large_buffer_is_not_lent_for_little(tier: DiskTier) -> None:
+    """It would be missing where all of it is needed, and more memory be taken for that."""
+    staging = Staging(tier, 1 << 20)
+    large = staging.take(512 * KIB, torch.uint8)
+    address = large.data_ptr()
+    staging.give_back(large)
+    del large
+    assert staging.take(64 * KIB, torch.uint8).data_ptr() != address
+    assert staging.take(400 * KIB, torch.uint8).data_ptr() == address
+    assert staging.peak == 576 * KIB
+
+
 def test_small_buffers_make_way_for_a_large_one(tier: DiskTier) -> None:
     staging = Staging(tier, 256 * KIB)
     small = [staging.take(64 * KIB, torch.uint8) for _ in range(4)]

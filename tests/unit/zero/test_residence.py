@@ -9,14 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 from windlass.base.memory import Ledger
 from windlass.storage.slot import Home
 from windlass.storage.staging import Staging
 from windlass.storage.tier import DiskTier
-from windlass.zero.chunk import Chunk
-from windlass.zero.layout import Layout
+from windlass.zero.chunk import Chunk, chunks_of
+from windlass.zero.layout import ALIGN, Layout
 from windlass.zero.residence import Residence
 
 N = 24
@@ -135,3 +137,45 @@ def test_a_refilled_chunk_has_the_states_it_shall_have_and_no_others(tier: DiskT
     assert set(states[0]) == {"kept", "new", "step"} and set(states[1]) == {"kept"}
     assert states[0]["kept"].unique().tolist() == [5.0] and states[0]["new"].unique().tolist() == [7]
     assert states[1]["kept"].dtype == torch.uint8 and not states[1]["kept"].any()
+
+
+def test_reading_ahead_keeps_to_the_order_of_the_step_and_to_the_limit(tier: DiskTier) -> None:
+    """What comes late in a step and is small would take the memory that the step needs first."""
+    staging = Staging(tier, 1 << 20)
+    residence = Residence(torch.device("cpu"), Ledger(), tier, staging, pin=False)
+    chunks = []
+    for numel in (100_000, 100_000, 100_000, 4_000):  # 400 kB each, the last 16 kB
+        slot: Any = SimpleNamespace(
+            unit=SimpleNamespace(names=["weight"], state_start=0, layout=Layout((numel,), 1)), holds=False, stepped=None
+        )
+        chunk = Chunk(slot, 0, numel, Home.NVME)
+        chunk.master = torch.zeros(numel)
+        residence.settle(chunk)
+        chunks.append(chunk)
+    staging.settle()
+
+    def under_way() -> list[int]:
+        return [number for number, chunk in enumerate(chunks) if id(chunk) in residence._visits]
+
+    residence.read_ahead(chunks[:2])
+    assert under_way() == [0], "the second would leave less than a quarter of the memory"
+    residence.read_ahead(chunks[3:])
+    assert under_way() == [0]
+    for _ in residence.travel([[chunk] for chunk in chunks]):
+        assert sum(buffer.numel() for buffer in staging._lent.values()) <= staging.limit
+    staging.settle()
+    residence.read_ahead(chunks[3:])
+    assert under_way() == [3], "in the next step there may be room again"
+    residence.forget_ahead()
+
+
+@given(st.integers(0, 5000), st.integers(1, 2000))
+def test_chunks_of_a_unit_are_of_nearly_one_size(span: int, limit: int) -> None:
+    slot: Any = SimpleNamespace(unit=SimpleNamespace(state_start=7, state_stop=7 + span, state_home=Home.NVME))
+    chunks = chunks_of([slot], limit)
+    assert [chunk.start for chunk in chunks] == [0, *(chunk.stop for chunk in chunks[:-1])]
+    assert chunks[-1].stop == span
+    most = -(-limit // ALIGN) * ALIGN
+    assert all(chunk.numel <= most for chunk in chunks)
+    assert all(chunk.start % ALIGN == 0 for chunk in chunks)
+    assert max(c.numel for c in chunks) - min(c.numel for c in chunks) < ALIGN * len(chunks)
