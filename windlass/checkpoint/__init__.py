@@ -2,8 +2,8 @@
 
 In reading order: fragment (a flat range as boxes), state (what is saved), plain (numbers, strings, lists as JSON),
 directory (names on disk, `latest`, temporary name and rename), draft (what is being written), index
-(`checkpoint.json`), tensor_file (one safetensors file), rank_file (what a rank writes, at once or from a copy), agree
-(one error for all ranks), shards, open_files, sources and storage (planner, what is read, and storage under
+(`checkpoint.json`), checksum, tensor_file (one safetensors file), rank_file (what a rank writes, at once or from a
+copy), agree (one error for all ranks), shards, open_files, sources and storage (planner, what is read, storage under
 `torch.distributed.checkpoint`), transfer (the two calls into it), save, background (a save while training goes on),
 load, retention (which former ones go). In one process: torch_file, deepspeed_cuts, deepspeed_plain and deepspeed_files
 (others' files as an index), stored (one checkpoint, tensor by tensor), read, streamed_file and export (Hugging Face's

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 
 from windlass.base.errors import CheckpointError
+from windlass.checkpoint.checksum import crc32 as crc32_of
 from windlass.checkpoint.deepspeed_files import index_of
 from windlass.checkpoint.directory import LATEST, METADATA, is_deepspeed, read_latest
 from windlass.checkpoint.index import Chunk, Index, TensorRecord
@@ -130,7 +130,7 @@ def _check(file: TensorFile, record: TensorRecord, chunk: Chunk, scratch: torch.
     file.check_size(chunk.entry, nbytes)
     crc32 = 0
     for first in range(0, nbytes, _AT_ONCE):
-        crc32 = zlib.crc32(file.read_part(chunk.entry, first, scratch[: min(_AT_ONCE, nbytes - first)]), crc32)
+        crc32 = crc32_of(file.read_part(chunk.entry, first, scratch[: min(_AT_ONCE, nbytes - first)]), crc32)
     file.check_sum(chunk.entry, crc32, chunk.crc32)
 
 

@@ -12,17 +12,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable
-from functools import cache
 from typing import Any
 
 import torch
 
 from windlass.base.errors import CheckpointError
+from windlass.kernels import keyed_sum
 
-_BLOCK = 4096  # elements that share a factor; the other factor is one of as many
-_ROWS = 16  # blocks at once: what is in memory besides the tensor is 512 KiB
 _MASK = (1 << 64) - 1
-_STEP = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: neighbours get far apart
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -32,7 +29,6 @@ class Hash:
     def __init__(self) -> None:
         self._sums: dict[torch.device, torch.Tensor] = {}
         self._plain = 0
-        self._scratch: dict[torch.device, torch.Tensor] = {}
 
     def add(self, name: str, shape: tuple[int, ...], start: int, flat: torch.Tensor) -> None:
         """Elements `[start, start + n)` of a tensor, row-major, that are `flat` `[n]`, on any device."""
@@ -41,23 +37,7 @@ class Hash:
             raise CheckpointError(f"{name!r} has elements of {flat.dtype}, for which there is no fingerprint")
         words = flat.detach().view(_WORDS[flat.element_size()])
         total = self._sums.setdefault(words.device, torch.zeros((), dtype=torch.int64, device=words.device))
-        table = _table(words.device)
-        for first, last in _runs(start, start + words.numel()):
-            part = self._widened(words[first - start : last - start])
-            row, column = divmod(first, _BLOCK)
-            if last - first >= _BLOCK:
-                blocks = torch.arange(row, last // _BLOCK, device=words.device)
-                total += (part.view(-1, _BLOCK).mul_(table).sum(1) * _odd(blocks * _signed(_STEP) + seed)).sum()
-            else:
-                block = torch.full((), row, device=words.device)
-                inner = part.mul_(table[column : column + last - first]).sum()
-                total += inner * _odd(block * _signed(_STEP) + seed)
-
-    def _widened(self, words: torch.Tensor) -> torch.Tensor:
-        """As int64, in memory that the next call overwrites."""
-        if words.device not in self._scratch:
-            self._scratch[words.device] = torch.empty(_ROWS * _BLOCK, dtype=torch.int64, device=words.device)
-        return self._scratch[words.device][: words.numel()].copy_(words)
+        total += keyed_sum(words, start, seed)
 
     def add_plain(self, name: str, value: Any) -> None:
         """A value that JSON can hold, or that a tensor of such a name, shape and dtype is there at all."""
@@ -74,35 +54,13 @@ def digest(sums: Iterable[int]) -> str:
     return f"{_mixed(sum(sums) & _MASK):016x}"
 
 
-def _runs(start: int, stop: int) -> Iterable[tuple[int, int]]:
-    """`[start, stop)` in whole blocks, a bounded number of them, and parts of one block before and after those."""
-    while start < stop:
-        last = min(stop, (start // _BLOCK + 1) * _BLOCK)
-        if start % _BLOCK == 0 and stop - start >= _BLOCK:
-            last = start + min((stop - start) // _BLOCK, _ROWS) * _BLOCK
-        yield start, last
-        start = last
-
-
-@cache
-def _table(device: torch.device) -> torch.Tensor:
-    return _odd(torch.arange(1, _BLOCK + 1, device=device) * _signed(_STEP))
-
-
 def _seed(name: str, shape: tuple[int, ...], dtype: str) -> int:
     text = json.dumps([name, shape, dtype])
     return _signed(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little"))
 
 
-def _odd(values: torch.Tensor) -> torch.Tensor:
-    """Factors: the finalizer of splitmix64 (Steele et al. 2014) of int64 `values`, made odd. All of it wraps around."""
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        values = (values ^ ((values >> shift) & ((1 << (64 - shift)) - 1))) * _signed(factor)
-    return (values ^ ((values >> 31) & ((1 << 33) - 1))) | 1
-
-
 def _mixed(value: int) -> int:
-    """The same of one number, which stays as it is otherwise."""
+    """The finalizer of splitmix64 (Steele et al. 2014)."""
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         value = ((value ^ (value >> shift)) * factor) & _MASK
     return value ^ (value >> 31)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import zlib
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from types import TracebackType
 import torch
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
+from windlass.checkpoint.checksum import crc32 as crc32_of
 from windlass.checkpoint.fragment import flat_start, is_contiguous
 from windlass.checkpoint.index import Chunk
 from windlass.checkpoint.open_files import OpenFiles
@@ -110,7 +110,7 @@ class Sources:
             raw = self._file(source).read_part(source.chunk.entry, (begin + first) * size, straight)
             # a part that is read again (replicas on one rank) was summed up the first time
             if progress.position == (begin + first) * size:
-                progress.crc32 = zlib.crc32(raw, progress.crc32)
+                progress.crc32 = crc32_of(raw, progress.crc32)
                 progress.position += len(raw)
             if straight is not part:
                 part.copy_(straight)
@@ -120,7 +120,7 @@ class Sources:
         while progress.position < until:
             scratch = torch.empty(min(_AT_ONCE, until - progress.position), dtype=torch.uint8)
             raw = self._file(source).read_part(source.chunk.entry, progress.position, scratch)
-            progress.crc32 = zlib.crc32(raw, progress.crc32)
+            progress.crc32 = crc32_of(raw, progress.crc32)
             progress.position += len(raw)
 
     def _read_boxes(self, source: Source, items: list[ReadItem], targets: list[torch.Tensor]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
@@ -14,6 +13,7 @@ import torch
 
 from windlass.base.errors import CheckpointError
 from windlass.checkpoint import plain
+from windlass.checkpoint.checksum import crc32 as crc32_of
 from windlass.checkpoint.deepspeed_files import Order, index_of
 from windlass.checkpoint.directory import METADATA, find, is_deepspeed
 from windlass.checkpoint.fragment import flat_start, is_contiguous
@@ -116,7 +116,7 @@ class Stored:
             file.check_size(chunk.entry, numel * buffer.element_size())
             for first in range(0, numel, at_once):
                 part = buffer[: min(at_once, numel - first)]
-                crc32 = zlib.crc32(file.read_part(chunk.entry, first * buffer.element_size(), part), crc32)
+                crc32 = crc32_of(file.read_part(chunk.entry, first * buffer.element_size(), part), crc32)
                 yield part
             file.check_sum(chunk.entry, crc32, chunk.crc32)
 

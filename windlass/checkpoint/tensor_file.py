@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import json
 import math
-import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from io import BufferedReader
@@ -15,6 +14,7 @@ from types import TracebackType
 import torch
 
 from windlass.base.errors import CheckpointError
+from windlass.checkpoint.checksum import crc32 as crc32_of
 from windlass.checkpoint.directory import disk_errors
 from windlass.storage import NewFile
 
@@ -175,7 +175,7 @@ class TensorFile:
         """
         self.check_size(entry, tensor.numel() * tensor.element_size())
         raw = self.read_part(entry, 0, tensor)
-        self.check_sum(entry, zlib.crc32(raw), crc32)
+        self.check_sum(entry, crc32_of(raw), crc32)
 
     def read_part(self, entry: str, offset: int, tensor: torch.Tensor) -> ctypes.Array[ctypes.c_ubyte]:
         """Fills `tensor`, contiguous and on the CPU, with the entry's bytes from byte `offset` on, unchecked; returns
@@ -260,7 +260,7 @@ def laid_out(entries: Mapping[str, Entry]) -> tuple[bytes, dict[str, int], int]:
 
 def crc32(data: torch.Tensor) -> int:
     """Of `data` `[bytes]`, uint8 on the CPU."""
-    return zlib.crc32(bytes_of(data))
+    return crc32_of(bytes_of(data))
 
 
 def bytes_of(tensor: torch.Tensor) -> ctypes.Array[ctypes.c_ubyte]:

@@ -13,7 +13,18 @@ import typer
 
 import windlass
 
-_PACKAGES = ("numpy", "pydantic", "safetensors", "typer", "rich", "hjson", "transformers", "tokenizers", "datasets")
+_PACKAGES = (
+    "numpy",
+    "pydantic",
+    "safetensors",
+    "isal",
+    "typer",
+    "rich",
+    "hjson",
+    "transformers",
+    "tokenizers",
+    "datasets",
+)
 _GIB = 1 << 30
 
 

@@ -1,11 +1,12 @@
 """Kernels in C++ with their meaning in PyTorch beside them. In reading order:
 
 rules (the numbers of an update), piece (the tensors of one), reference (what every kernel has to compute), dispatch
-(which path runs, and why); native/ holds the C++ sources, _optimizers is what they build.
+(which path runs, and why), keyed_sum (a hash of memory); native/ holds the C++ sources.
 """
 
 from __future__ import annotations
 
 from windlass.kernels.dispatch import path_in_use as path_in_use
 from windlass.kernels.dispatch import update as update
+from windlass.kernels.keyed_sum import keyed_sum as keyed_sum
 from windlass.kernels.piece import Piece as Piece

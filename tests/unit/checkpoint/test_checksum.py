@@ -1,0 +1,24 @@
+"""crc32 is zlib's, whatever computes it: files are to be checked by anybody."""
+
+from __future__ import annotations
+
+import zlib
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from windlass.checkpoint import checksum
+from windlass.checkpoint.tensor_file import bytes_of
+
+
+@given(st.binary(max_size=5000), st.binary(max_size=300))
+def test_it_is_zlibs_in_one_go_and_in_parts(first: bytes, second: bytes) -> None:
+    assert checksum.crc32(first) == zlib.crc32(first)
+    assert checksum.crc32(second, checksum.crc32(first)) == zlib.crc32(first + second)
+
+
+def test_memory_of_a_tensor_is_taken_as_it_is() -> None:
+    flat = torch.arange(1000, dtype=torch.int16)
+    assert checksum.crc32(bytes_of(flat)) == zlib.crc32(flat.numpy().tobytes())
+    assert checksum.crc32(bytes_of(flat[:0])) == 0
