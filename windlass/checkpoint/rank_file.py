@@ -113,11 +113,12 @@ class RankFile:
         # An update begins with what comes last in the model.
         left = [one for one in drawers if not isinstance(one[0], AwayDrawer)]
         left += reversed([one for one in drawers if isinstance(one[0], AwayDrawer)])
+        held = 0
         while left:
             wanted = [one for one in left if isinstance(one[0], AwayDrawer) and one[0].wanted]
             drawer, items = one = wanted[0] if wanted else left[0]
             left.remove(one)
-            held = 0
+            stays = drawer is None or drawer.stays
             with drawer.open() if drawer is not None else nullcontext():
                 for item in items:
                     sums[item.name] = file.send(item.name, item.get())
@@ -125,7 +126,9 @@ class RankFile:
                     if held > _HELD:
                         file.settle()
                         held = 0
-                file.settle()
+                if not stays:
+                    file.settle()
+                    held = 0
             if isinstance(drawer, AwayDrawer):
                 drawer.over()
 

@@ -29,6 +29,10 @@ RESERVED = ("plain/", "rank/")
 class Drawer(Protocol):
     """Where ranges rest together; they are in memory, all of them, while it is open."""
 
+    @property
+    def stays(self) -> bool:
+        """Asked while it is closed: whether all in it is in memory now, and stays as and where it is."""
+
     def open(self) -> AbstractContextManager[Any]:
         """A context in which they are in memory. After a load, leaving it keeps what was filled in."""
 
@@ -44,6 +48,10 @@ class AwayDrawer:
     def __init__(self) -> None:
         self.wanted = False
         self._over = threading.Event()
+
+    @property
+    def stays(self) -> bool:
+        return False
 
     def open(self) -> AbstractContextManager[Any]:
         """As `Drawer`; from any thread."""

@@ -125,6 +125,11 @@ class ChunkToFill:
         self._conversions.append(conversion)
         self.shards += conversion.shards(self)
 
+    @property
+    def stays(self) -> bool:
+        """As `Drawer`."""
+        return False
+
     @contextmanager
     def open(self) -> Iterator[None]:
         """As `Drawer`."""

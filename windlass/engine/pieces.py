@@ -24,6 +24,11 @@ class ChunkToRead:
     def __init__(self, masters: Masters, chunk: Chunk) -> None:
         self._masters, self._chunk = masters, chunk
 
+    @property
+    def stays(self) -> bool:
+        """As `Drawer`."""
+        return self._chunk.master is not None
+
     def open(self) -> AbstractContextManager[Any]:
         """As `Drawer`."""
         return self._masters.opened(self._chunk, changes=False)
@@ -41,6 +46,12 @@ class UnitCut:
         group = model.group
         self._span = unit.layout.cut(group.index, group.size) if unit.released else (0, unit.layout.padded)
         self._values: torch.Tensor | None = None
+
+    @property
+    def stays(self) -> bool:
+        """As `Drawer`."""
+        rests = self._unit.rests
+        return not self._unit.released or rests is None or rests.tensor is not None
 
     @contextmanager
     def open(self) -> Iterator[None]:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from windlass.base.errors import CheckpointError
 from windlass.checkpoint import FlatShard, Resting, SavedState, load, save
-from windlass.checkpoint.tensor_file import TensorFile
+from windlass.checkpoint.tensor_file import TensorFile, TensorFileWriter
 
 _open: list[Any] = []
 
@@ -29,6 +29,7 @@ class Shelf:
     away: dict[str, torch.Tensor]
     here: dict[str, torch.Tensor] = field(default_factory=dict)
     times: int = 0
+    stays: bool = False
 
     @contextmanager
     def open(self) -> Iterator[None]:
@@ -181,3 +182,38 @@ def test_ranges_that_overlap_are_all_filled(tmp_path: Path) -> None:
     load(tmp_path, "t", SavedState(shards=shards))
     for shelf, (start, stop) in zip(drawers, spans, strict=True):
         assert torch.equal(shelf.away["x"], torch.arange(float(start), stop))
+
+
+@pytest.mark.parametrize("stays", [False, True])
+def test_only_what_goes_away_is_awaited_before_the_next(
+    stays: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk is kept busy by what stays; memory that is used again must have been written."""
+    memory, awaited = torch.empty(3 << 18), 0
+    real = TensorFileWriter.settle
+
+    class Lent(Shelf):
+        @contextmanager
+        def open(self) -> Iterator[None]:
+            if stays:
+                self.here = self.away
+                yield
+            else:
+                self.here = {"x": memory.copy_(self.away["x"])}
+                yield
+                memory.fill_(torch.nan)
+
+    def settle(self: TensorFileWriter) -> None:
+        nonlocal awaited
+        awaited += 1
+        real(self)
+
+    monkeypatch.setattr(TensorFileWriter, "settle", settle)
+    drawers = [Lent({"x": torch.full_like(memory, n)}, stays=stays) for n in range(4)]
+    whole = (4 * memory.numel(),)
+    shards = [resting(shelf, "x", whole, n * memory.numel()) for n, shelf in enumerate(drawers)]
+    save(tmp_path, "t", SavedState(shards=shards))
+    assert awaited == (0 if stays else len(drawers))
+    found = torch.empty(whole)
+    load(tmp_path, "t", SavedState(shards=[FlatShard("x", whole, 0, found)]))
+    assert torch.equal(found, torch.arange(4.0).repeat_interleave(memory.numel()))
