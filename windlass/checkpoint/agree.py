@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -16,12 +17,17 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks that save or load together; one alone where there is no process group."""
+    """The ranks that save or load together; one alone where there is no process group.
+
+    Attributes:
+        behind: they are met by a thread beside the one that trains, of whose waits alone a process tells.
+    """
 
     group: dist.ProcessGroup | None
     rank: int
     world_size: int
     alone: bool
+    behind: bool = False
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None) -> Ranks:
@@ -52,7 +58,7 @@ class Ranks:
             if self.world_size == 1 and isinstance(error, CheckpointError):
                 raise
             failure = error
-        with During(step):
+        with nullcontext() if self.behind else During(step):
             outcomes = self._gather((None if failure is None else told(failure), result))
         failures = {rank: text for rank, (text, _) in enumerate(outcomes) if text is not None}
         if failures:

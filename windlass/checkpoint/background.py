@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -102,10 +103,10 @@ class Background:
     def _own(self, ranks: Ranks) -> Ranks:
         """The same ranks in a group that only threads use which write."""
         if ranks.world_size == 1:
-            return ranks
+            return replace(ranks, behind=True)
         if self._group is None:
             self._group = dist.new_group(list(self._ranks), backend="gloo")
-        return Ranks(self._group, ranks.rank, ranks.world_size, alone=False)
+        return replace(ranks, group=self._group, behind=True)
 
     def _copy(self, file: RankFile, pin: bool) -> Exception | None:
         """Copy what is in memory; without room for that, it is written now. What went wrong is for the thread to tell
