@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,7 +96,11 @@ def look(directory: str | os.PathLike[str], *, verify: bool = False) -> Catalogu
         problem = str(error)
     visible = [path for path in children if path.name[0] != "."]
     found = [path for path in visible if (path / METADATA).is_file() or is_deepspeed(path)]
-    listed = sorted((_listed(path, path.name == latest, verify) for path in found), key=lambda one: one.written)
+    listed = []
+    for path in found:
+        with suppress(FileNotFoundError):  # a run that keeps the last few removed it while this looks
+            listed.append(_listed(path, path.name == latest, verify))
+    listed.sort(key=lambda one: one.written)
     former = root / f".{latest}.replaced" / METADATA  # which `find` reads where the tag itself is not there
     if latest is not None and not any(one.latest for one in listed) and not former.is_file():
         problem = f"{root / LATEST} names {latest!r}, and there is no such checkpoint; pass a tag, or write one into it"
@@ -166,7 +171,11 @@ def _number(value: Any) -> int | None:
 
 
 def _size(path: Path) -> int:
-    return sum(child.lstat().st_size for child in path.rglob("*") if child.is_file())
+    total = 0
+    for child in path.rglob("*"):
+        with suppress(FileNotFoundError):
+            total += child.lstat().st_size if child.is_file() else 0
+    return total
 
 
 def _leftovers(root: Path, children: list[Path]) -> Iterator[Leftover]:
@@ -176,8 +185,9 @@ def _leftovers(root: Path, children: list[Path]) -> Iterator[Leftover]:
             continue
         tag = found["tag"]
         meanings = {
-            "writing": f"a save of {tag!r} goes on, or was killed; the next save of that tag removes it",
-            "replaced": f"the former {tag!r}" + ("" if (root / tag).exists() else ", which loads as that tag"),
+            "writing": f"a save of {tag!r} goes on, or was killed; then the next save removes it",
+            "replaced": f"the former {tag!r}, which "
+            + ("the next save removes" if (root / tag).exists() else "loads as that tag"),
             "removing": f"what is left of {tag!r}, which was being removed",
         }
         yield Leftover(path.name, _size(path), meanings[found["step"]])

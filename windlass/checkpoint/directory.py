@@ -6,7 +6,7 @@ import errno
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from windlass.base.errors import CheckpointError
@@ -69,11 +69,15 @@ def write_latest(directory: Path, tag: str) -> None:
 
 def tags(directory: str | os.PathLike[str]) -> list[str]:
     """The tags of the finished checkpoints in `directory`, oldest first."""
+    finished = []
     try:
-        finished = [path for path in Path(directory).iterdir() if is_checkpoint(path) and path.name[0] != "."]
+        for path in Path(directory).iterdir():
+            with suppress(FileNotFoundError, NotADirectoryError):  # no checkpoint, or removed while this looks
+                if path.name[0] != ".":
+                    finished.append(((path / METADATA).stat().st_mtime_ns, path.name))
     except OSError:
         return []
-    return [path.name for path in sorted(finished, key=lambda path: (path / METADATA).stat().st_mtime_ns)]
+    return [name for _, name in sorted(finished)]
 
 
 def find(directory: str | os.PathLike[str], tag: str | None) -> tuple[str, Path]:

@@ -44,10 +44,10 @@ class Draft:
                 raise CheckpointError(
                     f"{final} exists and is not a windlass checkpoint; remove it or choose another tag"
                 )
-            if former.exists() and not final.exists():
+            if is_checkpoint(former) and not is_checkpoint(final):
+                if final.exists():
+                    final.rmdir()  # it is empty
                 os.rename(former, final)
-            if former.exists():
-                shutil.rmtree(former)
             remove_dead(directory)
             self.path, lock = _make(directory, tag)
         self._release = weakref.finalize(self, _close, lock)
@@ -57,32 +57,32 @@ class Draft:
         final, former = self._directory / self._tag, replaced(self._directory, self._tag)
         with disk_errors(final, 0):
             sync_directory(self.path)
-            if final.exists():
+            if moved := final.exists():
                 os.rename(final, former)
-            os.rename(self.path, final)
-            (final / _LOCK).unlink()  # not sooner: another run would take it for a dead one's
+            try:
+                os.rename(self.path, final)
+            except OSError:
+                if moved:
+                    os.rename(former, final)
+                raise
+            (final / _LOCK).unlink(missing_ok=True)  # not sooner: another run would take it for a dead one's
             sync_directory(self._directory)
-            if former.exists():
-                shutil.rmtree(former)
+        if moved:
+            _remove(former)
         self._release()
         return final
 
     def discard(self) -> None:
         """Removes it, after a save that failed; says so where even that fails."""
-        try:
-            shutil.rmtree(self.path)
-        except FileNotFoundError:
-            return
-        except OSError as error:
-            logger.warning(
-                "the unfinished checkpoint %s could not be removed (%s); remove it by hand", self.path, error
-            )
-        finally:
-            self._release()
+        _remove(self.path)
+        self._release()
 
 
 def remove_dead(directory: Path) -> None:
-    """Remove the drafts in `directory` whose writer is gone."""
+    """Remove the drafts in `directory` whose writer is gone, and what was replaced and not removed since."""
+    for path in directory.glob(".*.replaced"):
+        if path.is_dir() and not path.is_symlink() and is_checkpoint(directory / path.name[1 : -len(".replaced")]):
+            _remove(path)
     for path in [path for path in directory.iterdir() if path.name.startswith(".") and path.name.endswith(_SUFFIX)]:
         if not path.is_dir() or path.is_symlink():
             continue
@@ -96,14 +96,22 @@ def remove_dead(directory: Path) -> None:
         if lock is None:
             continue
         try:
-            shutil.rmtree(path)
-            logger.info("removed %s, which a run that died has left", path)
-        except FileNotFoundError:
-            continue
-        except OSError as error:
-            logger.warning("the unfinished checkpoint %s could not be removed (%s); remove it by hand", path, error)
+            if _remove(path):
+                logger.info("removed %s, which a run that died has left", path)
         finally:
             os.close(lock)
+
+
+def _remove(path: Path) -> bool:
+    """Remove a directory that nobody needs any more; if that cannot be, it is told and no error."""
+    try:
+        shutil.rmtree(path)
+    except FileNotFoundError:  # by another run
+        return False
+    except OSError as error:
+        logger.warning("%s, which is of no use any more, could not be removed (%s); remove it by hand", path, error)
+        return False
+    return True
 
 
 def _make(directory: Path, tag: str) -> tuple[Path, int | None]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from windlass.base.errors import CheckpointError
+from windlass.base.log import logger
 from windlass.checkpoint import plain
 from windlass.checkpoint.agree import Ranks
 from windlass.checkpoint.directory import check_tag, write_latest
@@ -49,7 +50,8 @@ class Begun:
     """A save whose ranks have agreed on who writes what; nothing is written yet. Collective.
 
     Args:
-        then: called on the first rank once it is there, and `latest` names it.
+        then: called on the first rank once it is there, and `latest` names it: the save was fine, whatever becomes of
+            that, so what goes wrong with files is told and no error.
 
     Raises:
         CheckpointError: as `save`, the same on all ranks.
@@ -129,7 +131,10 @@ class Begun:
         path = self._draft.commit()
         if self._save_latest:
             write_latest(self._root, self._tag)
-        self._then()
+        try:
+            self._then()
+        except (CheckpointError, OSError) as error:
+            logger.warning("%s is written; what was to follow failed: %s", path, error)
         return path
 
     def _discard(self) -> None:

@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 
 from tests.unit.checkpoint import states
-from windlass.checkpoint import SavedState, save, tags
+from windlass.checkpoint import SavedState, catalogue, read_latest, save, tags
+from windlass.checkpoint.agree import Ranks
 from windlass.checkpoint.catalogue import look
 from windlass.checkpoint.directory import write_latest
 from windlass.checkpoint.retention import retire
+from windlass.checkpoint.save import Begun
 from windlass.cli.main import main
 
 DATA = "rank_00000.safetensors"
@@ -159,3 +161,29 @@ def test_a_kill_in_the_middle_leaves_no_half_checkpoint(many: Path, monkeypatch:
     assert [left.name for left in look(many).leftovers] == [".global_step9.removing"]
     retire(many, 1, "global_step11", set())
     assert not look(many).leftovers
+
+
+def test_what_goes_while_it_is_looked_at_is_left_out(many: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = catalogue.index_of
+
+    def removed(path: Path) -> object:
+        found = read(path)
+        if path.name == "global_step9":
+            shutil.rmtree(path)
+        return found
+
+    monkeypatch.setattr(catalogue, "index_of", removed)
+    assert "global_step9" not in [one.tag for one in look(many).checkpoints]
+
+
+def test_a_save_is_written_whatever_becomes_of_what_follows(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def failing() -> None:
+        raise PermissionError(13, "not yours")
+
+    with caplog.at_level("WARNING", logger="windlass"):
+        ranks = Ranks.of(None)
+        Begun(tmp_path, "t", SavedState(), ranks, True, failing).finish(ranks)
+    assert "what was to follow failed: [Errno 13] not yours" in caplog.text
+    assert read_latest(tmp_path) == "t" and tags(tmp_path) == ["t"]

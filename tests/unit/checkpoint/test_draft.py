@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from windlass.base.errors import CheckpointError
-from windlass.checkpoint import SavedState, draft, save
+from windlass.checkpoint import SavedState, draft, read_full, save
 from windlass.checkpoint.draft import Draft
 
 STATE = SavedState(tensors={"x": torch.ones(3)})
@@ -90,3 +90,42 @@ def test_where_there_are_no_locks_drafts_of_others_are_left_alone(
     monkeypatch.setattr(draft.fcntl, "flock", refused)
     save(tmp_path, "t", STATE)
     assert sorted(os.listdir(tmp_path)) == [".a.12345678.writing", "latest", "t"]
+
+
+def test_what_was_replaced_by_a_run_that_died_is_removed_by_a_save_of_any_tag(tmp_path: Path) -> None:
+    save(tmp_path, "t", STATE)
+    shutil.copytree(tmp_path / "t", tmp_path / ".t.replaced")
+    shutil.copytree(tmp_path / "t", tmp_path / ".gone.replaced")  # all that there is of that tag
+    save(tmp_path, "u", STATE)
+    assert sorted(os.listdir(tmp_path)) == [".gone.replaced", "latest", "t", "u"]
+
+
+def test_a_former_checkpoint_that_cannot_be_removed_is_told_and_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refused(path: Path) -> None:
+        raise PermissionError(13, "not yours")
+
+    save(tmp_path, "t", STATE, save_latest=False)
+    monkeypatch.setattr(shutil, "rmtree", refused)
+    with caplog.at_level("WARNING", logger="windlass"):
+        save(tmp_path, "t", SavedState(tensors={"x": torch.zeros(3)}))
+    assert ".t.replaced, which is of no use any more, could not be removed" in caplog.text
+    assert (tmp_path / "latest").read_text() == "t" and not dict(read_full(tmp_path))["x"].any()
+
+
+def test_a_checkpoint_that_cannot_get_its_name_leaves_the_former_one_under_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rename = os.rename
+
+    def refused(old: Path, new: Path) -> None:
+        if Path(old).name.endswith(".writing"):
+            raise OSError(errno.EIO, "Input/output error")
+        rename(old, new)
+
+    save(tmp_path, "t", STATE)
+    monkeypatch.setattr(os, "rename", refused)
+    with pytest.raises(CheckpointError, match="t cannot be written"):
+        save(tmp_path, "t", SavedState(tensors={"x": torch.zeros(3)}))
+    assert sorted(os.listdir(tmp_path)) == ["latest", "t"] and dict(read_full(tmp_path))["x"].all()
