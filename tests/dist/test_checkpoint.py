@@ -201,3 +201,70 @@ def test_the_16_bit_model_is_whole(stage: int, tmp_path: Path) -> None:
     model.load_state_dict({**saved, **{k: v for k, v in state.items() if k not in saved}}, strict=True)
     for name, value in saved.items():
         assert value.dtype == state[name].dtype and bool((value == state[name]).all()), name
+
+
+def moved(engine: Any, scales: list[float]) -> float:
+    """How far a weight has come after micro-batches whose losses have these factors."""
+    for scale in scales:
+        engine.backward(engine(torch.ones(1, 1)).sum() * scale)
+        engine.step()
+    return float(whole_params(engine.module)["weight"])
+
+
+def within_a_step(stage: int, folder: str) -> dict[str, Any]:
+    """Loaded when a step has begun, and saved then."""
+    import windlass
+
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 0.0,
+        "optimizer": {"type": "SGD", "params": {"lr": 1.0}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+    }
+    engine = windlass.initialize(model=torch.nn.Linear(1, 1, bias=False), config=config)[0]
+    before = moved(engine, [])
+    engine.save_checkpoint(folder, tag=7)
+    moved(engine, [1000.0])
+    engine.load_checkpoint(folder, tag=7)
+    after_load = moved(engine, [1.0, 1.0]) - before
+    engine.load_checkpoint(folder)
+    moved(engine, [5.0])
+    engine.save_checkpoint(folder, tag="in a step")
+    engine.destroy()
+    other = windlass.initialize(model=torch.nn.Linear(1, 1, bias=False), config=config)[0]
+    other.load_checkpoint(folder)
+    half, after_save = moved(other, [1.0]) - before, moved(other, [1.0]) - before
+    other.destroy()
+    return {"after_load": after_load, "half": half, "after_save": after_save}
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_load_begins_a_step(stage: int, tmp_path: Path) -> None:
+    for found in run_ranks(within_a_step, 2, stage, str(tmp_path)):
+        assert found["after_load"] == pytest.approx(-1.0), "gradients of before the load"
+        assert found["half"] == 0.0, "half a step was taken for a whole one"
+        assert found["after_save"] == pytest.approx(-1.0)
+
+
+def apart(folder: str) -> list[str]:
+    """What is said where ranks do not see the same directory, and of a client state that is none."""
+    engine = engine_for("mlp", Recipe(), Setting(stage=0), 0)
+    engine.save_checkpoint(folder)
+    said = []
+    for act in (
+        lambda: engine.load_checkpoint(folder if dist.get_rank() == 0 else f"{folder}/elsewhere"),
+        lambda: engine.save_checkpoint(folder, client_state=[1]),
+    ):
+        try:
+            act()
+        except windlass_error("CheckpointError") as error:
+            said.append(str(error))
+    engine.destroy()
+    return said
+
+
+def test_ranks_that_see_other_directories_all_raise(tmp_path: Path) -> None:
+    for said in run_ranks(apart, 2, str(tmp_path), timeout=30.0):
+        assert "failed on rank 1: the checkpoint directory" in said[0] and "elsewhere does not exist" in said[0]
+        assert said[1] == "client_state is a list; give a dict of plain data"

@@ -17,6 +17,7 @@ from windlass.checkpoint.directory import check_tag, write_latest
 from windlass.checkpoint.draft import Draft
 from windlass.checkpoint.rank_file import RankFile
 from windlass.checkpoint.state import Holding, SavedState, holdings, whole
+from windlass.checkpoint.tensor_file import code_of
 
 
 def save(
@@ -151,6 +152,11 @@ def _prepare(held: dict[str, Holding], root: Path, tag: str, state: SavedState, 
     # Rank 0's plain data is kept; the others' is only looked at, so that a value that cannot be kept is always told.
     for name, tensor in ({**found, **found_own} if rank == 0 else found_own).items():
         held[name] = whole(tensor)
+    for name, holding in held.items():
+        try:
+            code_of(holding.dtype)
+        except CheckpointError as error:
+            raise CheckpointError(f"{name!r}: {error}") from error
     return where, shared if rank == 0 else None, own
 
 

@@ -88,7 +88,7 @@ class Files:
     def save_checkpoint(
         self,
         save_dir: str,
-        tag: str | None = None,
+        tag: str | int | None = None,
         client_state: dict[str, Any] | None = None,
         save_latest: bool = True,
         exclude_frozen_parameters: bool | None = None,
@@ -97,7 +97,7 @@ class Files:
         """Write everything that training needs to go on. Collective.
 
         Args:
-            tag: the folder inside `save_dir`; `global_stepN` by default.
+            tag: the folder inside `save_dir`, a text or a number; `global_stepN` by default.
             client_state: plain data of the caller's, given back by `load_checkpoint`.
             save_latest: `latest` names this tag.
             exclude_frozen_parameters: leave out parameters that are not trained, and keep a hash of each, by which a
@@ -116,7 +116,8 @@ class Files:
         self._sharded.order.meet("a checkpoint")
         at_once = not self._config.checkpoint.asynchronous if blocking is None else blocking
         engine = cast("Engine", self)
-        return save_engine(engine, save_dir, tag, client_state or {}, save_latest, exclude_frozen_parameters, at_once)
+        name = None if tag is None else str(tag)  # scripts number their tags
+        return save_engine(engine, save_dir, name, client_state or {}, save_latest, exclude_frozen_parameters, at_once)
 
     def finish_checkpoint(self) -> None:
         """Wait until the save under way is written, if there is one (see `save_checkpoint`). Collective.
@@ -129,7 +130,7 @@ class Files:
     def load_checkpoint(
         self,
         load_dir: str,
-        tag: str | None = None,
+        tag: str | int | None = None,
         load_module_strict: bool = True,
         load_optimizer_states: bool = True,
         load_lr_scheduler_states: bool = True,
@@ -141,6 +142,8 @@ class Files:
         """Go on from a checkpoint, saved on any number of ranks, at any stage, from any homes. Collective.
 
         What matched, is missing and is unexpected is logged. See docs/checkpoints.md.
+
+        Gradients of a step that has begun are dropped, unless `load_module_only`: what comes begins a step.
 
         Args:
             tag: by default the one that `latest` names.
@@ -171,4 +174,4 @@ class Files:
             position=load_data_position and not load_module_only,
             progress=not load_module_only,
         )
-        return load_engine(cast("Engine", self), load_dir, tag, wanted)
+        return load_engine(cast("Engine", self), load_dir, None if tag is None else str(tag), wanted)

@@ -42,13 +42,13 @@ class Progress:
         }
 
     def load_state_dict(self, state: dict[str, int], accumulation: int | None = None) -> None:
-        """Go on from `state_dict()`.
+        """Go on from `state_dict()`, with a step that begins: gradients are not part of it.
 
         Args:
             accumulation: micro-batches that a step had then, if that is known. Where it is another number now,
-                micro-batches count as if all steps had had so many, so that a step begins here too.
+                micro-batches count as if all steps had had so many.
         """
         for name, value in state.items():
             setattr(self, name, int(value))
-        if accumulation is not None and accumulation != self.batch.accumulation:
+        if accumulation is not None:
             self.micro_steps = self.micro_steps // accumulation * self.batch.accumulation

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,7 @@ from windlass.engine.position import (
     set_data_position,
     set_random_state,
 )
+from windlass.engine.refresh import pending
 from windlass.engine.states import Outgoing, merged, outgoing
 from windlass.engine.weights import said_of_weights
 from windlass.zero.chunk import Chunk
@@ -50,6 +52,8 @@ def save_engine(
 ) -> bool:
     """See `Engine.save_checkpoint`. Of what rests on disk one chunk is in memory at a time."""
     model = engine._sharded
+    if not isinstance(client, Mapping):
+        raise CheckpointError(f"client_state is a {type(client).__name__}; give a dict of plain data")
     if trainable_only is None:
         trainable_only = trains_adapters(model)
     engine._saves.finish()
@@ -57,6 +61,11 @@ def save_engine(
     if model.health.lost:
         raise CheckpointError(f"nothing is saved: {model.health.lost}; what was saved before is whole. {HALF_DONE}")
     model.gradients.finish()
+    if pending(model):
+        logger.warning(
+            "this checkpoint is saved in the middle of a step: the gradients so far are not in it, and whoever loads it "
+            "begins with a whole step; save after step() at the accumulation boundary to lose none"
+        )
     model.take_back()
     if not blocking:  # what is read later from disk has to have them
         model.masters.take_all_edits(model.units)
@@ -154,10 +163,12 @@ def load_engine(
     model = engine._sharded
     engine._saves.finish()  # it may be the one that is asked for
     model.health.refuse("load_checkpoint")
-    if tag is None and read_latest(directory) is None:
+    ranks = Ranks.of(model.mesh.data.process_group)
+    if tag is None:  # one word for all: another may be saved meanwhile, and not every rank need see it
+        tag = ranks.first("looking for the checkpoint", lambda: read_latest(directory))
+    if tag is None:
         logger.warning(f"no checkpoint in {directory}: there is no file 'latest'; training starts afresh")
         return None, None
-    ranks = Ranks.of(model.mesh.data.process_group)
     outlines: list[tuple[dict[str, Any], dict[str, torch.Tensor]]] = []
     order = (
         names_in_order(engine.module, engine.optimizer) if wanted.optimizer and engine.optimizer is not None else None
@@ -174,7 +185,7 @@ def load_engine(
     check_data_position(engine, position)
     trainable_only = bool(plain["trainable_only"])
     if trainable_only and wanted.module_strict:
-        check_base(model, plain.get("base", {}), f"the checkpoint {tag or read_latest(directory)!r} in {directory}")
+        check_base(model, plain.get("base", {}), f"the checkpoint {tag!r} in {directory}")
     units = [unit for unit in model.units if unit.trainable or not trainable_only]
     with model.renewing(units):
         found, alike = _fill(engine, directory, tag, plain, saved, groups_too, wanted, order)
@@ -184,6 +195,7 @@ def load_engine(
     elif wanted.optimizer and plain["groups"]:
         logger.info("optimizer states were left alone: this engine has no optimizer")
     if wanted.progress:
+        model.forget_gradients()
         engine.progress.load_state_dict(found.plain["engine"], found.plain.get("layout", {}).get("accumulation"))
         engine._scaler.load_state_dict(found.plain["loss_scale"])
     if wanted.schedule and engine.lr_scheduler is not None and found.plain["schedule"] is not None:
@@ -235,7 +247,7 @@ def _checked(alike: tuple[bool, bool]) -> str:
 def _fill(
     engine: Engine,
     directory: str,
-    tag: str | None,
+    tag: str,
     plain: dict[str, Any],
     saved: dict[str, torch.Tensor],
     states_too: bool,
@@ -313,7 +325,7 @@ def _complete(plain: dict[str, Any], saved: dict[str, torch.Tensor], model: Shar
 def _load(
     model: ShardedModel,
     directory: str,
-    tag: str | None,
+    tag: str,
     into: SavedState,
     optional: tuple[str, ...],
     ignore: tuple[str, ...],

@@ -207,6 +207,11 @@ def test_bad_shards_and_names_are_refused() -> None:
         save("/nowhere", "t", SavedState(tensors={"x": torch.zeros(1, dtype=torch.complex128)}))
 
 
+def test_a_dtype_that_cannot_be_kept_is_refused_by_the_tensors_name(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="'buffer/phases': a checkpoint cannot hold .* torch.complex128"):
+        save(tmp_path, "t", SavedState(tensors={"buffer/phases": torch.zeros(2, dtype=torch.complex128)}))
+
+
 def test_shards_are_views_not_copies() -> None:
     flat = torch.zeros(10)
     held = holdings([FlatShard("x", (5, 3), 2, flat)], {})
