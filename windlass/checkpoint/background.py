@@ -115,11 +115,13 @@ class Background:
             wanted = file.nbytes_in_memory
             if self._memory is None or self._memory.numel() < wanted:
                 self._memory = None
-                free = free_memory()
-                if free is not None and free < _SPARE * wanted:
+                free, near = free_memory(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+                if free is not None and free < _SPARE * wanted * near:  # every rank of this host is about to copy
                     logger.warning(
-                        "this save blocks: a copy to write from takes %s, %s of memory are free",
+                        "this save blocks: a copy to write from takes %s on each of the %d ranks of this host, %s of "
+                        "memory are free",
                         in_words(wanted),
+                        near,
                         in_words(free),
                     )
                     file.write_ahead()

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from windlass.base.errors import CheckpointError
-from windlass.checkpoint.directory import disk_errors, require_space, sync_directory
+from windlass.checkpoint.directory import disk_errors, is_checkpoint, require_space, sync_directory, tags
 from windlass.checkpoint.stored import Stored, split
 from windlass.checkpoint.streamed_file import write_tensors
 from windlass.checkpoint.tensor_file import Entry
@@ -87,6 +87,7 @@ def export(
     if not overwrite and root.exists() and not (root.is_dir() and not any(root.iterdir())):
         raise CheckpointError(f"{root} exists; choose another directory, or overwrite it (--overwrite)")
     with Stored(directory, tag) as stored:
+        _refuse_checkpoints(root, stored.path)
         absent = absent_from(stored)
         if absent and not partial:
             shown = ", ".join(absent[:8]) + (", ..." if len(absent) > 8 else "")
@@ -106,6 +107,13 @@ def export(
         finally:
             shutil.rmtree(staging, ignore_errors=True)
     return exported
+
+
+def _refuse_checkpoints(target: Path, exported: Path) -> None:
+    """To overwrite a directory is to remove it, and no checkpoint shall go that way."""
+    here = target.resolve()
+    if exported.resolve().is_relative_to(here) or is_checkpoint(here) or tags(here):
+        raise CheckpointError(f"{target} holds checkpoints, which would be removed; choose another directory")
 
 
 def absent_from(stored: Stored) -> tuple[str, ...]:
@@ -222,4 +230,7 @@ def replace_directory(new: Path, target: Path) -> None:
     if target.exists():
         os.replace(target, old)
     os.replace(new, target)
-    shutil.rmtree(old, ignore_errors=True)
+    if old.is_dir() and not old.is_symlink():
+        shutil.rmtree(old, ignore_errors=True)
+    else:
+        old.unlink(missing_ok=True)

@@ -39,3 +39,17 @@ def test_waits_of_the_thread_that_writes_are_not_taken_for_those_of_training(
     goes_on.set()
     background.finish()
     assert activity.now is None
+
+
+@pytest.mark.parametrize(("ranks", "blocks"), [("1", False), ("4", True)])
+def test_the_memory_for_copies_is_that_of_all_ranks_of_the_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, ranks: str, blocks: bool
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    monkeypatch.setattr("windlass.checkpoint.background.free_memory", lambda: 4 << 20)
+    state, alone = SavedState(tensors={"x": torch.zeros(2 << 20, dtype=torch.uint8)}), Ranks.of(None)
+    background = Background((0,))
+    with caplog.at_level("WARNING", logger="windlass"):
+        background.start(Begun(tmp_path, "t", state, alone, True), alone, pin=False)
+    background.finish()
+    assert (f"on each of the {ranks} ranks of this host" in caplog.text) == blocks

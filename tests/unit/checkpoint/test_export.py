@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, load_model
 
 from windlass.base.errors import CheckpointError
-from windlass.checkpoint import FlatShard, SavedState, save
+from windlass.checkpoint import FlatShard, SavedState, save, tags
 from windlass.checkpoint.export import export
 from windlass.cli.export import size_of
 from windlass.cli.main import main
@@ -102,6 +102,21 @@ def test_what_is_there_is_not_replaced_unless_asked(saved: Path, tmp_path: Path,
     assert run("export", str(saved), str(out), "--overwrite") == 0
     assert {path.name for path in tmp_path.iterdir()} == {"run", "out"}
     assert {path.name for path in out.iterdir()} == {"model.safetensors"}
+
+
+@pytest.mark.parametrize("out", ["run", "run/t", "run/u", "."])
+def test_overwriting_removes_no_checkpoint(saved: Path, tmp_path: Path, out: str) -> None:
+    save(saved, "u", SavedState(), save_latest=False)
+    with pytest.raises(CheckpointError, match="holds checkpoints, which would be removed"):
+        export(saved, tmp_path / out, overwrite=True)
+    assert tags(saved) == ["t", "u"] and {path.name for path in tmp_path.iterdir()} == {"run"}
+    export(saved, saved / "hf")  # beside them is fine
+
+
+def test_a_file_in_the_place_of_the_directory_is_replaced(saved: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("old")
+    export(saved, tmp_path / "out", overwrite=True)
+    assert {path.name for path in tmp_path.iterdir()} == {"run", "out"}
 
 
 def test_a_checkpoint_of_trained_parameters_alone_says_what_is_absent(
