@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -126,3 +127,60 @@ def test_what_is_left_out_by_default(tmp_path: Path) -> None:
     frozen = ("base.weight", "base.bias", "back.weight", "back.bias")
     assert found["few"] == found["many, some"] == (["down", "norm", "up"], frozen)
     assert found["many"] == found["few, all"] == (["back", "base", "down", "norm", "up"], ())
+
+
+class Grown(Adapted):
+    """Over a base with one layer more, or less."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(rank)
+        self.back = nn.Sequential(self.back, nn.Linear(WIDTH, WIDTH).requires_grad_(False))
+
+
+def over_another(folder: str) -> list[str]:
+    """What is said of a base that has other parameters, and of one that was changed in place between saves."""
+    from windlass.checkpoint.fingerprint import Hash
+    from windlass.engine import frozen_base
+
+    said, read = [], []
+    for stage in (1, 3):
+        engine = engine_for(stage, 16)
+        engine.save_checkpoint(folder, tag=f"first {stage}")
+        with mock.patch.object(frozen_base, "Hash", lambda: read.append(stage) or Hash()):
+            steps(engine, 0, 1)
+            engine.save_checkpoint(folder, tag=f"again {stage}")
+        bias = engine.module.base.bias
+        if stage == 1:
+            with torch.no_grad():
+                bias[0] += 1.0
+        else:
+            windlass.zero.set_full_param(bias, windlass.zero.full_param(bias).detach() + 1.0)
+        engine.save_checkpoint(folder, tag=f"changed {stage}")
+        engine.destroy()
+    engine = engine_for(2, 16)
+    for tag in ("again 1", "again 3", "changed 1", "changed 3"):
+        said.append(refusal(engine, folder, tag))
+    engine.destroy()
+    config = {"train_micro_batch_size_per_gpu": 8, "zero_optimization": {"stage": 0}, "optimizer": {"type": "AdamW"}}
+    torch.manual_seed(0)
+    engine = windlass.initialize(model=Grown(16), config=config)[0]
+    said.append(refusal(engine, folder, "first 1"))
+    engine.destroy()
+    return [*said, str(read)]
+
+
+def refusal(engine: Any, folder: str, tag: str) -> str:
+    try:
+        engine.load_checkpoint(folder, tag=tag)
+    except windlass.WindlassError as error:
+        return str(error)
+    return ""
+
+
+def test_the_base_is_read_again_only_if_it_was_changed_and_must_have_the_same_names(tmp_path: Path) -> None:
+    for said in run_ranks(over_another, 2, str(tmp_path)):
+        assert said[0] == said[1] == "" and said[5] == "[]", "what did not change was read again"
+        assert "1 of 4 frozen parameters are not what they were: base.bias" in said[2]
+        assert said[3] == said[2].replace("changed 1", "changed 3")
+        for words in ("4 of 6 frozen parameters were not there: back.0.", "2 of 6", "not there any more: back."):
+            assert words in said[4], said[4]

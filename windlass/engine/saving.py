@@ -185,7 +185,7 @@ def load_engine(
     check_data_position(engine, position)
     trainable_only = bool(plain["trainable_only"])
     if trainable_only and wanted.module_strict:
-        check_base(model, plain.get("base", {}), f"the checkpoint {tag!r} in {directory}")
+        check_base(model, plain.get("base", {}), saved, f"the checkpoint {tag!r} in {directory}")
     units = [unit for unit in model.units if unit.trainable or not trainable_only]
     with model.renewing(units):
         found, alike = _fill(engine, directory, tag, plain, saved, groups_too, wanted, order)

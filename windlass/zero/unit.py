@@ -75,6 +75,7 @@ class Unit:
         self._pending: Pending = DONE
         self._secondary_valid = False  # the second copy is of the present values
         self._gathered = True  # on all ranks, since the values changed
+        self.renewed = 0  # times that the cut was given new values
 
     @property
     def numel(self) -> int:
@@ -230,6 +231,7 @@ class Unit:
 
     def updated(self) -> None:
         """The cut has new values, which peers may gather."""
+        self.renewed += 1
         self._secondary_valid = self._gathered = False
         if self.released and not self.frees:
             self.transport.publish(self.buffer)
