@@ -263,3 +263,31 @@ def with_a_schedule(folder: str) -> list[float]:
 
 def test_a_schedule_of_other_groups_goes_on(tmp_path: Any) -> None:
     assert run_ranks(with_a_schedule, 2, str(tmp_path)) == [pytest.approx([0.001 / 8, 0.01 / 8])] * 2
+
+
+def thawed_with_an_average(home: str, folder: str) -> dict[str, Any]:
+    """An average of a model with a frozen layer, loaded where that is trained, too."""
+    import windlass
+
+    engine = engine_for(net(frozen=1), trained, 3, home, f"{folder}/first")
+    average = windlass.zero.ExponentialMovingAverage(engine, 0.5)
+    for step in range(2):
+        steps(engine, step, step + 1)
+        average.update()
+    engine.save_checkpoint(folder)
+    wanted = {name: average.full_param(p).clone() for name, p in engine.module.named_parameters() if p.requires_grad}
+    weights = whole(engine)
+    engine.destroy()
+    other = engine_for(net(seed=9), trained, 2, home, f"{folder}/second")
+    average = windlass.zero.ExponentialMovingAverage(other, 0.5)
+    other.load_checkpoint(folder, load_optimizer_strict=False)
+    found = {name: average.full_param(p).clone() for name, p in other.module.named_parameters()}
+    other.destroy()
+    expected = {**weights, **wanted}
+    return {name: bool(torch.equal(found[name], expected[name])) for name in expected}
+
+
+@pytest.mark.parametrize("home", ["none", "nvme"])
+def test_an_average_of_what_was_thawed_begins_with_a_copy(home: str, tmp_path: Any) -> None:
+    for found in run_ranks(thawed_with_an_average, 2, home, str(tmp_path)):
+        assert len(found) == 6 and all(found.values()), found

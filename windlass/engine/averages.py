@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Any
 
 import torch
@@ -35,25 +36,34 @@ class Incoming:
 
     Args:
         said: what `said_of` told when it was saved.
+        held: names of the tensors in the checkpoint. What is trained now and has no average there (a layer that was
+            frozen, or is new) begins with a copy of its weight.
     """
 
-    def __init__(self, model: ShardedModel, said: dict[str, Any]) -> None:
+    def __init__(self, model: ShardedModel, said: dict[str, Any], held: Container[str]) -> None:
+        self._model, self._held = model, held
         self._wanted = [(one, said[name]) for name, one in model.averages.items() if name in said]
         for name in sorted(set(said) ^ set(model.averages)):
             where = "in the checkpoint and was not made here" if name in said else "not in the checkpoint"
             logger.warning(f"the average {name!r} of the parameters is {where}: it is left alone")
-        self._filled: list[tuple[Slot, torch.Tensor]] = []
+        self._filled: list[tuple[str, Unit, Slot, torch.Tensor]] = []
         self.shards: list[FlatShard] = []
         for average, before in self._wanted:
             if before["updates"]:
                 for unit, slot in average.pieces(begin=True):
                     values = torch.empty(slot.numel, dtype=slot.dtype) if slot.tensor is None else slot.tensor
-                    self._filled.append((slot, values))
-                    self.shards += _shards(average.name, unit, values)
+                    self._filled.append((average.name, unit, slot, values))
+                    self.shards += [one for one in _shards(average.name, unit, values) if one.name in held]
 
     def keep(self) -> None:
-        """What was filled in goes home."""
-        for slot, values in self._filled:
+        """What was filled in goes home. Collective, after the weights were loaded."""
+        for name, unit, slot, values in self._filled:
+            begins = {number for number, of in enumerate(unit.names) if f"{PREFIX}{name}/{of}" not in self._held}
+            weights = self._model.masters.read_span(unit) if begins else values
+            for piece in unit.pieces():
+                if piece.index in begins:
+                    place = slice(piece.offset, piece.offset + piece.numel)
+                    values[place] = weights[place]
             slot.write(values)
         for average, before in self._wanted:
             average.updates = before["updates"]

@@ -276,7 +276,7 @@ def _fill(
     if states_too:
         ranks.each("preparing to load", lambda: incoming(model, plain, saved, drawer_of, tensors))
     states = [shard for drawer in drawers.values() for shard in drawer.shards]
-    apart = averages.Incoming(model, plain.get("averages", {}))
+    apart = averages.Incoming(model, plain.get("averages", {}), saved)
     optional = () if wanted.module_strict else ("param/", "buffer/")
     found = _load(
         model,
