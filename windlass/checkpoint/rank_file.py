@@ -39,9 +39,13 @@ class RankFile:
 
     Args:
         items: in the order of the file, but for the width of their dtypes.
+
+    Attributes:
+        seen: called with the name of each entry and the tensor that is written, before that may change.
     """
 
     def __init__(self, path: Path, items: Sequence[Item]) -> None:
+        self.seen: Callable[[str, torch.Tensor], object] = lambda name, tensor: None
         self.path, self._items = path, {item.name: item for item in items}
         self.entries = {item.name: item.entry for item in items}
         self._at = laid_out(self.entries)[1]
@@ -96,6 +100,8 @@ class RankFile:
                     self._write_drawers(file, drawers, sums)
                     for names, start, data in self._runs:
                         sums |= {name: crc32(self._part(name, data, start)) for name in names}
+                        for name in names:
+                            self.seen(name, self._place(self.entries[name], self._part(name, data, start)))
         finally:
             self._runs = []
             self.let_go()
@@ -121,7 +127,9 @@ class RankFile:
             stays = drawer is None or drawer.stays
             with drawer.open() if drawer is not None else nullcontext():
                 for item in items:
-                    sums[item.name] = file.send(item.name, item.get())
+                    tensor = item.get()
+                    sums[item.name] = file.send(item.name, tensor)
+                    self.seen(item.name, tensor)
                     held += item.entry.nbytes
                     if held > _HELD:
                         file.settle()
@@ -133,9 +141,13 @@ class RankFile:
                 drawer.over()
 
     def _copy(self, item: Item, target: torch.Tensor) -> Pending:
-        source, entry = item.get().detach(), item.entry
-        place = target[: entry.nbytes].view(entry.dtype).view(entry.shape) if entry.nbytes else torch.empty(entry.shape)
-        return copy_to_host(place, source)
+        return copy_to_host(self._place(item.entry, target), item.get().detach())
+
+    def _place(self, entry: Entry, data: torch.Tensor) -> torch.Tensor:
+        """An entry's tensor, where its bytes begin `data`."""
+        if not entry.nbytes:
+            return torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
+        return data[: entry.nbytes].view(entry.dtype).view(entry.shape)
 
     def _part(self, name: str, data: torch.Tensor, start: int) -> torch.Tensor:
         first = self._at[name] - start

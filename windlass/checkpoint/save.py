@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 
 from windlass.base.errors import CheckpointError
@@ -47,12 +48,32 @@ def save(
     return Begun(directory, tag, state, ranks, save_latest).finish(ranks)
 
 
+class Later(Protocol):
+    """Plain data that follows from what is written, and is known only then.
+
+    Attributes:
+        key: under which it is kept.
+    """
+
+    key: str
+
+    def add(self, name: str, shape: tuple[int, ...], start: int, flat: torch.Tensor) -> object:
+        """Elements `[start, start + n)` of a tensor that this rank writes, and no other: `flat` `[n]`."""
+
+    def part(self) -> Any:
+        """What this rank makes of all of its own."""
+
+    def whole(self, parts: list[Any]) -> Any:
+        """What is kept, as JSON has it, from the parts of all ranks."""
+
+
 class Begun:
     """A save whose ranks have agreed on who writes what; nothing is written yet. Collective.
 
     Args:
         then: called on the first rank once it is there, and `latest` names it: the save was fine, whatever becomes of
             that, so what goes wrong with files is told and no error.
+        later: plain data beside that of the state.
 
     Raises:
         CheckpointError: as `save`, the same on all ranks.
@@ -66,8 +87,9 @@ class Begun:
         ranks: Ranks,
         save_latest: bool,
         then: Callable[[], object] = lambda: None,
+        later: Later | None = None,
     ) -> None:
-        self._then = then
+        self._then, self._later = then, later
         self._root, self._tag, self._save_latest = Path(directory), tag, save_latest
         self._draft: Draft | None = None
         held: dict[str, Holding] = {}
@@ -79,6 +101,8 @@ class Begun:
             from windlass.checkpoint import transfer
 
             self._writer = transfer.plan(path, held, ranks, told[0][1], [own for _, _, own in told])
+            if later is not None:
+                self._writer.look(later.add)
         except BaseException:
             self._discard()
             raise
@@ -117,18 +141,20 @@ class Begun:
         self.file.let_go()
         self._discard()
 
-    def _write(self, refused: Exception | None) -> list[Any]:
+    def _write(self, refused: Exception | None) -> tuple[list[Any], Any]:
         if refused is not None:
             raise refused
-        return self._writer.write()
+        return self._writer.write(), None if self._later is None else self._later.part()
 
     def _begin(self) -> Path:
         self._draft = Draft(self._root, self._tag)
         return self._draft.path
 
-    def _commit(self, results: list[Any]) -> Path:
+    def _commit(self, written: list[tuple[list[Any], Any]]) -> Path:
         assert self._draft is not None
-        self._writer.finish_with(results)
+        if self._later is not None:
+            self._writer.add_plain(self._later.key, self._later.whole([part for _, part in written]))
+        self._writer.finish_with([results for results, _ in written])
         path = self._draft.commit()
         if self._save_latest:
             write_latest(self._root, self._tag)

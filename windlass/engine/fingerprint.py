@@ -81,6 +81,38 @@ def fingerprint(
     return Fingerprint(digest(one for one, _ in sums), digest(other for _, other in sums))
 
 
+class Written:
+    """The fingerprint of a save that does not block, taken by its thread of what it writes: `Later` of a save. To take
+    it before would be to read everything, which is what such a save puts off.
+
+    Of states in 8 bits it has none: codes mean nothing without their scales, which lie elsewhere.
+    """
+
+    key = "fingerprint"
+
+    def __init__(self, model: ShardedModel, units: Iterable[Unit]) -> None:
+        self._found = _Hashes(Hash(), Hash())
+        parts = _parts(model, units, lambda chunk: ChunkToRead(model.masters, chunk), self._found)
+        self._hashed = {part.shard.name: part.into for part in parts}  # what is plain is hashed on the way
+        formats = model.update.formats().values() if model.update is not None else ()
+        self._coded = any(kept.coded for one in formats for kept in one.values())
+
+    def add(self, name: str, shape: tuple[int, ...], start: int, flat: torch.Tensor) -> None:
+        """Elements of a tensor that this rank writes, and no other."""
+        into = self._hashed.get(name)
+        if into is not None and not (self._coded and into is self._found.states):
+            into.add(name, shape, start, flat)
+
+    def part(self) -> tuple[int, int]:
+        """Of parameters and of states."""
+        return self._found.parameters.value(), self._found.states.value()
+
+    def whole(self, parts: list[tuple[int, int]]) -> dict[str, str | None]:
+        """As an index has it."""
+        states = None if self._coded else digest(other for _, other in parts)
+        return {"parameters": digest(one for one, _ in parts), "states": states}
+
+
 @dataclass(frozen=True)
 class _Hashes:
     parameters: Hash

@@ -18,7 +18,7 @@ from windlass.checkpoint.save import Begun
 from windlass.engine import averages
 from windlass.engine.away import ChunkAway
 from windlass.engine.filling import ChunkToFill, incoming
-from windlass.engine.fingerprint import fingerprint
+from windlass.engine.fingerprint import Written, fingerprint
 from windlass.engine.frozen_base import base_hashes, check_base, trains_adapters
 from windlass.engine.groups import groups_of, match, require_whole, take
 from windlass.engine.pieces import ChunkToRead, parameters
@@ -78,8 +78,8 @@ def save_engine(
         return drawers[id(chunk)]
 
     units = [unit for unit in model.units if unit.trainable or not trainable_only]
-    # it reads everything, which is what a save that does not block puts off
     taken = fingerprint(model, units, "nothing is saved") if blocking else None
+    later = None if blocking else Written(model, units)
     shards = list(parameters(model, units, drawer_of, keep=False, later=not blocking))
     states = Outgoing()
 
@@ -124,7 +124,7 @@ def save_engine(
             retire(directory, keep, name, written)
 
     try:
-        begun = Begun(directory, name, state, ranks, save_latest, make_room)
+        begun = Begun(directory, name, state, ranks, save_latest, make_room, later)
         if blocking:
             begun.finish(ranks)
         else:
@@ -232,7 +232,7 @@ def _compare(model: ShardedModel, units: list[Unit], found: LoadedState, alike: 
     here = fingerprint(model, units)
     pairs = zip(("parameters", "states"), alike, (here.parameters, here.states), strict=True)
     for what, same, taken in pairs:
-        if same and taken != saved[what]:
+        if same and saved[what] is not None and taken != saved[what]:
             raise CheckpointError(
                 f"{found.path} was loaded, but {what} are not what was saved: their fingerprint is {taken}, "
                 f"{saved[what]} was written; load another checkpoint, and report this one"
