@@ -113,7 +113,7 @@ def verified(path: Path, index: Index) -> str:
     for name, record in index.tensors.items():
         for chunk in record.chunks:
             by_file.setdefault(chunk.file, []).append((name, record, chunk))
-    scratch = torch.empty(_AT_ONCE, dtype=torch.uint8)
+    scratch = torch.empty(_AT_ONCE, dtype=torch.uint8, device="cpu")
     for file_name, entries in by_file.items():
         try:
             if file_name.endswith(".pt"):

@@ -268,7 +268,7 @@ class _Reading:
                 self.cuts.whole(f"state/{name}/{key}", value)
             else:
                 kinds[key] = "whole float32"
-                self.cuts.literal(f"state/{name}/{key}", torch.tensor(float(value)))
+                self.cuts.literal(f"state/{name}/{key}", torch.tensor(float(value), dtype=torch.float32, device="cpu"))
 
     def _hyper(self, optimizer: Mapping[str, Any], groups: list[_Group]) -> list[dict[str, Any]]:
         """Hyper-parameters of each optimizer group, with the names of its parameters."""

@@ -135,7 +135,7 @@ def _set_aside(index: Index, rank: int) -> dict[str, torch.Tensor]:
         if name not in index.tensors:
             raise CheckpointError(f"plain data of the checkpoint refers to the tensor {name!r}, which it does not hold")
         record = index.tensors[name]
-        found[name] = torch.empty(record.shape, dtype=dtype_of(record.dtype))
+        found[name] = torch.empty(record.shape, dtype=dtype_of(record.dtype), device="cpu")
     return found
 
 

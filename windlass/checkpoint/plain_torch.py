@@ -124,7 +124,7 @@ def _states(stored: Stored, name: str) -> dict[str, Any]:
         if form == "value":
             value = stored.plain.get("values", {})[name][key]
             number = key in COUNTS and isinstance(value, int | float)
-            found[key] = torch.tensor(float(value)) if number else value
+            found[key] = torch.tensor(float(value), dtype=torch.float32, device="cpu") if number else value
         elif form in ("signed", "unsigned"):
             found[key] = _decoded(stored, name, key, signed=form == "signed")
         else:
@@ -139,6 +139,6 @@ def _decoded(stored: Stored, name: str, key: str, *, signed: bool) -> torch.Tens
         coded.Scales(start, stop, 0, stored.whole(f"state/{name}/{key}_scale/{start}"))
         for start, stop in stored.plain["spans"].get(name, [])
     ]
-    values = torch.empty(codes.shape)
+    values = torch.empty(codes.shape, dtype=torch.float32, device="cpu")
     coded.read(codes.view(-1), 0, scales, signed, values.view(-1))
     return values

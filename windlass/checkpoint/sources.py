@@ -106,7 +106,9 @@ class Sources:
         step = target.numel() if _is_straight(source, target) else _AT_ONCE // size
         for first in range(0, target.numel(), max(step, 1)):
             part = target[first : first + step]
-            straight = part if _is_straight(source, target) else torch.empty(part.numel(), dtype=source.dtype)
+            straight = (
+                part if _is_straight(source, target) else torch.empty(part.numel(), dtype=source.dtype, device="cpu")
+            )
             raw = self._file(source).read_part(source.chunk.entry, (begin + first) * size, straight)
             # a part that is read again (replicas on one rank) was summed up the first time
             if progress.position == (begin + first) * size:
@@ -118,7 +120,7 @@ class Sources:
     def _sum_up(self, source: Source, progress: _Progress, until: int) -> None:
         """Take the bytes up to `until` into the crc32 though nobody wants them: it covers all of the box."""
         while progress.position < until:
-            scratch = torch.empty(min(_AT_ONCE, until - progress.position), dtype=torch.uint8)
+            scratch = torch.empty(min(_AT_ONCE, until - progress.position), dtype=torch.uint8, device="cpu")
             raw = self._file(source).read_part(source.chunk.entry, progress.position, scratch)
             progress.crc32 = crc32_of(raw, progress.crc32)
             progress.position += len(raw)
@@ -126,7 +128,7 @@ class Sources:
     def _read_boxes(self, source: Source, items: list[ReadItem], targets: list[torch.Tensor]) -> None:
         """Fill targets that are no flat ranges of the box, as other planners may ask; all of it is in memory."""
         chunk = source.chunk
-        whole = torch.empty(chunk.sizes, dtype=source.dtype)
+        whole = torch.empty(chunk.sizes, dtype=source.dtype, device="cpu")
         self._file(source).read_into(chunk.entry, whole, chunk.crc32)
         for item, target in zip(items, targets, strict=True):
             part = whole

@@ -162,7 +162,11 @@ class LaterWriter(SafetensorsWriter):
         """Have `seen` called with each box as it is written: the tensor's name and shape, at which of its elements the
         box begins, and its elements `[n]`."""
         places = {
-            _entry_name(item): (item.index.fqn, tuple(data.size), flat_start(tuple(data.size), tuple(data.chunk.offsets)))
+            _entry_name(item): (
+                item.index.fqn,
+                tuple(data.size),
+                flat_start(tuple(data.size), tuple(data.chunk.offsets)),
+            )
             for item in self._plan.items
             for data in (data_of(item),)
         }

@@ -85,7 +85,7 @@ class Stored:
             CheckpointError: there is none of that name, or its file is damaged.
         """
         record = self._record(name)
-        whole = torch.empty(record.shape, dtype=dtype_of(record.dtype))
+        whole = torch.empty(record.shape, dtype=dtype_of(record.dtype), device="cpu")
         flat = whole.view(-1)
         for chunk in record.chunks:
             file = self._file(chunk.file)
@@ -93,7 +93,7 @@ class Stored:
                 start = flat_start(record.shape, chunk.offsets)
                 file.read_into(chunk.entry, flat[start : start + math.prod(chunk.sizes)], chunk.crc32)
             else:
-                box = torch.empty(chunk.sizes, dtype=whole.dtype)
+                box = torch.empty(chunk.sizes, dtype=whole.dtype, device="cpu")
                 file.read_into(chunk.entry, box, chunk.crc32)
                 corner = zip(chunk.offsets, chunk.sizes, strict=True)
                 whole[tuple(slice(offset, offset + size) for offset, size in corner)] = box
@@ -110,7 +110,7 @@ class Stored:
         if not all(is_contiguous(record.shape, chunk.sizes) for chunk in record.chunks):
             yield from self.whole(name).view(-1).split(at_once)  # what others than windlass wrote
             return
-        buffer = torch.empty(min(at_once, math.prod(record.shape)), dtype=dtype_of(record.dtype))
+        buffer = torch.empty(min(at_once, math.prod(record.shape)), dtype=dtype_of(record.dtype), device="cpu")
         for chunk in sorted(record.chunks, key=lambda chunk: flat_start(record.shape, chunk.offsets)):
             file, numel, crc32 = self._file(chunk.file), math.prod(chunk.sizes), 0
             file.check_size(chunk.entry, numel * buffer.element_size())

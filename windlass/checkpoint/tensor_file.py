@@ -100,7 +100,7 @@ class TensorFileWriter:
         if tuple(tensor.shape) != entry.shape:
             raise CheckpointError(f"{name!r} was said to have shape {entry.shape} and has {tuple(tensor.shape)}")
         here = tensor.detach().to(device="cpu", dtype=entry.dtype).contiguous()
-        flat = here.reshape(-1).view(torch.uint8) if here.numel() else torch.empty(0, dtype=torch.uint8)
+        flat = here.reshape(-1).view(torch.uint8) if here.numel() else torch.empty(0, dtype=torch.uint8, device="cpu")
         self.send_bytes([name], self._at[name], flat)
         return crc32(flat)  # while the disk is at work
 

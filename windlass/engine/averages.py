@@ -51,7 +51,9 @@ class Incoming:
         for average, before in self._wanted:
             if before["updates"]:
                 for unit, slot in average.pieces(begin=True):
-                    values = torch.empty(slot.numel, dtype=slot.dtype) if slot.tensor is None else slot.tensor
+                    values = (
+                        torch.empty(slot.numel, dtype=slot.dtype, device="cpu") if slot.tensor is None else slot.tensor
+                    )
                     self._filled.append((average.name, unit, slot, values))
                     self.shards += [one for one in _shards(average.name, unit, values) if one.name in held]
 

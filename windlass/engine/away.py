@@ -70,7 +70,7 @@ class CutAway(Away):
     def open(self) -> Iterator[None]:
         rests = self._unit.rests
         assert rests is not None
-        values = torch.empty(rests.numel, dtype=rests.dtype)
+        values = torch.empty(rests.numel, dtype=rests.dtype, device="cpu")
         rests.read_now(values)
         self._values = values
         try:

@@ -43,11 +43,13 @@ class _Conversion:
     def begin(self) -> None:
         """Make memory for what was saved."""
         start, stop = self.tenancy.start, self.tenancy.stop
-        self.came = torch.empty(stop - start, dtype=self.saved_as.dtype)
+        self.came = torch.empty(stop - start, dtype=self.saved_as.dtype, device="cpu")
         self.scales = []
         for first, last in self.spans:
             lowest, highest = coded.blocks_between(first, last, start, stop)
-            self.scales.append(coded.Scales(first, last, lowest, torch.empty(highest - lowest)))
+            self.scales.append(
+                coded.Scales(first, last, lowest, torch.empty(highest - lowest, dtype=torch.float32, device="cpu"))
+            )
 
     def shards(self, drawer: Drawer) -> Iterator[FlatShard]:
         """What is to be read, of the codes or values and of the scales."""

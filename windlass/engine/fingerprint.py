@@ -186,7 +186,7 @@ def _plain(value: Any) -> Any:
 def _decoded(update: Update, tenancy: Tenancy, key: str, signed: bool) -> torch.Tensor:
     codes = of_tenant(update.residence, tenancy, key)
     scales = of_tenant(update.residence, tenancy, f"{key}_scale")
-    values = torch.empty(codes.numel())
+    values = torch.empty(codes.numel(), dtype=torch.float32, device="cpu")
     coded.read(codes, 0, [coded.Scales(0, codes.numel(), 0, scales)], signed, values)
     return values
 

@@ -63,8 +63,8 @@ def save_engine(
     model.gradients.finish()
     if pending(model):
         logger.warning(
-            "this checkpoint is saved in the middle of a step: the gradients so far are not in it, and whoever loads it "
-            "begins with a whole step; save after step() at the accumulation boundary to lose none"
+            "this checkpoint is saved in the middle of a step: the gradients so far are not in it, and a load begins "
+            "with a whole step; save after step() at the accumulation boundary to lose none"
         )
     model.take_back()
     if not blocking:  # what is read later from disk has to have them

@@ -176,9 +176,7 @@ def test_what_goes_while_it_is_looked_at_is_left_out(many: Path, monkeypatch: py
     assert "global_step9" not in [one.tag for one in look(many).checkpoints]
 
 
-def test_a_save_is_written_whatever_becomes_of_what_follows(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_save_is_written_whatever_becomes_of_what_follows(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def failing() -> None:
         raise PermissionError(13, "not yours")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,8 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from tests.unit.checkpoint import states
 from windlass.base.errors import CheckpointError
 from windlass.checkpoint import FlatShard, SavedState, load, read_full, read_latest, read_plain, save, tags
+from windlass.checkpoint.catalogue import look
+from windlass.checkpoint.export import export
 from windlass.checkpoint.state import holdings
 from windlass.checkpoint.storage import SafetensorsReader, SafetensorsWriter
 from windlass.checkpoint.tensor_file import TensorFile
@@ -210,6 +213,30 @@ def test_bad_shards_and_names_are_refused() -> None:
 def test_a_dtype_that_cannot_be_kept_is_refused_by_the_tensors_name(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="'buffer/phases': a checkpoint cannot hold .* torch.complex128"):
         save(tmp_path, "t", SavedState(tensors={"buffer/phases": torch.zeros(2, dtype=torch.complex128)}))
+
+
+@pytest.fixture
+def elsewhere() -> Iterator[None]:
+    """A script's own defaults for tensors that are made."""
+    torch.set_default_device("meta")
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_device(None)
+    torch.set_default_dtype(torch.float32)
+
+
+def test_a_default_device_of_the_script_is_none_of_ours(
+    saved: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    into = states.empty()
+    request.getfixturevalue("elsewhere")
+    load(saved, None, into)
+    whole = dict(read_full(saved))
+    assert look(saved, verify=True).checkpoints[0].verified
+    export(saved, tmp_path / "out")
+    torch.set_default_device(None)
+    states.assert_loaded(into)
+    assert torch.equal(whole["param/embed.weight"], states.whole("param/embed.weight"))
 
 
 def test_shards_are_views_not_copies() -> None:
