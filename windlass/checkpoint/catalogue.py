@@ -82,13 +82,15 @@ def look(directory: str | os.PathLike[str], *, verify: bool = False) -> Catalogu
         verify: read every byte and compare it with its crc32; else the index, and sizes of files.
 
     Raises:
-        CheckpointError: there is no such directory, or it cannot be read.
+        CheckpointError: there is no such directory, it cannot be read, or it is a checkpoint itself.
     """
     root = Path(directory)
     try:
         children = sorted(root.iterdir())
     except OSError as error:
         raise CheckpointError(f"the checkpoint directory {root} cannot be read: {error.strerror}") from error
+    if (root / METADATA).is_file() or is_deepspeed(root):
+        raise CheckpointError(f"{root} is a checkpoint itself; give the directory that it lies in")
     problem, latest = "", None
     try:
         latest = read_latest(root)

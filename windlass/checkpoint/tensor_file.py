@@ -216,8 +216,10 @@ class TensorFile:
     def span(self, entry: str) -> tuple[int, int]:
         """Where the entry lies among the data: its first byte, and the one after its last."""
         try:
-            begin, end = self._entries[entry]["data_offsets"]
-            return int(begin), int(end)
+            begin, end = map(int, self._entries[entry]["data_offsets"])
+            if not 0 <= begin <= end:
+                raise ValueError(f"bytes {begin} to {end}")
+            return begin, end
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"the checkpoint file {self.path} has no entry {entry!r} that can be read; restore it or load another "

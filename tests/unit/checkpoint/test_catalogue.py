@@ -102,6 +102,9 @@ def test_what_saves_left_behind_is_listed(root: Path, capsys: pytest.CaptureFixt
 def test_an_absent_directory_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(str(tmp_path / "nowhere")) == 1
     assert "nowhere cannot be read" in capsys.readouterr().err
+    save(tmp_path / "run", "t", SavedState())
+    assert run(str(tmp_path / "run" / "t")) == 1
+    assert "run/t is a checkpoint itself" in capsys.readouterr().err
     (tmp_path / "empty").mkdir()
     assert run(str(tmp_path / "empty")) == 0
 

@@ -80,6 +80,20 @@ def test_each_flipped_byte_of_the_index_is_noticed(saved: Path) -> None:
             load_all(saved)
 
 
+def test_a_planted_header_leads_to_no_bytes_before_the_data(saved: Path) -> None:
+    path, name = saved / DATA, _all_names(saved)[0]
+    good = path.read_bytes()
+    length = 8 + int.from_bytes(good[:8], "little")
+    header = json.loads(good[8:length])
+    size = header[name]["data_offsets"][1] - header[name]["data_offsets"][0]
+    header[name]["data_offsets"] = [-(1 << 20), size - (1 << 20)]
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + good[length:])
+    change_index(saved, lambda fields: fields.update(files={path.name: path.stat().st_size}))
+    with pytest.raises(CheckpointError, match="has no entry .* that can be read"):
+        dict(read_full(saved, None, [name]))
+
+
 @pytest.mark.parametrize("length", [0, 5, 100, -1])
 def test_files_cut_short_are_noticed(saved: Path, length: int) -> None:
     for name in (DATA, INDEX):
