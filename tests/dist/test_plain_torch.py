@@ -196,3 +196,45 @@ def test_no_empty_weight_is_ever_given_away(tmp_path: Path) -> None:
     assert set(written) == set(found["whole"]) - {"lm_head.weight"}
     for name, value in written.items():
         assert value.numel() and torch.equal(value, found["whole"][name]), name
+
+
+class Counter(nn.Module):
+    """A layer that keeps plain data beside its parameters, and one that keeps what no file can hold."""
+
+    def __init__(self, calls: int = 0, odd: bool = False) -> None:
+        super().__init__()
+        self.layer, self.calls, self.odd = nn.Linear(4, 4), calls, odd
+
+    def get_extra_state(self) -> Any:
+        return {1, 2} if self.odd else {"calls": self.calls, "scale": torch.tensor([float(self.calls)])}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.calls = state["calls"]
+        assert torch.equal(state["scale"], torch.tensor([float(self.calls)]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).square().mean()
+
+
+def with_extra_state(folder: str) -> dict[str, Any]:
+    config = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, **config_of(3)}
+    engine = windlass.initialize(model=nn.Sequential(Counter(7), Counter(1, odd=True)), config=config)[0]
+    engine.save_checkpoint(folder)
+    state = engine.full_state_dict()
+    plain = nn.Sequential(Counter(9), Counter(1))
+    engine.load_module_state_dict(plain.state_dict())
+    taken = engine.module[0].calls
+    engine.load_checkpoint(folder)
+    found = {"state": sorted(state), "taken": taken, "loaded": engine.module[0].calls}
+    engine.destroy()
+    return found
+
+
+def test_what_modules_keep_beside_their_parameters_is_kept(tmp_path: Path) -> None:
+    first, other = run_ranks(with_extra_state, RANKS, str(tmp_path))
+    names = sorted(nn.Sequential(Counter(), Counter()).state_dict())
+    assert first == {"state": names, "taken": 9, "loaded": 7} and other == {**first, "state": []}
+    plain = nn.Sequential(Counter())
+    state = windlass.read_checkpoint(tmp_path).model_state_dict()
+    plain.load_state_dict({name: value for name, value in state.items() if name.startswith("0.")}, strict=True)
+    assert plain[0].calls == 7 and "1._extra_state" not in state

@@ -54,8 +54,9 @@ class PlainCheckpoint:
         self.scheduler_state: dict[str, Any] | None = stored.plain["schedule"]
 
     def model_state_dict(self, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
-        """What `model.state_dict()` of the plain model would be, on the CPU: parameters under all their names, and
-        persistent buffers. Of a checkpoint of trained parameters alone, those; load them with `strict=False`.
+        """What `model.state_dict()` of the plain model would be, on the CPU: parameters under all their names,
+        persistent buffers, and what modules keep beside them (`get_extra_state`). Of a checkpoint of trained parameters
+        alone, those; load them with `strict=False`.
 
         Args:
             dtype: of floating-point parameters; None: as the model computed. float32 gives master weights, from which
@@ -69,7 +70,8 @@ class PlainCheckpoint:
                     wanted = dtype
                 found[name] = value.to(wanted)
             tied = {alias: name for alias, name in stored.plain.get("tied", {}).items() if name in found}
-        return found | {alias: found[name] for alias, name in tied.items() if alias not in found}
+            extra: dict[str, Any] = stored.plain.get("extra", {})
+        return found | {alias: found[name] for alias, name in tied.items() if alias not in found} | extra
 
     def absent(self) -> tuple[str, ...]:
         """Parameters of the model that the checkpoint does not hold, since they were not trained."""

@@ -44,7 +44,8 @@ class Files:
         return str(fingerprint(self._sharded))
 
     def full_state_dict(self, *, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
-        """Whole parameters and buffers by name on the CPU of rank 0, empty on others. Collective."""
+        """Whole parameters and buffers by name on the CPU of rank 0, and what modules keep beside them
+        (`get_extra_state`), as the plain model's `state_dict()` has them; empty on other ranks. Collective."""
         self._refuse_parked("full_state_dict")
         self._sharded.order.meet("the reading of parameters or states")
         return full_state_dict(self._sharded, dtype=dtype)

@@ -17,6 +17,7 @@ from windlass.checkpoint.retention import retire
 from windlass.checkpoint.save import Begun
 from windlass.engine import averages
 from windlass.engine.away import ChunkAway
+from windlass.engine.extra_state import plain_extra_states, set_extra_states
 from windlass.engine.filling import ChunkToFill, incoming
 from windlass.engine.fingerprint import Written, fingerprint
 from windlass.engine.frozen_base import base_hashes, check_base, trains_adapters
@@ -108,6 +109,7 @@ def save_engine(
         "base": base_hashes(model) if trainable_only else {},
         "buffers": True,
         "averages": averages.said_of(model),
+        "extra": plain_extra_states(engine.module),
         "client": client,
     }
     # rank 0's count, and others may have their own until the next forward (engine/buffers)
@@ -190,6 +192,7 @@ def load_engine(
     with model.renewing(units):
         found, alike = _fill(engine, directory, tag, plain, saved, groups_too, wanted, order)
     _compare(model, units, found, alike)
+    set_extra_states(engine.module, found.plain.get("extra", {}))
     if groups_too:
         take(engine, matched, plain["groups"])
     elif wanted.optimizer and plain["groups"]:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from windlass.base.errors import CheckpointError, ModelError
 from windlass.checkpoint.directory import disk_errors
 from windlass.checkpoint.tensor_file import Entry, TensorFileWriter
+from windlass.engine.extra_state import extra_states, names_of_extra_states, set_extra_states
 from windlass.zero.sharded import ShardedModel
 from windlass.zero.values import set_full_param
 
@@ -31,6 +32,7 @@ def full_state_dict(model: ShardedModel, *, dtype: torch.dtype | None = None) ->
                 found.update(dict.fromkeys(names[id(parameter)], whole))
     if first:
         found |= {name: buffer.detach().cpu().clone() for name, buffer in _buffers(model)}
+        found |= extra_states(model.model)
     return found
 
 
@@ -55,11 +57,12 @@ def said_of_weights(model: ShardedModel, *, trainable_only: bool) -> dict[str, A
 def load_whole(model: ShardedModel, state: Mapping[str, torch.Tensor], *, strict: bool) -> tuple[list[str], list[str]]:
     """See `Engine.load_module_state_dict`."""
     names, buffers = _names(model), dict(_buffers(model))
-    known = {name for found in names.values() for name in found} | set(buffers)
+    extra = names_of_extra_states(model.model)
+    known = {name for found in names.values() for name in found} | set(buffers) | set(extra)
     parameters = {id(p): p for p in model.model.parameters()}
     given = {number: next((name for name in found if name in state), None) for number, found in names.items()}
     missing = [names[number][0] for number, name in given.items() if name is None]
-    missing += [name for name in buffers if name not in state]
+    missing += [name for name in (*buffers, *extra) if name not in state]
     unexpected = [name for name in state if name not in known]
     if strict and (missing or unexpected):
         raise CheckpointError(
@@ -78,6 +81,7 @@ def load_whole(model: ShardedModel, state: Mapping[str, torch.Tensor], *, strict
         for name, buffer in buffers.items():
             if name in state:
                 buffer.copy_(state[name])
+    set_extra_states(model.model, state)
     return missing, unexpected
 
 
