@@ -117,7 +117,7 @@ def test_tags_and_latest(tmp_path: Path) -> None:
     assert (tmp_path / "saved" / "latest").read_text() == "first"
 
 
-def with_a_strange_state(folder: str) -> str:
+def with_a_strange_state(folder: str, blocking: bool) -> str:
     """What is said where one rank's optimizer has a state that can be neither cut nor joined."""
     engine = engine_for("mlp", Recipe(optimizer="AdamW", optimizer_params=ADAMW), Setting(stage=2), 0)
     steps(engine, "mlp", Recipe(), 0, 1)
@@ -126,15 +126,16 @@ def with_a_strange_state(folder: str) -> str:
         next(iter(states.values()))["odd"] = torch.zeros(3)
     said = ""
     try:
-        engine.save_checkpoint(folder)
+        engine.save_checkpoint(folder, blocking=blocking)
     except windlass_error("CheckpointError") as error:
         said = str(error)
     engine.destroy()
     return said
 
 
-def test_a_state_that_cannot_be_cut_is_refused_by_name_on_all_ranks(tmp_path: Path) -> None:
-    for said in run_ranks(with_a_strange_state, 2, str(tmp_path)):
+@pytest.mark.parametrize("blocking", [True, False])
+def test_a_state_that_cannot_be_cut_is_refused_by_name_on_all_ranks(blocking: bool, tmp_path: Path) -> None:
+    for said in run_ranks(with_a_strange_state, 2, str(tmp_path), blocking):
         assert "rank 0: optimizer state 'odd' of '" in said and "has shape (3,): AdamW" in said
     assert not list(tmp_path.iterdir())
 

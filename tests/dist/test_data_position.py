@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.dist.harness import run_ranks
+from tests.dist.test_partial_load import listening
 
 MICRO, SAMPLES = 2, 48
 
@@ -178,6 +179,22 @@ def onto_other_data(folder: str) -> dict[str, Any]:
 
 def test_other_data_are_refused_by_default(tmp_path: Any) -> None:
     for found in run_ranks(onto_other_data, 2, str(tmp_path)):
-        assert found["said"].startswith("CheckpointError: cannot resume the data order: the dataset had 48 samples")
+        assert found["said"].startswith("CheckpointError: ")
+        assert "failed on ranks 0, 1: cannot resume the data order: the dataset had 48 samples" in found["said"]
         assert "load_data_position=False" in found["said"] and found["steps"] == 0
         assert found["found"] == 12
+
+
+def apart(folder: str) -> list[str]:
+    """What is said of a checkpoint where one rank has taken more batches than the other."""
+    engine = engine_for(0)
+    list(islice(engine.training_dataloader, 1 + dist.get_rank()))
+    with listening() as said:
+        engine.save_checkpoint(folder)
+    engine.destroy()
+    return [line for line in said if "different places in the data" in line]
+
+
+def test_ranks_at_different_places_are_told(tmp_path: Any) -> None:
+    said = run_ranks(apart, 2, str(tmp_path))[0]
+    assert len(said) == 1 and "rank 0: {'epoch': 0, 'consumed': 4" in said[0] and "'consumed': 8" in said[0]

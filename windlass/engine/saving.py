@@ -80,17 +80,26 @@ def save_engine(
 
     units = [unit for unit in model.units if unit.trainable or not trainable_only]
     taken = fingerprint(model, units, "nothing is saved") if blocking else None
-    later = None if blocking else Written(model, units)
+    later: list[Written] = []
     shards = list(parameters(model, units, drawer_of, keep=False, later=not blocking))
     states = Outgoing()
 
     def look() -> dict[str, Any]:
         if model.update is not None:
             outgoing(model.update, drawer_of, states)
-        return states.about()
+        if not blocking:
+            later.append(Written(model, units))
+        return {**states.about(), "data": data_position(engine)}
 
     ranks = Ranks.of(model.mesh.data.process_group)
     everywhere = ranks.each("preparing to save", look)
+    places = [one["data"] for one in everywhere]
+    if len({repr(place) for place in places}) > 1:
+        logger.warning(
+            "ranks stand at different places in the data, and a load goes on from that of rank 0: some samples are seen "
+            "again, others never: %s",
+            "; ".join(f"rank {rank}: {place!s:.80}" for rank, place in enumerate(places)),
+        )
     plain = {
         "engine": engine.progress.state_dict(),
         "layout": {
@@ -103,7 +112,7 @@ def save_engine(
         "groups": groups_of(engine),
         "loss_scale": engine._scaler.state_dict(),
         "schedule": _schedule(engine),
-        "data": data_position(engine),
+        "data": places[0],
         "trainable_only": trainable_only,
         **said_of_weights(model, trainable_only=trainable_only),
         "base": base_hashes(model) if trainable_only else {},
@@ -126,7 +135,7 @@ def save_engine(
             retire(directory, keep, name, written)
 
     try:
-        begun = Begun(directory, name, state, ranks, save_latest, make_room, later)
+        begun = Begun(directory, name, state, ranks, save_latest, make_room, None if blocking else later[0])
         if blocking:
             begun.finish(ranks)
         else:
@@ -184,7 +193,7 @@ def load_engine(
     if groups_too and wanted.optimizer_strict:
         require_whole(matched, here, plain["groups"])
     position = plain.get("data") if wanted.position else None
-    check_data_position(engine, position)
+    ranks.each("looking at the place in the data", lambda: check_data_position(engine, position))
     trainable_only = bool(plain["trainable_only"])
     if trainable_only and wanted.module_strict:
         check_base(model, plain.get("base", {}), saved, f"the checkpoint {tag!r} in {directory}")
