@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationErr
 
 from windlass.base.errors import CheckpointError
 from windlass.checkpoint.directory import METADATA
+from windlass.checkpoint.fragment import flat_start, is_contiguous
 
 FORMAT = "windlass-checkpoint"
 FORMAT_VERSION = 1
@@ -135,6 +136,21 @@ def _check_chunks(index: Index, path: Path) -> None:
                 f"{path}: the chunks of tensor {name!r} hold {covered} elements, its shape {record.shape} has "
                 f"{math.prod(record.shape)}"
             )
+        if all(is_contiguous(record.shape, chunk.sizes) for chunk in record.chunks):
+            _check_order(name, record, path)
+
+
+def _check_order(name: str, record: TensorRecord, path: Path) -> None:
+    """Chunks that are flat ranges must follow each other: of as many elements as there are, none twice is none left
+    out."""
+    position = 0
+    for chunk in sorted(record.chunks, key=lambda chunk: flat_start(record.shape, chunk.offsets)):
+        size = math.prod(chunk.sizes)
+        if size and flat_start(record.shape, chunk.offsets) != position:
+            raise CheckpointError(
+                f"{path}: the chunks of tensor {name!r} overlap or leave out elements from element {position} on"
+            )
+        position += size
 
 
 def _check_file(path: Path, size: int) -> None:

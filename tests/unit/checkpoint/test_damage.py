@@ -178,6 +178,22 @@ def test_a_link_that_leads_outside_is_refused(saved: Path, tmp_path: Path) -> No
         ({"tensors": {"x": {"shape": [2], "dtype": "F32", "chunks": []}}}, "hold 0 elements"),
         ({"tensors": {"x": {"shape": [-2], "dtype": "F32", "chunks": []}}}, "not a valid index"),
         ({"files": {}}, "its file is not listed"),
+        (
+            {
+                "files": {"a.safetensors": 0},
+                "tensors": {
+                    "x": {
+                        "shape": [4],
+                        "dtype": "F32",
+                        "chunks": [
+                            {"offsets": [at], "sizes": [2], "file": "a.safetensors", "entry": "x", "crc32": 0}
+                            for at in (0, 1)
+                        ],
+                    }
+                },
+            },
+            "overlap or leave out elements from element 2 on",
+        ),
     ],
 )
 def test_an_index_that_contradicts_itself_is_refused(saved: Path, change: dict[str, object], message: str) -> None:
