@@ -291,3 +291,25 @@ def thawed_with_an_average(home: str, folder: str) -> dict[str, Any]:
 def test_an_average_of_what_was_thawed_begins_with_a_copy(home: str, tmp_path: Any) -> None:
     for found in run_ranks(thawed_with_an_average, 2, home, str(tmp_path)):
         assert len(found) == 6 and all(found.values()), found
+
+
+def average_of_before(folder: str) -> bool:
+    """An average that has begun, after a load of a checkpoint that was saved before its first update."""
+    import windlass
+
+    engine = engine_for(net(), trained, 3, "none", folder)
+    average = windlass.zero.ExponentialMovingAverage(engine, 0.9)
+    engine.save_checkpoint(folder)
+    steps(engine, 0, 2)
+    average.update()
+    engine.load_checkpoint(folder)
+    steps(engine, 0, 1)
+    average.update()
+    weights = whole(engine)
+    same = all(torch.equal(average.full_param(p), weights[name]) for name, p in engine.module.named_parameters())
+    engine.destroy()
+    return same and average.updates == 1
+
+
+def test_an_average_that_was_saved_before_it_began_begins_anew(tmp_path: Any) -> None:
+    assert run_ranks(average_of_before, 2, str(tmp_path)) == [True, True]

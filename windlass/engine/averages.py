@@ -68,6 +68,8 @@ class Incoming:
                     values[place] = weights[place]
             slot.write(values)
         for average, before in self._wanted:
+            if not before["updates"]:
+                average.begin_anew()
             average.updates = before["updates"]
             if average.decay != before["decay"]:
                 said = f"was saved with decay {before['decay']}, it goes on with {average.decay}"

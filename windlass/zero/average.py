@@ -110,6 +110,11 @@ class ExponentialMovingAverage:
             if unit.index in self._begun:
                 yield unit, slot
 
+    def begin_anew(self) -> None:
+        """Forget it: the next `update()` begins with a copy."""
+        self._begun.clear()
+        self.updates = 0
+
     def _exchange(self) -> None:
         """Parameters and averages change places, bit by bit."""
         model = self._model
