@@ -10,6 +10,7 @@ import atexit
 import os
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -24,7 +25,7 @@ from windlass.base import log
 
 RANKS = 2
 REPORT_AFTER_S = 3.0
-TIMEOUT_S = {"stop": 5.0}
+TIMEOUT_S = {"stop": 5.0, "pause": 5.0}
 SLOW_S = 5.0
 
 
@@ -46,19 +47,22 @@ def main(fault: str, faulty: int) -> None:
         "watchdog": watchdog,
     }
     engine, *_ = windlass.initialize(model=model, config=config)
+    if fault == "early" and dist.get_rank() == faulty:
+        os.kill(os.getpid(), signal.SIGKILL)
     train(engine)
-    dist.barrier()
+    pids = [0] * RANKS
+    dist.all_gather_object(pids, os.getpid())
     rank = dist.get_rank()
     time.sleep(2 * REPORT_AFTER_S / 10)  # a beat, so that the others know where it was
     if rank == faulty:
-        go_wrong(fault, engine)
+        go_wrong(fault, engine, pids)
     elif fault in ("eval", "gather"):
         dist.barrier()
     train(engine)
     print("finished")
 
 
-def go_wrong(fault: str, engine: Any) -> None:
+def go_wrong(fault: str, engine: Any, pids: list[int]) -> None:
     """What the faulty rank does while the others go on."""
     if fault == "save":
         engine.save_checkpoint(tempfile.gettempdir() + "/never")
@@ -77,6 +81,10 @@ def go_wrong(fault: str, engine: Any) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
     elif fault == "slow":
         time.sleep(SLOW_S)
+    elif fault == "pause":  # the whole run is suspended for longer than a wait may take
+        ranks = " ".join(map(str, pids))
+        subprocess.Popen(["sh", "-c", f"sleep 0.5; kill -STOP {ranks}; sleep 6; kill -CONT {ranks}"])
+        time.sleep(1.5)
 
 
 def _fork(folder: Path, run: str, rank: int, port: int) -> int:

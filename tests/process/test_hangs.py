@@ -49,6 +49,10 @@ def rows(text: str) -> dict[str, str]:
 def check(fault: str, ranks: list[Rank], transport: str, faulty: int) -> None:
     """The text and the end of one run whose rank `faulty` did `fault`."""
     well = 1 - faulty
+    if fault == "pause":
+        assert [rank.code for rank in ranks] == [0, 0], ranks
+        assert all("finished" in rank.text and "hang report:" not in rank.text for rank in ranks), ranks
+        return
     told = next((rank for rank in ranks if "hang report:" in rank.text), ranks[0])
     assert "hang report:" in told.text, (fault, ranks)
     table = rows(told.text)
@@ -86,10 +90,11 @@ def check(fault: str, ranks: list[Rank], transport: str, faulty: int) -> None:
     elif fault == "return":
         assert f"the program of rank {faulty} ended early, without an error, and rank {well} waits" in headline
         assert ranks[faulty].code == 0
-    elif fault == "kill":
+    elif fault in ("kill", "early"):
         assert f"the process of rank {faulty} is gone (killed, or out of memory), and rank {well} waits" in headline
         assert ranks[faulty].code == -9
-        assert re.search(rf"dead +\d+ s  last seen: .*{LINE}", table[str(faulty)])
+        where = LINE if fault == "kill" else ""
+        assert re.search(rf"dead +\d+ s  last seen: .*{where}", table[str(faulty)])
     elif fault == "stop":
         assert f"for rank {faulty}, which is stopped (SIGSTOP; `kill -CONT` continues it)" in headline
         assert f"watchdog.timeout_s = {TIMEOUT_S['stop']:g} has passed" in headline
@@ -109,3 +114,10 @@ def test_on_either_transport_and_rank(transport: str, faulty: int, tmp_path: Pat
     faults = ["save", "return", "raise", "kill", "stop", "slow"]
     for fault, ranks in run(tmp_path, faults, transport, faulty).items():
         check(fault, ranks, transport, faulty)
+
+
+@pytest.mark.slow
+def test_a_rank_killed_at_once_is_known_and_a_run_that_was_suspended_goes_on(tmp_path: Path) -> None:
+    """All ranks stopped for longer than `timeout_s`, as by Ctrl-Z, have waited for nobody."""
+    for fault, ranks in run(tmp_path, ["early", "pause"], "gloo", 1).items():
+        check(fault, ranks, "gloo", 1)
