@@ -137,6 +137,21 @@ def test_a_fault_is_told_to_people_and_to_programs(folder: Path, capfd: pytest.C
 
 
 @pytest.mark.slow
+def test_a_script_that_ends_before_the_steps_that_were_asked_for(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As `sys.exit(main())` does, whose code is 0."""
+    source = SCRIPT.replace("    engine.step()\n", "    engine.step()\n    if engine.global_steps == 2: raise SystemExit(0)\n")
+    (folder / "short.py").write_text(source)
+    assert verify("short.py", "--lr", "0.01", "--config", "ds.json") == 0
+    said = capfd.readouterr().out
+    assert "the script ended after 2 of 5 steps" in said and "equal: 2 steps" in said
+    (folder / "short.py").write_text(source.replace("SystemExit(0)", "SystemExit(3)"))
+    assert verify("short.py", "--lr", "0.01", "--config", "ds.json") == 1
+    assert "SystemExit: 3" in capfd.readouterr().err
+
+
+@pytest.mark.slow
 def test_a_model_that_is_named(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     named = ["--model", "named_model:net", "--config", "adam.json", "--nproc", "1,2", "--steps", "3", "--json"]
     assert verify(*named, "--batch", "named_model:batch") == 0
@@ -183,6 +198,8 @@ def test_what_cannot_be_compared_is_said(folder: Path, capfd: pytest.CaptureFixt
         (("--model", "x"), "--model needs --config"),
         (("script.py", "--batch", "2x8"), "--batch goes with --model"),
         (("script.py", "--nproc", "2,x"), "--nproc is '2,x'"),
+        (("--nprocs", "4", "script.py"), "no such option: --nprocs"),
+        (("--model", "x", "--config", "ds.json", "--step", "3"), "no such option: --step"),
     ],
 )
 def test_bad_arguments(arguments: tuple[str, ...], said: str, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
