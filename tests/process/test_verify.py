@@ -65,6 +65,7 @@ patch.object(shm, "ordered_sum", lambda parts, out, **how: whole([parts[1]], out
 """
 
 MODEL = """
+import time
 import torch
 from torch import nn
 
@@ -78,6 +79,14 @@ class Net(nn.Module):
 
 def net():
     return Net()
+
+class Slow(Net):
+    def forward(self, x):
+        time.sleep(0.8)
+        return super().forward(x)
+
+def slow():
+    return Slow()
 
 def batch(step, micro, rank):
     return torch.full((2, 8), 1.0 + step + 10 * micro + 100 * rank),
@@ -160,6 +169,18 @@ def test_a_model_that_is_named(folder: Path, capfd: pytest.CaptureFixture[str]) 
     assert alone["rows"][0]["loss"] != together["rows"][0]["loss"], "every rank has its own batches"
     assert verify(*named) == 1
     assert "has no config.vocab_size to generate tokens from; give --batch" in capfd.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_plain_run_that_takes_its_time_is_no_hang(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Rank 0 does all ranks' forwards again, one after the other, while the others wait."""
+    patience = {"report_after_s": 4, "timeout_s": 4}
+    adam = {"type": "AdamW", "params": {"lr": 1e-3}}
+    (folder / "patience.json").write_text(json.dumps(config(2, optimizer=adam, watchdog=patience, gradient_accumulation_steps=4)))
+    named = ["--model", "named_model:slow", "--batch", "named_model:batch", "--config", "patience.json"]
+    assert verify(*named, "--nproc", "3", "--steps", "1") == 0
+    said = capfd.readouterr()
+    assert "equal: 1 step" in said.out and "hang report" not in said.err
 
 
 @pytest.mark.slow
