@@ -165,6 +165,47 @@ def test_a_model_laid_out_again_is_refused() -> None:
         verify_training(unfrozen_in_mid_run)
 
 
+def with_weights_in_the_loss(stage: int, precision: str) -> None:
+    import windlass
+
+    engine = engine_of(oracle.build(specimen("tied")), stage, config=((precision, {"enabled": True}),))
+    for step in range(3):
+        for micro in range(ADAMW.accumulation):
+            loss = engine(**specimen("tied").batch(Place(step, micro, dist.get_rank())))
+            weights = [windlass.zero.full_param(p) for p in engine.module.parameters()]
+            loss = loss + sum(weight.square().mean() for weight in weights)
+            if stage < 3:  # where it is whole, the parameter itself
+                loss = loss * engine.module.embed.weight.float().square().mean().exp()
+            engine.backward(loss)
+            engine.step()
+
+
+@pytest.mark.parametrize(("stage", "precision"), [(0, "bf16"), (2, "fp16"), (3, "bf16"), (3, "fp16")])
+def test_parameters_that_are_a_part_of_the_loss(stage: int, precision: str) -> None:
+    (found,) = verify_training(with_weights_in_the_loss, stage, precision)
+    assert_equal(found)
+    if precision == "bf16":  # under fp16 all these steps overflow
+        (found,) = verify_training(with_weights_in_the_loss, stage, precision, fault="missing_reduce")
+        assert found["deviations"][0]["phase"] == "reduce"
+
+
+def with_a_tensor_that_a_hook_kept(stage: int) -> None:
+    kept: list[Tensor] = []
+    model = oracle.build(specimen("mlp"))
+    linear = next(module for module in model.modules() if isinstance(module, nn.Linear))
+    linear.register_forward_hook(lambda module, args, output: kept.append(output))
+    engine = engine_of(model, stage)
+    for micro in range(ADAMW.accumulation):
+        loss = engine(**rows(Place(0, micro, dist.get_rank())))
+        engine.backward(loss + kept[-1].square().mean())
+        engine.step()
+
+
+def test_a_tensor_from_inside_of_the_model_is_refused_and_not_called_wrong() -> None:
+    with pytest.raises(RankError, match="depends on a tensor inside of the model by another way"):
+        verify_training(with_a_tensor_that_a_hook_kept, 1)
+
+
 class Unlike(nn.Module):
     """Computes with a table outside of itself, which changes with every call."""
 

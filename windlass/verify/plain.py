@@ -119,6 +119,11 @@ class Plain:
                 if self.parameters[name] is not master:
                     self.parameters[name].copy_(master)
 
+    def add(self, gradients: dict[str, torch.Tensor]) -> None:
+        """Count these, by name, as if a replay had given them."""
+        for name, part in gradients.items():
+            self._sums[name] = self._sums[name] + part if name in self._sums else part.clone()
+
     def take_sums(self) -> dict[str, torch.Tensor]:
         """The weighted gradients of all replays since it was asked last, by name, float64 on the CPU."""
         sums, self._sums = self._sums, {}
