@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 import windlass
+from windlass import watchdog
 from windlass.base import log
 
 RANKS = 2
@@ -39,12 +40,11 @@ def train(engine: Any) -> None:
 def main(fault: str, faulty: int) -> None:
     """One rank of a run."""
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 8))
-    watchdog = {"report_after_s": REPORT_AFTER_S, "timeout_s": TIMEOUT_S.get(fault, 300.0)}
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "optimizer": {"type": "AdamW"},
         "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
-        "watchdog": watchdog,
+        "watchdog": {"report_after_s": REPORT_AFTER_S, "timeout_s": TIMEOUT_S.get(fault, 300.0)},
     }
     engine, *_ = windlass.initialize(model=model, config=config)
     if fault == "early" and dist.get_rank() == faulty:
@@ -75,6 +75,12 @@ def go_wrong(fault: str, engine: Any, pids: list[int]) -> None:
         sys.exit(0)
     elif fault == "raise":
         raise ValueError("one rank is unwell")
+    elif fault == "told":  # as a program does that catches all and ends at once
+        try:
+            raise ValueError("one rank is unwell")
+        except ValueError as error:
+            watchdog.failed(error)
+            os._exit(1)
     elif fault == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif fault == "stop":

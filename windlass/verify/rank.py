@@ -21,6 +21,9 @@ def main(path: str) -> int:
         if isinstance(error, KeyboardInterrupt) or (isinstance(error, SystemExit) and not error.code):
             raise
         _leave_reason(order, error)
+        from windlass import watchdog
+
+        watchdog.failed(error)
         return 1
     return 0
 

@@ -47,6 +47,15 @@ def start(limits: Limits | None) -> None:
     _install()
 
 
+def failed(error: BaseException) -> None:
+    """This rank's program is about to end by `error`, which it tells itself, and past the hook of exceptions: the other
+    ranks shall know it for the cause."""
+    if _watch is not None and _watch.watches and not _watch.decided:
+        _watch.failed(error, error.__traceback__)
+        if not _watch.was_cut_off:
+            _watch.await_decision()
+
+
 def _install() -> None:
     """Hear of the program's end, and of the exception that ends it."""
     global _installed
