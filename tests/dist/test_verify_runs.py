@@ -206,6 +206,41 @@ def test_a_tensor_from_inside_of_the_model_is_refused_and_not_called_wrong() -> 
         verify_training(with_a_tensor_that_a_hook_kept, 1)
 
 
+class Ranked(nn.Module):
+    """Each rank has an expert of its own; `mean` also has the ranks talk to each other."""
+
+    def __init__(self, mean: bool) -> None:
+        super().__init__()
+        self.experts, self.mean = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2)), mean
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        found: Tensor = self.experts[dist.get_rank()](x)
+        if self.mean:
+            total = found.detach().mean()
+            dist.all_reduce(total)
+            found = found - total
+        return mse(found, y)
+
+
+def with_ranked(mean: bool, stage: int) -> None:
+    model = Ranked(mean)
+    model.experts[0].weight.register_hook(lambda gradient: gradient * 0.5)  # as one does to train a part of it slower
+    engine = engine_of(model, stage)
+    for step in range(3):
+        train(engine, step)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_forward_that_asks_for_its_rank_and_a_hook_on_a_gradient(stage: int) -> None:
+    (found,) = verify_training(with_ranked, False, stage)
+    assert_equal(found)
+
+
+def test_a_forward_that_communicates_is_refused() -> None:
+    with pytest.raises(RankError, match="forward calls torch.distributed.all_reduce"):
+        verify_training(with_ranked, True, 1)
+
+
 class Unlike(nn.Module):
     """Computes with a table outside of itself, which changes with every call."""
 
