@@ -145,6 +145,11 @@ def test_nobody_is_silent_while_the_lookout_itself_is_stopped(monkeypatch: pytes
     assert lookout.sights()[0].state is State.ALIVE
 
 
+def test_a_host_that_is_gone_ends_the_run_in_time() -> None:
+    """A wait, a look, silence since that look, a tick until the verdict, its table, and a tick until all have read it."""
+    assert LIMITS.look_after + LIMITS.lost_after + (1 + 2.5 + 1) * LIMITS.tick <= 30
+
+
 def test_a_container_is_a_host_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two of them may share a name and a kernel, and neither sees the processes of the other."""
     from windlass.watchdog import watch
