@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,9 @@ def go_wrong(fault: str, engine: Any, pids: list[int]) -> None:
             pass
     elif fault == "return":
         sys.exit(0)
-    elif fault == "raise":
+    elif fault in ("raise", "hook"):
+        if fault == "hook":  # as a library does that prints tracebacks in colour
+            sys.excepthook = traceback.print_exception
         raise ValueError("one rank is unwell")
     elif fault == "told":  # as a program does that catches all and ends at once
         try:
@@ -115,7 +118,7 @@ def _fork(folder: Path, run: str, rank: int, port: int) -> int:
     except SystemExit as ended:
         code = ended.code
     except BaseException as error:
-        code = 1
+        code, sys.last_value = 1, error  # as Python itself does
         try:
             sys.excepthook(type(error), error, error.__traceback__)
         except SystemExit as ended:

@@ -80,7 +80,7 @@ def check(fault: str, ranks: list[Rank], transport: str, faulty: int) -> None:
             "gather": r"parameters gathered whole \(GatheredParameters\) +- +" + LINE + "with windlass",
         }
         assert re.search(what[fault], table[str(faulty)]), table
-    elif fault in ("raise", "told"):
+    elif fault in ("raise", "told", "hook"):
         assert f"rank {faulty} ended with an exception, and rank {well} waits for it" in headline
         assert fault == "told" or "ValueError: one rank is unwell" in ranks[faulty].text
         assert told.text.index("ValueError: one rank is unwell") < told.text.index("hang report:")
@@ -118,7 +118,8 @@ def test_on_either_transport_and_rank(transport: str, faulty: int, tmp_path: Pat
 
 @pytest.mark.slow
 def test_other_ends_and_a_run_that_is_suspended(tmp_path: Path) -> None:
-    """A rank killed at once is known; one that tells its own error is no riddle; and all ranks stopped for longer than
+    """A rank killed at once is known; one that tells its own error, or whose hook of exceptions is another's, is no
+    riddle; and all ranks stopped for longer than
     `timeout_s`, as by Ctrl-Z, have waited for nobody."""
-    for fault, ranks in run(tmp_path, ["early", "pause", "told"], "gloo", 1).items():
+    for fault, ranks in run(tmp_path, ["early", "pause", "told", "hook"], "gloo", 1).items():
         check(fault, ranks, "gloo", 1)

@@ -86,5 +86,10 @@ def _install() -> None:
 
 
 def _stop() -> None:
-    if _watch is not None:
-        _watch.stop(through=True)
+    if _watch is None:
+        return
+    # Python keeps it before it calls the hook, which others (tracebacks in colour) may have put in the place of ours
+    error = getattr(sys, "last_value", None)
+    if isinstance(error, Exception) and not _watch.through:
+        failed(error)
+    _watch.stop(through=True)

@@ -110,6 +110,11 @@ class Watch:
             self._board.bell(ring=True)
 
     @property
+    def through(self) -> bool:
+        """Whether it was said how this rank's program ended."""
+        return self._through is not None
+
+    @property
     def was_cut_off(self) -> bool:
         """Whether the exception that ends this rank came out of a wait for others."""
         return self._through is not None and self._through[1] is End.CUT_OFF
