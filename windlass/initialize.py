@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
+from datetime import timedelta
 from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
@@ -91,7 +92,7 @@ def initialize(
         raise ConfigError(
             "dist_init_required=False, but torch.distributed is not initialised; initialise it or leave that out"
         )
-    init_distributed(port=distributed_port)
+    init_distributed(timeout=_patience(settings_of), port=distributed_port)
     watchdog.start(_limits(settings_of))
     world = dist.get_world_size()
     source = "torch.distributed" if "WORLD_SIZE" in os.environ else "one process, no launcher"
@@ -119,6 +120,12 @@ def initialize(
 def _limits(config: Config) -> watchdog.Limits | None:
     section = config.watchdog
     return watchdog.Limits(section.report_after_s, section.timeout_s) if section.enabled else None
+
+
+def _patience(config: Config) -> timedelta:
+    """How long a collective waits for a peer: longer than the watchdog does, which knows the cause and tells it."""
+    section = config.watchdog
+    return max(DEFAULT_TIMEOUT, timedelta(seconds=1.5 * section.timeout_s)) if section.enabled else DEFAULT_TIMEOUT
 
 
 def _source(args: Any, config: Any, config_params: Any) -> Any:
@@ -199,7 +206,7 @@ def _shard(
 ) -> ShardedModel:
     zero, world = config.zero_optimization, dist.get_world_size()
     axes = config.data_axes(world)
-    mesh = build_data_mesh(axes.shard if zero.stage > 0 else None, axes.regather)
+    mesh = build_data_mesh(axes.shard if zero.stage > 0 else None, axes.regather, timeout=_patience(config))
     homes = _homes(config)
     away = homes.param is not Home.DEVICE or homes.state is not Home.DEVICE
     policy = policy_of(zero.stage, mesh.shard.size if zero.stage else world, away=away)
@@ -238,7 +245,7 @@ def _shard(
         live=zero.stage3_max_live_parameters,
         reuse=zero.stage3_max_reuse_distance,
         transport=config.comm.transport,
-        timeout=DEFAULT_TIMEOUT,
+        timeout=_patience(config),
         homes=homes,
         delayed=zero.offload_optimizer is not None and zero.offload_optimizer.delayed_update,
     )

@@ -173,3 +173,18 @@ def test_evaluation_in_between_changes_nothing(name: str, stage: int, transport:
         want = [step[rank][0] for step in wanted.losses]
         assert found["losses"] == pytest.approx(want, rel=1e-6)
         assert relative_error(found["params"], wanted.params)[0] < 1e-6
+
+
+def patience(timeout_s: float) -> list[float]:
+    config = {**ds_config(Recipe(), Setting(1)), "watchdog": {"timeout_s": timeout_s}}
+    engine = start(specimen("mlp"), config)
+    sharded = engine._sharded
+    backend = sharded.mesh.data.process_group._get_backend(torch.device("cpu"))
+    found = [sharded.settings.timeout.total_seconds(), backend.options._timeout.total_seconds()]
+    engine.destroy()
+    return found
+
+
+def test_no_collective_gives_up_before_the_watchdog_does() -> None:
+    assert run_ranks(patience, 2, 7200.0)[0] == [10800.0, 10800.0]
+    assert run_ranks(patience, 2, 60.0)[0] == [1800.0, 1800.0]

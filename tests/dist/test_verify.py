@@ -3,6 +3,7 @@ phase."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +143,12 @@ def test_other_optimizers(optimizer: str, stage: int) -> None:
 @pytest.mark.parametrize("stage", [0, 3])
 def test_other_numbers_of_ranks(ranks: int, stage: int) -> None:
     assert_equal(verdict("tied", stage, Recipe(ranks, 2, 3, "fp32", "AdamW", adamw(specimen("tied")))))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "key"), [(3, "zero_hpz_partition_size"), (3, "mics_shard_size"), (2, "mics_shard_size")])
+def test_replicas(stage: int, key: str) -> None:
+    assert_equal(verdict("tied", stage, replace(ADAMW, ranks=4), zero=((key, 2),)))
 
 
 @pytest.mark.slow

@@ -165,6 +165,82 @@ def test_a_model_laid_out_again_is_refused() -> None:
         verify_training(unfrozen_in_mid_run)
 
 
+def with_weights_in_the_loss(stage: int, precision: str) -> None:
+    import windlass
+
+    engine = engine_of(oracle.build(specimen("tied")), stage, config=((precision, {"enabled": True}),))
+    for step in range(3):
+        for micro in range(ADAMW.accumulation):
+            loss = engine(**specimen("tied").batch(Place(step, micro, dist.get_rank())))
+            weights = [windlass.zero.full_param(p) for p in engine.module.parameters()]
+            loss = loss + sum(weight.square().mean() for weight in weights)
+            if stage < 3:  # where it is whole, the parameter itself
+                loss = loss * engine.module.embed.weight.float().square().mean().exp()
+            engine.backward(loss)
+            engine.step()
+
+
+@pytest.mark.parametrize(("stage", "precision"), [(0, "bf16"), (2, "fp16"), (3, "bf16"), (3, "fp16")])
+def test_parameters_that_are_a_part_of_the_loss(stage: int, precision: str) -> None:
+    (found,) = verify_training(with_weights_in_the_loss, stage, precision)
+    assert_equal(found)
+    if precision == "bf16":  # under fp16 all these steps overflow
+        (found,) = verify_training(with_weights_in_the_loss, stage, precision, fault="missing_reduce")
+        assert found["deviations"][0]["phase"] == "reduce"
+
+
+def with_a_tensor_that_a_hook_kept(stage: int) -> None:
+    kept: list[Tensor] = []
+    model = oracle.build(specimen("mlp"))
+    linear = next(module for module in model.modules() if isinstance(module, nn.Linear))
+    linear.register_forward_hook(lambda module, args, output: kept.append(output))
+    engine = engine_of(model, stage)
+    for micro in range(ADAMW.accumulation):
+        loss = engine(**rows(Place(0, micro, dist.get_rank())))
+        engine.backward(loss + kept[-1].square().mean())
+        engine.step()
+
+
+def test_a_tensor_from_inside_of_the_model_is_refused_and_not_called_wrong() -> None:
+    with pytest.raises(RankError, match="depends on a tensor inside of the model by another way"):
+        verify_training(with_a_tensor_that_a_hook_kept, 1)
+
+
+class Ranked(nn.Module):
+    """Each rank has an expert of its own; `mean` also has the ranks talk to each other."""
+
+    def __init__(self, mean: bool) -> None:
+        super().__init__()
+        self.experts, self.mean = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2)), mean
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        found: Tensor = self.experts[dist.get_rank()](x)
+        if self.mean:
+            total = found.detach().mean()
+            dist.all_reduce(total)
+            found = found - total
+        return mse(found, y)
+
+
+def with_ranked(mean: bool, stage: int) -> None:
+    model = Ranked(mean)
+    model.experts[0].weight.register_hook(lambda gradient: gradient * 0.5)  # as one does to train a part of it slower
+    engine = engine_of(model, stage)
+    for step in range(3):
+        train(engine, step)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_forward_that_asks_for_its_rank_and_a_hook_on_a_gradient(stage: int) -> None:
+    (found,) = verify_training(with_ranked, False, stage)
+    assert_equal(found)
+
+
+def test_a_forward_that_communicates_is_refused() -> None:
+    with pytest.raises(RankError, match="forward calls torch.distributed.all_reduce"):
+        verify_training(with_ranked, True, 1)
+
+
 class Unlike(nn.Module):
     """Computes with a table outside of itself, which changes with every call."""
 

@@ -10,9 +10,11 @@ import atexit
 import os
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +22,12 @@ import torch
 import torch.distributed as dist
 
 import windlass
+from windlass import watchdog
 from windlass.base import log
 
 RANKS = 2
 REPORT_AFTER_S = 3.0
-TIMEOUT_S = {"stop": 5.0}
+TIMEOUT_S = {"stop": 5.0, "pause": 5.0}
 SLOW_S = 5.0
 
 
@@ -38,27 +41,29 @@ def train(engine: Any) -> None:
 def main(fault: str, faulty: int) -> None:
     """One rank of a run."""
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 8))
-    watchdog = {"report_after_s": REPORT_AFTER_S, "timeout_s": TIMEOUT_S.get(fault, 300.0)}
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "optimizer": {"type": "AdamW"},
         "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
-        "watchdog": watchdog,
+        "watchdog": {"report_after_s": REPORT_AFTER_S, "timeout_s": TIMEOUT_S.get(fault, 300.0)},
     }
     engine, *_ = windlass.initialize(model=model, config=config)
+    if fault == "early" and dist.get_rank() == faulty:
+        os.kill(os.getpid(), signal.SIGKILL)
     train(engine)
-    dist.barrier()
+    pids = [0] * RANKS
+    dist.all_gather_object(pids, os.getpid())
     rank = dist.get_rank()
     time.sleep(2 * REPORT_AFTER_S / 10)  # a beat, so that the others know where it was
     if rank == faulty:
-        go_wrong(fault, engine)
+        go_wrong(fault, engine, pids)
     elif fault in ("eval", "gather"):
         dist.barrier()
     train(engine)
     print("finished")
 
 
-def go_wrong(fault: str, engine: Any) -> None:
+def go_wrong(fault: str, engine: Any, pids: list[int]) -> None:
     """What the faulty rank does while the others go on."""
     if fault == "save":
         engine.save_checkpoint(tempfile.gettempdir() + "/never")
@@ -69,14 +74,26 @@ def go_wrong(fault: str, engine: Any) -> None:
             pass
     elif fault == "return":
         sys.exit(0)
-    elif fault == "raise":
+    elif fault in ("raise", "hook"):
+        if fault == "hook":  # as a library does that prints tracebacks in colour
+            sys.excepthook = traceback.print_exception
         raise ValueError("one rank is unwell")
+    elif fault == "told":  # as a program does that catches all and ends at once
+        try:
+            raise ValueError("one rank is unwell")
+        except ValueError as error:
+            watchdog.failed(error)
+            os._exit(1)
     elif fault == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif fault == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
     elif fault == "slow":
         time.sleep(SLOW_S)
+    elif fault == "pause":  # the whole run is suspended for longer than a wait may take
+        ranks = " ".join(map(str, pids))
+        subprocess.Popen(["sh", "-c", f"sleep 0.5; kill -STOP {ranks}; sleep 6; kill -CONT {ranks}"])
+        time.sleep(1.5)
 
 
 def _fork(folder: Path, run: str, rank: int, port: int) -> int:
@@ -101,7 +118,7 @@ def _fork(folder: Path, run: str, rank: int, port: int) -> int:
     except SystemExit as ended:
         code = ended.code
     except BaseException as error:
-        code = 1
+        code, sys.last_value = 1, error  # as Python itself does
         try:
             sys.excepthook(type(error), error, error.__traceback__)
         except SystemExit as ended:

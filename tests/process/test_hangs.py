@@ -49,6 +49,10 @@ def rows(text: str) -> dict[str, str]:
 def check(fault: str, ranks: list[Rank], transport: str, faulty: int) -> None:
     """The text and the end of one run whose rank `faulty` did `fault`."""
     well = 1 - faulty
+    if fault == "pause":
+        assert [rank.code for rank in ranks] == [0, 0], ranks
+        assert all("finished" in rank.text and "hang report:" not in rank.text for rank in ranks), ranks
+        return
     told = next((rank for rank in ranks if "hang report:" in rank.text), ranks[0])
     assert "hang report:" in told.text, (fault, ranks)
     table = rows(told.text)
@@ -76,9 +80,9 @@ def check(fault: str, ranks: list[Rank], transport: str, faulty: int) -> None:
             "gather": r"parameters gathered whole \(GatheredParameters\) +- +" + LINE + "with windlass",
         }
         assert re.search(what[fault], table[str(faulty)]), table
-    elif fault == "raise":
+    elif fault in ("raise", "told", "hook"):
         assert f"rank {faulty} ended with an exception, and rank {well} waits for it" in headline
-        assert ranks[faulty].text.index("ValueError: one rank is unwell") >= 0
+        assert fault == "told" or "ValueError: one rank is unwell" in ranks[faulty].text
         assert told.text.index("ValueError: one rank is unwell") < told.text.index("hang report:")
         assert "RuntimeError" not in told.text.partition("hang report:")[0], "its own error goes before the cause"
         assert ranks[faulty].code == 1 or (told is ranks[faulty] and ranks[faulty].code == ENDED_BY_WATCHDOG)
@@ -86,10 +90,11 @@ def check(fault: str, ranks: list[Rank], transport: str, faulty: int) -> None:
     elif fault == "return":
         assert f"the program of rank {faulty} ended early, without an error, and rank {well} waits" in headline
         assert ranks[faulty].code == 0
-    elif fault == "kill":
+    elif fault in ("kill", "early"):
         assert f"the process of rank {faulty} is gone (killed, or out of memory), and rank {well} waits" in headline
         assert ranks[faulty].code == -9
-        assert re.search(rf"dead +\d+ s  last seen: .*{LINE}", table[str(faulty)])
+        where = LINE if fault == "kill" else ""
+        assert re.search(rf"dead +\d+ s  last seen: .*{where}", table[str(faulty)])
     elif fault == "stop":
         assert f"for rank {faulty}, which is stopped (SIGSTOP; `kill -CONT` continues it)" in headline
         assert f"watchdog.timeout_s = {TIMEOUT_S['stop']:g} has passed" in headline
@@ -109,3 +114,12 @@ def test_on_either_transport_and_rank(transport: str, faulty: int, tmp_path: Pat
     faults = ["save", "return", "raise", "kill", "stop", "slow"]
     for fault, ranks in run(tmp_path, faults, transport, faulty).items():
         check(fault, ranks, transport, faulty)
+
+
+@pytest.mark.slow
+def test_other_ends_and_a_run_that_is_suspended(tmp_path: Path) -> None:
+    """A rank killed at once is known; one that tells its own error, or whose hook of exceptions is another's, is no
+    riddle; and all ranks stopped for longer than
+    `timeout_s`, as by Ctrl-Z, have waited for nobody."""
+    for fault, ranks in run(tmp_path, ["early", "pause", "told", "hook"], "gloo", 1).items():
+        check(fault, ranks, "gloo", 1)

@@ -65,6 +65,7 @@ patch.object(shm, "ordered_sum", lambda parts, out, **how: whole([parts[1]], out
 """
 
 MODEL = """
+import time
 import torch
 from torch import nn
 
@@ -78,6 +79,14 @@ class Net(nn.Module):
 
 def net():
     return Net()
+
+class Slow(Net):
+    def forward(self, x):
+        time.sleep(0.8)
+        return super().forward(x)
+
+def slow():
+    return Slow()
 
 def batch(step, micro, rank):
     return torch.full((2, 8), 1.0 + step + 10 * micro + 100 * rank),
@@ -137,6 +146,21 @@ def test_a_fault_is_told_to_people_and_to_programs(folder: Path, capfd: pytest.C
 
 
 @pytest.mark.slow
+def test_a_script_that_ends_before_the_steps_that_were_asked_for(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As `sys.exit(main())` does, whose code is 0."""
+    source = SCRIPT.replace("    engine.step()\n", "    engine.step()\n    if engine.global_steps == 2: raise SystemExit(0)\n")
+    (folder / "short.py").write_text(source)
+    assert verify("short.py", "--lr", "0.01", "--config", "ds.json") == 0
+    said = capfd.readouterr().out
+    assert "the script ended after 2 of 5 steps" in said and "equal: 2 steps" in said
+    (folder / "short.py").write_text(source.replace("SystemExit(0)", "SystemExit(3)"))
+    assert verify("short.py", "--lr", "0.01", "--config", "ds.json") == 1
+    assert "SystemExit: 3" in capfd.readouterr().err
+
+
+@pytest.mark.slow
 def test_a_model_that_is_named(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     named = ["--model", "named_model:net", "--config", "adam.json", "--nproc", "1,2", "--steps", "3", "--json"]
     assert verify(*named, "--batch", "named_model:batch") == 0
@@ -145,6 +169,18 @@ def test_a_model_that_is_named(folder: Path, capfd: pytest.CaptureFixture[str]) 
     assert alone["rows"][0]["loss"] != together["rows"][0]["loss"], "every rank has its own batches"
     assert verify(*named) == 1
     assert "has no config.vocab_size to generate tokens from; give --batch" in capfd.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_plain_run_that_takes_its_time_is_no_hang(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Rank 0 does all ranks' forwards again, one after the other, while the others wait."""
+    patience = {"report_after_s": 4, "timeout_s": 4}
+    adam = {"type": "AdamW", "params": {"lr": 1e-3}}
+    (folder / "patience.json").write_text(json.dumps(config(2, optimizer=adam, watchdog=patience, gradient_accumulation_steps=4)))
+    named = ["--model", "named_model:slow", "--batch", "named_model:batch", "--config", "patience.json"]
+    assert verify(*named, "--nproc", "3", "--steps", "1") == 0
+    said = capfd.readouterr()
+    assert "equal: 1 step" in said.out and "hang report" not in said.err
 
 
 @pytest.mark.slow
@@ -183,6 +219,8 @@ def test_what_cannot_be_compared_is_said(folder: Path, capfd: pytest.CaptureFixt
         (("--model", "x"), "--model needs --config"),
         (("script.py", "--batch", "2x8"), "--batch goes with --model"),
         (("script.py", "--nproc", "2,x"), "--nproc is '2,x'"),
+        (("--nprocs", "4", "script.py"), "no such option: --nprocs"),
+        (("--model", "x", "--config", "ds.json", "--step", "3"), "no such option: --step"),
     ],
 )
 def test_bad_arguments(arguments: tuple[str, ...], said: str, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -11,23 +11,46 @@ class Activity:
     """Of this process; written by the core, read by the watchdog's thread.
 
     Attributes:
-        now: the innermost wait, or None.
-        last: the latest wait that began.
-        broken: the latest error that left a wait, and that wait.
+        last: the latest wait that began, in any thread.
+        broken: the latest error that left a wait, by its id (whoever kept it would keep what its frames hold, too), and
+            that wait.
         under_way: the oldest collective that runs apart from the host (NCCL), its wait, and what tells its end.
         evaluating: the last forward was one in evaluation mode.
     """
 
     def __init__(self) -> None:
-        self.now: During | None = None
+        self._waits: dict[int, During] = {}  # by thread
         self.last: During | None = None
-        self.broken: tuple[BaseException, During] | None = None
+        self.broken: tuple[int, During] | None = None
         self.under_way: tuple[object, During | None] | None = None
         self.evaluating = False
         self.moved = (
             0  # counts what travelled within waits, so that a long one which gets on is known from one that hangs
         )
         self.watched = False  # somebody looks, and clears `under_way` when that ended
+
+    @property
+    def now(self) -> During | None:
+        """The innermost wait of the thread that asks, or None."""
+        return self._waits.get(threading.get_ident())
+
+    def of(self, thread: int) -> During | None:
+        """The innermost wait of another thread, or None."""
+        return self._waits.get(thread)
+
+    def enter(self, wait: During) -> During | None:
+        """A wait of this thread begins; returns the one around it."""
+        thread = threading.get_ident()
+        around = self._waits.get(thread)
+        self._waits[thread] = self.last = wait
+        return around
+
+    def leave(self, around: During | None) -> None:
+        """The innermost wait of this thread is over."""
+        if around is None:
+            self._waits.pop(threading.get_ident(), None)
+        else:
+            self._waits[threading.get_ident()] = around
 
     def started(self, work: object) -> None:
         """A collective was started that the host will not wait for; the oldest that is not finished counts."""
@@ -39,26 +62,24 @@ activity = Activity()
 
 
 class During:
-    """`with During("gather", names):` says what the core waits for inside. Two attribute writes on the way in, one out.
+    """`with During("gather", names):` says what the core waits for inside. A dictionary's write on the way in, one out.
 
     Args:
         operation: in the words of the vocabulary.
         names: of the parameters, if it is about some.
     """
 
-    __slots__ = ("_before", "names", "operation", "thread")
+    __slots__ = ("_around", "names", "operation")
 
     def __init__(self, operation: str, names: Sequence[str] = ()) -> None:
         self.operation, self.names = operation, names
 
     def __enter__(self) -> None:
-        self.thread = threading.get_ident()
-        self._before = activity.now
-        activity.now = activity.last = self
+        self._around = activity.enter(self)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        activity.now = self._before
-        if error is not None and (activity.broken is None or activity.broken[0] is not error):
-            activity.broken = error, self
+        activity.leave(self._around)
+        if error is not None and (activity.broken is None or activity.broken[0] != id(error)):
+            activity.broken = id(error), self

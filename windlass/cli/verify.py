@@ -153,6 +153,8 @@ def _counts(text: str) -> list[int]:
 
 
 def _check(script: list[str] | None, config: str | None, model: str | None, batch: str | None) -> None:
+    if script and script[0].startswith("-") and not Path(script[0]).exists():
+        raise ConfigError(f"no such option: {script[0]}; options that are the script's go after its name")
     if bool(script) == (model is not None):
         raise ConfigError("name what to verify: a script, or --model (one of the two)")
     if script and not Path(script[0]).is_file():

@@ -44,6 +44,8 @@ class Alone:
         Returns:
             The mean loss, and the relative distance from the sharded weights `values`.
         """
+        for record in records:
+            self._plain.add(record.outside)
         sums, ranks = self._plain.take_sums(), len(records)
         if applied:
             mean = {name: total / (ranks * records[0].scale) for name, total in sums.items()}

@@ -6,15 +6,26 @@ import copy
 import random
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from windlass.base.errors import ModelError
 from windlass.base.tree import tensors
 from windlass.verify.trace import Event
+
+
+_COMMUNICATES = (
+    *("all_reduce", "reduce", "broadcast", "barrier", "send", "recv", "isend", "irecv", "batch_isend_irecv"),
+    *("all_gather", "all_gather_into_tensor", "all_gather_single", "all_gather_object", "gather", "gather_object"),
+    *("reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single", "scatter", "broadcast_object_list"),
+    *("all_to_all", "all_to_all_single"),
+)
 
 
 @dataclass
@@ -104,6 +115,33 @@ def drawing_from(states: dict[str, Any], device: torch.device) -> Iterator[None]
         yield
     finally:
         _set(before, device)
+
+
+@contextmanager
+def in_place_of(rank: int) -> Iterator[None]:
+    """Inside, a forward that asks for its rank hears `rank`, and one that would communicate is refused: nobody else
+    runs it now."""
+    own = dist.get_rank
+
+    def asked(group: Any = None) -> int:
+        return rank if group is None or group is dist.group.WORLD else own(group)
+
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(dist, "get_rank", asked))
+        for name in _COMMUNICATES:
+            if hasattr(dist, name):
+                stack.enter_context(patch.object(dist, name, _refuser(name)))
+        yield
+
+
+def _refuser(name: str) -> Any:
+    def refused(*args: Any, **kwargs: Any) -> None:
+        raise ModelError(
+            f"the model's forward calls torch.distributed.{name}, so its output is not that of one rank alone: verify "
+            "does each rank's forward again by itself; call it outside of the model, on what that returns"
+        )
+
+    return refused
 
 
 def _set(states: dict[str, Any], device: torch.device) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from windlass.base.errors import ModelError
-from windlass.verify.call import Call, arguments, drawing_from
+from windlass.verify.call import Call, arguments, drawing_from, in_place_of
 from windlass.verify.trace import Event, Trace, exits
 
 _HOW = ("fused", "foreach", "params")  # how a rule is computed, which is this side's own affair
@@ -54,6 +54,9 @@ class Plain:
                 f"verify needs a second copy of the model, and copy.deepcopy(model) failed: {error}; keep what cannot "
                 "be copied (locks, open files, tensors with a graph) out of the model's attributes"
             ) from error
+        for parameter in model.parameters():  # copies have none of the hooks on gradients
+            for hook in (parameter._backward_hooks or {}).values():
+                memo[id(parameter)].register_hook(hook)
         self.optimizer = _twin(optimizer, memo)
         self.model.to(device)
         self.device = device
@@ -79,7 +82,7 @@ class Plain:
         """Do a forward again, and the backward from the gradients that its outputs got; see `take_sums`.
 
         Raises:
-            ModelError: the copy returned other tensors than the model.
+            ModelError: the copy returned other tensors than the model, or its forward communicates.
         """
         self._set_buffers(call, rank)
         for module, mode in zip(self.model.modules(), call.training[0], strict=True):
@@ -91,6 +94,7 @@ class Plain:
         self._trace.events = found.events
         args, kwargs = arguments(call, self.device)
         with (
+            in_place_of(rank),
             drawing_from(call.random, self.device),
             torch.set_grad_enabled(call.grad),
             torch.autocast(self.device.type, dtype=dtype, enabled=enabled, cache_enabled=cache),
@@ -118,6 +122,11 @@ class Plain:
             for name, master in self.masters.items():
                 if self.parameters[name] is not master:
                     self.parameters[name].copy_(master)
+
+    def add(self, gradients: dict[str, torch.Tensor]) -> None:
+        """Count these, by name, as if a replay had given them."""
+        for name, part in gradients.items():
+            self._sums[name] = self._sums[name] + part if name in self._sums else part.clone()
 
     def take_sums(self) -> dict[str, torch.Tensor]:
         """The weighted gradients of all replays since it was asked last, by name, float64 on the CPU."""

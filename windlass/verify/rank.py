@@ -21,6 +21,9 @@ def main(path: str) -> int:
         if isinstance(error, KeyboardInterrupt) or (isinstance(error, SystemExit) and not error.code):
             raise
         _leave_reason(order, error)
+        from windlass import watchdog
+
+        watchdog.failed(error)
         return 1
     return 0
 
@@ -53,16 +56,22 @@ def run(order: Order) -> None:
         )
     if not session.engines[0].steps:
         raise VerifyError("the script ended before its first engine.step() at an accumulation boundary")
+    session.ended_early()
     session.write()
 
 
 def _run_script(words: list[str]) -> None:
     import windlass
+    from windlass.verify.session import Finished
 
     sys.modules.setdefault("deepspeed", windlass)  # for scripts that say so; its own name wins where it was imported
     sys.argv = list(words)
     sys.path.insert(0, str(Path(words[0]).resolve().parent))
-    runpy.run_path(words[0], run_name="__main__")
+    try:
+        runpy.run_path(words[0], run_name="__main__")
+    except SystemExit as ended:
+        if ended.code or isinstance(ended, Finished):
+            raise
 
 
 def _leave_reason(order: Order, error: BaseException) -> None:

@@ -16,6 +16,12 @@ from windlass.verify.trace import Trace, give_copies
 if TYPE_CHECKING:
     from windlass.engine.train import Engine
 
+_EXIT = "windlass verify: an output of the model"
+_FOLLOWED = (
+    "than the model's outputs: verify follows tensors in tuples, lists, dicts, dataclasses and attributes of what the "
+    "model returns or keeps"
+)
+
 
 @dataclass
 class Record:
@@ -26,6 +32,7 @@ class Record:
         sums: by parameter, in the order in which they came, the sum of the gradients that autograd gave, each times
             the weight of its backward; float64, on the CPU.
         sizes: the same of their magnitudes, where several were added.
+        outside: by parameter, what is in its sum of parts of the loss that are none of the model's outputs.
         factors: of each `engine.backward` the gradient that the loss should get and got.
         losses: what `engine.backward` was given.
         scale: the loss scale that is in the gradients.
@@ -35,6 +42,7 @@ class Record:
     calls: list[Call] = field(default_factory=list)
     sums: dict[str, torch.Tensor] = field(default_factory=dict)
     sizes: dict[str, torch.Tensor] = field(default_factory=dict)
+    outside: dict[str, torch.Tensor] = field(default_factory=dict)
     factors: list[tuple[float, float]] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     scale: float = 1.0
@@ -62,6 +70,8 @@ class Recorder:
         self._backward = -1
         self._reached = False  # the backward came to a parameter
         self._watched: list[torch.Tensor] = []  # losses
+        self._made: list[tuple[int, int]] = []  # numbers of the first and last graph node of each call
+        self._names = {id(parameter): name for name, parameter in self._model.named_parameters()}
         self._model.register_forward_pre_hook(self._begin, with_kwargs=True, prepend=True)
         self._model.register_forward_hook(self._end)
         for name, parameter in self._model.named_parameters():
@@ -82,6 +92,7 @@ class Recorder:
         self._calls, self._call = [], None
         self._backward, self._reached = -1, False
         self._watched.clear()
+        self._made.clear()
         return record
 
     # around the engine
@@ -116,8 +127,31 @@ class Recorder:
         if any(loss is known for known in self._watched):
             return
         self._watched.append(loss)
+        self._follow(loss)
         expected = float(torch.tensor(self._engine.loss_scale()).to(loss.dtype))
         loss.register_hook(lambda gradient: self.record.factors.append((expected, float(gradient))))
+
+    def _follow(self, loss: torch.Tensor) -> None:
+        """Find the parameters that are a part of the loss themselves (a penalty on weights, `full_param`), so that what
+        comes to them from there is told from what comes through the model's outputs."""
+        seen: set[Any] = set()
+        rest: list[Any] = [loss.grad_fn]
+        while rest:
+            node = rest.pop()
+            if node is None or node in seen or _EXIT in node.metadata:
+                continue
+            seen.add(node)
+            number = node._sequence_nr()
+            if any(first < number < last for first, last in self._made):
+                inside = f"the loss depends on a tensor inside of the model by another way {_FOLLOWED}"
+                self.record.problem = self.record.problem or inside
+                return
+            for place, (below, _) in enumerate(node.next_functions):
+                name = self._names.get(id(getattr(below, "variable", None)))
+                if name is None:
+                    rest.append(below)
+                else:
+                    node.register_hook(self._outside_of(name, place))
 
     # around the model
 
@@ -128,6 +162,7 @@ class Recorder:
         self._call = begin_call(self._model, args, kwargs, self._device)
         self._call.buffers = self._changed_buffers()
         self._trace.events = self._call.events
+        self._first = _next_node()
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> Any:
         call, self._call, self._trace.events = self._call, None, None
@@ -137,8 +172,11 @@ class Recorder:
         self._calls.append(call)
         if not call.grad:
             return None
+        self._made.append((self._first, _next_node()))
         given, copies = give_copies(self._model, output)
         for number, tensor in enumerate(copies):
+            assert tensor.grad_fn is not None
+            tensor.grad_fn.metadata[_EXIT] = True
             tensor.register_hook(self._enter(call, number))
             if call.loss is None and tensor.dim() == 0:
                 call.loss = number, float(tensor.detach())
@@ -194,15 +232,10 @@ class Recorder:
     def _gradient_of(self, name: str) -> Callable[[torch.Tensor], None]:
         def arrived(gradient: torch.Tensor) -> None:
             if self._backward < 0:
-                self.record.problem = (
-                    f"a gradient reached {name!r} by another way than the model's outputs: verify follows tensors in "
-                    "tuples, lists, dicts, dataclasses and attributes of what the model returns or keeps"
-                )
+                self.record.problem = f"a gradient reached {name!r} by another way {_FOLLOWED}"
             self._reached = True
             self._commit()
-            dense = gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
-            part = dense.to("cpu", torch.float64, copy=True).mul_(self._weight)
-            record = self.record
+            part, record = self._part(gradient), self.record
             if name in record.sums:
                 record.sizes[name] = record.size(name) + part.abs()
                 record.sums[name] += part
@@ -210,3 +243,27 @@ class Recorder:
                 record.sums[name] = part
 
         return arrived
+
+    def _outside_of(self, name: str, place: int) -> Callable[..., None]:
+        def came(gradients: tuple[torch.Tensor | None, ...], _: Any) -> None:
+            gradient = gradients[place]
+            if gradient is None:
+                return
+            self._note_backward()
+            part, outside = self._part(gradient), self.record.outside
+            outside[name] = outside[name] + part if name in outside else part
+
+        return came
+
+    def _part(self, gradient: torch.Tensor) -> torch.Tensor:
+        """What a gradient adds to the sum of its parameter."""
+        dense = gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
+        return dense.to("cpu", torch.float64, copy=True).mul_(self._weight)
+
+
+def _next_node() -> int:
+    """The number that the next node of a graph would have; torch counts them."""
+    with torch.enable_grad():
+        node = torch.zeros((), requires_grad=True).clone().grad_fn
+    assert node is not None
+    return int(node._sequence_nr())

@@ -69,6 +69,12 @@ class Session(Watch):
             found = [watched.verdict.as_json() for watched in self.engines]
             self.order.result.write_text(json.dumps(found))
 
+    def ended_early(self) -> None:
+        """The script ended by itself, before as many steps as were asked for."""
+        first = self.engines[0]
+        if first.steps < self.order.steps:
+            first.verdict.notes.append(f"the script ended after {first.steps} of {self.order.steps} steps")
+
     def looked_at(self, watched: Watched) -> None:
         """An engine was compared once more: go on, or end the script on all ranks.
 

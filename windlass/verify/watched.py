@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from windlass.base.activity import During
 from windlass.base.dtypes import dtype_name
 from windlass.base.errors import WindlassError
 from windlass.config import Config
@@ -22,6 +23,9 @@ from windlass.verify.recorder import Record, Recorder
 from windlass.verify.tolerance import Tolerance
 from windlass.verify.verdict import PHASES, Deviation, Verdict
 from windlass.zero import full_grad, full_param
+
+
+_GOES_ON, _OVER = -1, -2  # where no rank has its turn
 
 
 class VerifyError(WindlassError, RuntimeError):
@@ -197,10 +201,17 @@ class Watched:
         values = self._whole()
         self.steps += 1
         if self.plain is None:
-            dist.send_object_list([record], dst=0)
+            self._attend(record)
         else:
             self._compare_here(self.plain, record, values)
+            _turn(_OVER)
         self._agree()
+
+    def _attend(self, record: Record) -> None:
+        """Hear from rank 0, each time that it got on, until it is through; hand over this rank's record in between."""
+        while (turn := _turn()) != _OVER:
+            if turn == dist.get_rank():
+                dist.send_object_list([record], dst=0)
 
     def _agree(self) -> None:
         told = [bool(self.verdict.deviations)]
@@ -218,12 +229,14 @@ class Watched:
         for rank in range(dist.get_world_size()):
             record = own if rank == 0 else _receive(rank)
             for micro, call in enumerate(record.calls):
+                _turn(_GOES_ON)
                 found = plain.replay(call, rank)
                 comparison.forward(call, found, rank, micro + 1)
                 plain_losses.append(found.loss)
                 losses += [call.loss[1]] if call.loss is not None else []
                 if self._alone is not None:
                     self._alone.replay(call, rank)
+            plain.add(record.outside)
             comparison.gradient(record, plain.take_sums(), rank)
             losses += record.losses if not any(call.loss for call in record.calls) else []
             record.calls = []
@@ -264,7 +277,18 @@ class Watched:
         )
 
 
+def _turn(now: int | None = None) -> int:
+    """Rank 0 says what comes now: the turn of a rank, or none. So no wait of the others is longer than one replay, and
+    their watchdogs know that it gets on. Collective."""
+    told = [now]
+    with During("the plain run on rank 0"):
+        dist.broadcast_object_list(told, src=0)
+    assert told[0] is not None
+    return told[0]
+
+
 def _receive(rank: int) -> Record:
+    _turn(rank)
     box: list[Any] = [None]
     dist.recv_object_list(box, src=rank)
     assert isinstance(box[0], Record)

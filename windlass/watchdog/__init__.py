@@ -2,6 +2,6 @@
 (where ranks read each other), sight (what one sees of the others), verdict, report, watch (the thread), start."""
 
 from windlass.watchdog.settings import Limits
-from windlass.watchdog.start import start
+from windlass.watchdog.start import failed, start
 
-__all__ = ["Limits", "start"]
+__all__ = ["Limits", "failed", "start"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any, cast
@@ -47,7 +48,8 @@ class Board:
         except RuntimeError as error:
             logger.error("no watchdog: no second connection to %s:%d (%s)", store.host, store.port, error)
             return None
-        return cls(origin, PrefixStore(f"windlass watchdog {_boards}", own), dist.get_rank())
+        again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun keeps the store when it starts ranks again
+        return cls(origin, PrefixStore(f"windlass watchdog {again}.{_boards}", own), dist.get_rank())
 
     def stands(self) -> bool:
         """Whether the group whose ranks meet here is still the default one."""

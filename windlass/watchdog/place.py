@@ -101,15 +101,16 @@ class Watcher:
         self._note_moves()
         frames = sys._current_frames()
         stack = list(_outwards(frames.get(self._main)))
-        mark = activity.now
-        place, frame = _read(stack, _of_thread(mark, self._main))
-        self.waits = self._key(frame, _of_thread(mark, self._main))
+        mark = activity.of(self._main)
+        place, frame = _read(stack, mark)
+        self.waits = self._key(frame, mark)
         if self.waits is None and any(frame.f_code.co_name == "_engine_run_backward" for frame, _ in stack):
             for thread, frame in frames.items():
                 if thread in (self._main, threading.get_ident()) or self.waits is not None:
                     continue
-                inner, meeting = _read(list(_outwards(frame)), _of_thread(mark, thread))
-                self.waits = self._key(meeting, _of_thread(mark, thread))
+                mark = activity.of(thread)
+                inner, meeting = _read(list(_outwards(frame)), mark)
+                self.waits = self._key(meeting, mark)
                 if self.waits is not None:
                     place = Place("backward", inner.operation, inner.names, place.line)
         return self._apart(place) if self.waits is None else place
@@ -149,7 +150,7 @@ def place_of_error(error: BaseException, trace: TracebackType | None) -> tuple[P
         stack.append((trace.tb_frame, trace.tb_lineno))
         trace = trace.tb_next
     broken = activity.broken
-    mark = broken[1] if broken is not None and broken[0] is error else None
+    mark = broken[1] if broken is not None and broken[0] == id(error) else None
     place, waits = _read(stack[::-1], mark)
     return place, waits is not None
 
@@ -158,10 +159,6 @@ def _outwards(frame: FrameType | None) -> Iterable[tuple[FrameType, int]]:
     while frame is not None:
         yield frame, frame.f_lineno or 0  # Python knows none between two lines
         frame = frame.f_back
-
-
-def _of_thread(mark: During | None, thread: int) -> During | None:
-    return mark if mark is not None and mark.thread == thread else None
 
 
 def _read(stack: list[tuple[FrameType, int]], mark: During | None) -> tuple[Place, FrameType | None]:

@@ -39,5 +39,5 @@ class Limits:
 
     @property
     def lost_after(self) -> float:
-        """A host without a beat of any rank for so long is gone."""
-        return max(25.0, self.silent_after) if self.report_after >= 30 else max(self.report_after, self.silent_after)
+        """A host without a beat of any rank for so long, from the first look at it on, is gone."""
+        return max(20.0, self.silent_after) if self.report_after >= 30 else max(self.report_after, self.silent_after)

@@ -67,6 +67,11 @@ class Lookout:
                 self._changed[rank] = time.monotonic()
             self.known[rank] = record
 
+    def skip(self, seconds: float) -> None:
+        """This process could not run for so long, in which nobody was silent."""
+        for rank in self._changed:
+            self._changed[rank] += seconds
+
     def silent(self, rank: int) -> float:
         """Seconds since the rank's beat changed, as far as it was looked at."""
         return time.monotonic() - self._changed.get(rank, time.monotonic())

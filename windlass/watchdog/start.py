@@ -47,6 +47,15 @@ def start(limits: Limits | None) -> None:
     _install()
 
 
+def failed(error: BaseException) -> None:
+    """This rank's program is about to end by `error`, which it tells itself, and past the hook of exceptions: the other
+    ranks shall know it for the cause."""
+    if _watch is not None and _watch.watches and not _watch.decided:
+        _watch.failed(error, error.__traceback__)
+        if not _watch.was_cut_off:
+            _watch.await_decision()
+
+
 def _install() -> None:
     """Hear of the program's end, and of the exception that ends it."""
     global _installed
@@ -77,5 +86,10 @@ def _install() -> None:
 
 
 def _stop() -> None:
-    if _watch is not None:
-        _watch.stop(through=True)
+    if _watch is None:
+        return
+    # Python keeps it before it calls the hook, which others (tracebacks in colour) may have put in the place of ours
+    error = getattr(sys, "last_value", None)
+    if isinstance(error, Exception) and not _watch.through:
+        failed(error)
+    _watch.stop(through=True)

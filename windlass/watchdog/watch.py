@@ -110,6 +110,11 @@ class Watch:
             self._board.bell(ring=True)
 
     @property
+    def through(self) -> bool:
+        """Whether it was said how this rank's program ended."""
+        return self._through is not None
+
+    @property
     def was_cut_off(self) -> bool:
         """Whether the exception that ends this rank came out of a wait for others."""
         return self._through is not None and self._through[1] is End.CUT_OFF
@@ -130,7 +135,15 @@ class Watch:
     # the thread
 
     def _run(self) -> None:
-        while not self._stopping.wait(self.limits.tick):
+        pause = 0.0  # a rank that dies before its first beat would pass for one that never came
+        while not self._stopping.is_set():
+            lost = self._sleep(pause)
+            pause = self.limits.tick
+            if lost:
+                self._lookout.skip(lost)
+                self._since, self._busy_since = self._since + lost, self._busy_since + lost
+            if self._stopping.is_set():
+                return
             if not self._board.stands():
                 return
             try:
@@ -145,11 +158,20 @@ class Watch:
             finally:
                 self._tick_began = 0.0
 
+    def _sleep(self, seconds: float) -> float:
+        """Sleep until there is something to do; returns for how long this process could not run, where that was long:
+        it was stopped (Ctrl-Z, a debugger, a scheduler), as a rule with all ranks, and nobody waited in that time."""
+        began = time.monotonic()
+        self._stopping.wait(seconds)
+        lost = time.monotonic() - began - seconds
+        return lost if lost > self.limits.silent_after else 0.0
+
     def _guard(self) -> None:
         """Where a rank keeps the board and is stopped, the thread never comes back from it: then this one looks."""
-        while not self._stopping.wait(self.limits.tick) and self._thread.is_alive():
-            began = self._tick_began
-            if began and time.monotonic() - began > 2 * self.limits.silent_after and not self._decided.is_set():
+        while not self._stopping.is_set() and self._thread.is_alive():
+            lost = self._sleep(self.limits.tick)
+            began = 0.0 if lost or self._decided.is_set() else self._tick_began
+            if began and time.monotonic() - began > 2 * self.limits.silent_after:
                 self._tick_alone()
 
     def _tick(self) -> None:
@@ -272,7 +294,11 @@ def _flush() -> None:
 
 
 def _host() -> str:
-    """Tells this machine from others, and from itself before it was started again."""
+    """Tells this machine from others, and from itself before it was started again; and containers, which may share a
+    name and do not see each other's processes."""
+    facts = [socket.gethostname()]
+    with contextlib.suppress(OSError):
+        facts.append(os.readlink("/proc/self/ns/pid"))
     with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
-        return f"{socket.gethostname()} {file.read().strip()}"
-    return socket.gethostname()
+        facts.append(file.read().strip())
+    return " ".join(facts)

@@ -172,6 +172,7 @@ class ShardedModel:
         self._closer = finalize(self, _close, mesh, self.ledger, homes.disk)
         self.health.check("initialize could not put the model on disk", loses=True)
         self._attach(blocks)
+        self._summed = False  # gradients are the sum over replicas already
         self.steps_next: Callable[[], bool] = lambda: False  # whether a step follows the backward that runs
         self.loss_scale: Callable[[], float] = lambda: 1.0  # what is in the gradients now
         # told the norm and the clip coefficient of a step, with reduced gradients in place; on all ranks
@@ -376,11 +377,12 @@ class ShardedModel:
     def forget_gradients(self) -> None:
         """Drop the gradients of this step, and whatever is gathered for graphs that are gone."""
         self.gradients.reset()
+        self._summed = False
         self.runtime.release_all()
 
     def sum_replicas(self, shard: torch.Tensor) -> torch.Tensor:
-        """Add the equal cuts of all replicas, in place. Collective over them."""
-        if self.policy.state and self.mesh.replicate.size > 1:
+        """Add the equal cuts of all replicas, in place, unless the step that is being made did. Collective over them."""
+        if self.policy.state and self.mesh.replicate.size > 1 and not self._summed:
             dist.all_reduce(shard, group=self.mesh.replicate.process_group)
         return shard
 
@@ -510,6 +512,7 @@ class ShardedModel:
             return agree(self.gradients, data, count, traffic, flags=[*flags, self.health.bad_here()])
 
         replicated = self.policy.state and self.mesh.replicate.size > 1
+        self._summed = False
         verdict = ask()
         rest = verdict.unreduced
         if replicated:  # another replica may have used what none of these ranks did
@@ -522,6 +525,7 @@ class ShardedModel:
                 if had:
                     slot.write(self.sum_replicas(slot.read()))
                     traffic.add("replicate", 2 * slot.unit.numel // count, 0)
+            self._summed = True
         if any(rest) or replicated:
             verdict = ask()
         self.order.new_step()

@@ -411,3 +411,13 @@ def test_a_killed_rank_is_told_and_not_what_followed_from_it(parent: Any) -> Non
         parent(ranks)
     with pytest.raises(RunFailed, match="SIGSEGV, a crash"):
         parent(lambda plan, failure: Outcome(139, (Failure(0, -11, 0),)))
+
+
+def test_a_rank_that_fails_tells_the_others_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends past the hook of exceptions, and would pass for one that was killed."""
+    from windlass.cli.training import rank
+
+    told: list[str] = []
+    monkeypatch.setattr(rank.watchdog, "failed", lambda error: told.append(type(error).__name__))
+    assert rank.run_rank(tmp_path / "no plan", tmp_path / "failure") == 1
+    assert told == ["CheckpointError"]

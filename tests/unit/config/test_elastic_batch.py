@@ -39,6 +39,58 @@ def test_every_number_of_ranks_that_is_named_shares_the_batch_exactly(
                 solve_elastic(asked, ranks)
 
 
+def many_divisors(bound: int) -> list[int]:
+    """The numbers up to `bound` that have more divisors than any smaller one, by counting."""
+    found, most = [], 0
+    for number in range(1, bound + 1):
+        divisors = sum(number % n == 0 for n in range(1, number + 1))
+        if divisors > most:
+            found, most = [*found, number], divisors
+    return found
+
+
+MANY_DIVISORS = many_divisors(720)
+
+
+def by_the_rule(sizes: list[int], bound: int, least: int, most: int, larger: bool) -> tuple[int, list[int]]:
+    """The rule as it is documented, by trying all: a batch for each micro-batch size and their least common multiple,
+    the largest that has many divisors over it; and of these the one that most numbers of ranks can share."""
+    common = next(n for n in range(1, bound + 2) if n > bound or all(n % size == 0 for size in sizes))
+    batches = [base * max(n for n in MANY_DIVISORS if base * n <= bound) for base in (*sizes, common) if base <= bound]
+    best: tuple[int, list[int]] = (0, [])
+    for batch in sorted(set(batches), reverse=not larger):
+        ranks = [n for n in range(least, min(most, batch) + 1) if any(batch % (size * n) == 0 for size in sizes)]
+        if len(ranks) >= len(best[1]):
+            best = batch, ranks
+    return best
+
+
+@given(
+    st.lists(st.integers(1, 12), min_size=1, max_size=4),
+    st.integers(12, 800),
+    st.integers(1, 4),
+    st.integers(4, 64),
+    st.booleans(),
+)
+def test_it_is_what_the_rule_says(sizes: list[int], bound: int, least: int, most: int, larger: bool) -> None:
+    asked = section(
+        micro_batch_sizes=sizes, max_train_batch_size=bound, min_gpus=least, max_gpus=most, prefer_larger_batch=larger
+    )
+    train, ranks = by_the_rule(sizes, bound, least, most, larger)
+    if not ranks:
+        with pytest.raises(ConfigError, match="fits any number of"):
+            elastic_batch(asked)
+        return
+    found = elastic_batch(asked)
+    assert (found.train, list(found.ranks)) == (train, ranks)
+
+
+def test_the_numbers_with_many_divisors_are_all_there() -> None:
+    from windlass.config.elastic_batch import _MANY_DIVISORS
+
+    assert [n for n in _MANY_DIVISORS if n <= 720] == MANY_DIVISORS
+
+
 def test_it_comes_to_what_deepspeed_comes_to() -> None:
     """10 000 samples in micro-batches of 8, 12, 16 or 17 on 32 to 1500 GPUs are 9792 there, on 23 numbers of them."""
     asked = section(max_train_batch_size=10000, micro_batch_sizes=[8, 12, 16, 17], min_gpus=32, max_gpus=1500)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
+from threading import Event, Thread
 from types import FrameType
+from weakref import ref
 
 import pytest
 import torch.distributed as dist
@@ -82,6 +85,47 @@ def test_marks_nest_and_remember_what_broke() -> None:
         assert activity.now is outer
     assert activity.now is None
     assert activity.broken is not None and activity.broken[1].operation == "reduce"
+
+
+def test_waits_of_threads_are_apart() -> None:
+    """A save that does not block waits in a thread of its own, and may begin and end at any time."""
+    begun, over = Event(), Event()
+
+    def save() -> None:
+        with During("a save"):
+            begun.set()
+            over.wait(10)
+
+    thread = Thread(target=save)
+    with During("gather"):
+        thread.start()
+        begun.wait(10)
+        assert activity.now is not None and activity.now.operation == "gather"
+        assert thread.ident is not None and (mark := activity.of(thread.ident)) is not None
+        assert mark.operation == "a save"
+    assert activity.now is None
+    over.set()
+    thread.join()
+    assert activity.now is None and activity.of(thread.ident) is None
+
+
+class Kept:
+    """What a frame may hold: an activation, say."""
+
+
+def test_an_error_that_was_caught_is_let_go() -> None:
+    """With it goes what its frames hold, which whoever tries again with less may need."""
+    gone: list[ref[Kept]] = []
+
+    def run_out_of_memory() -> None:
+        kept = Kept()
+        gone.append(ref(kept))
+        with During("gather"):
+            raise MemoryError
+
+    with suppress(MemoryError):
+        run_out_of_memory()
+    assert gone[0]() is None
 
 
 def test_frames_without_a_line_are_no_obstacle() -> None:

@@ -135,6 +135,31 @@ def test_a_lookout_tells_the_dead_from_the_silent(monkeypatch: pytest.MonkeyPatc
     assert lookout.sights()[2].state is State.DEAD
 
 
+def test_nobody_is_silent_while_the_lookout_itself_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("windlass.watchdog.sight.time.monotonic", lambda: now[0])
+    lookout = Lookout(1, "here", LIMITS)
+    lookout.update({0: Record(0, "there", 1, 1, Place())})
+    now[0] += 3600
+    lookout.skip(3599)
+    assert lookout.sights()[0].state is State.ALIVE
+
+
+def test_a_host_that_is_gone_ends_the_run_in_time() -> None:
+    """A wait, a look, silence since that look, a tick until the verdict, its table, and a tick until all have read it."""
+    assert LIMITS.look_after + LIMITS.lost_after + (1 + 2.5 + 1) * LIMITS.tick <= 30
+
+
+def test_a_container_is_a_host_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of them may share a name and a kernel, and neither sees the processes of the other."""
+    from windlass.watchdog import watch
+
+    before = watch._host()
+    assert before == watch._host()
+    monkeypatch.setattr(watch.os, "readlink", lambda path: "pid:[1]")
+    assert watch._host() != before
+
+
 def test_a_record_comes_back_as_it_was() -> None:
     record = Record(3, "h", 7, 9, Place("step", "reduce", ("a",), "x.py:1 in f"), 1.5, 2.5, End.FAILED, "no", (1, 2))
     assert Record.from_text(record.to_text()) == record

@@ -11,6 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 import windlass
+from windlass import watchdog
 from windlass.base.log import logger
 from windlass.cli.training.export import export_model
 from windlass.cli.training.failure import describe_failure, record_failure, stopped_marker
@@ -40,6 +41,7 @@ def run_rank(plan_path: Path, failure_path: Path) -> int:
         first = record_failure(failure_path, describe_failure(error, rank))
         if first and os.environ.get("WINDLASS_DEBUG", "0") not in ("", "0"):
             traceback.print_exc()
+        watchdog.failed(error)
         return 1
 
 
