@@ -149,16 +149,12 @@ def saved_at(stage: int, folder: str) -> dict[str, Any]:
     return params
 
 
-def loaded_at(stage: int, folder: str) -> tuple[str, dict[str, Any]]:
+def loaded_at(stage: int, folder: str) -> dict[str, Any]:
     engine = engine_for("mlp", Recipe(), Setting(stage=stage), 70)
-    said = ""
-    try:
-        engine.load_checkpoint(folder)
-    except windlass_error("CheckpointError") as error:
-        said = str(error)
+    engine.load_checkpoint(folder)
     params = whole_params(engine.module)
     engine.destroy()
-    return said, params
+    return params
 
 
 def windlass_error(name: str) -> type[Exception]:
@@ -170,15 +166,10 @@ def windlass_error(name: str) -> type[Exception]:
 
 
 @pytest.mark.parametrize(("stage", "other"), [(2, 2), (2, 3), (3, 1)])
-def test_another_world_size_loads_exactly_or_is_refused_with_both_numbers(
-    stage: int, other: int, tmp_path: Path
-) -> None:
+def test_another_world_size_loads_exactly(stage: int, other: int, tmp_path: Path) -> None:
     wanted = run_ranks(saved_at, 2, stage, str(tmp_path))[0]
-    for said, params in run_ranks(loaded_at, 3, other, str(tmp_path)):
-        if said:
-            assert "2" in said and "3" in said
-        else:
-            assert relative_error(params, wanted)[0] == 0.0
+    for params in run_ranks(loaded_at, 3, other, str(tmp_path)):
+        assert relative_error(params, wanted)[0] == 0.0
 
 
 def exported(folder: str, setting: Setting) -> dict[str, Any]:

@@ -148,7 +148,9 @@ class EpochLoader:
         """Where the order stands: the same on all ranks. Empty for an iterable dataset, which keeps its own order."""
         if self._sampler is None:
             return {}
-        return {"epoch": self._sampler.epoch, "consumed": self._sampler.consumed, "length": self._sampler.length}
+        sampler = self._sampler
+        place = {"epoch": sampler.epoch, "consumed": sampler.consumed, "length": sampler.length}
+        return {**place, "seed": sampler.seed, "shuffle": int(sampler.shuffle)}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Goes on where `state` was taken, on any number of ranks.
@@ -159,6 +161,9 @@ class EpochLoader:
         if self._sampler is None:
             return
         self.check(state)
+        # the rest of an epoch is what is left of the order in which it was begun
+        self._sampler.seed = state.get("seed", self._sampler.seed)
+        self._sampler.shuffle = bool(state.get("shuffle", self._sampler.shuffle))
         self._sampler.start(state["epoch"], state["consumed"])
         self._resumed = True
 

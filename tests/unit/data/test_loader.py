@@ -92,6 +92,15 @@ def test_an_epoch_loader_goes_on_inside_its_epoch() -> None:
     assert ids(fresh) == ids(loader)  # and both go on with the next epoch
 
 
+@pytest.mark.parametrize("options", [{"seed": 6}, {"shuffle": False}])
+def test_the_rest_of_an_epoch_is_of_the_order_in_which_it_was_begun(options: dict[str, Any]) -> None:
+    loader = make_loader(dataset(), 2, 0, 1, seed=5)
+    seen = ids(islice(loader, 4))
+    other = make_loader(dataset(), 2, 0, 1, **options)
+    other.load_state_dict(loader.state_dict())
+    assert sorted(seen + ids(other)) == list(range(20))
+
+
 def test_a_broken_off_iteration_starts_its_epoch_anew() -> None:
     loader = make_loader(dataset(), 3, 0, 1)
     begun = ids(islice(loader, 2))
