@@ -13,6 +13,7 @@ from pathlib import Path
 from windlass.base.errors import CheckpointError
 from windlass.base.log import logger
 from windlass.checkpoint.directory import disk_errors, is_checkpoint, replaced, sync_directory
+from windlass.storage.claim import start_time
 
 _SUFFIX = ".writing"
 _LOCK = ".writer"
@@ -26,7 +27,7 @@ class Draft:
     [Note: drafts of the dead] Every attempt has a name of its own, so that nothing a rank of a run that died still does
     can reach the next one. Rank 0 locks a file in its draft while it lives. Whoever can take that lock knows that the
     writer is gone, whatever its host, and removes the draft; a draft that is locked is left alone. Where the file
-    system has no locks all drafts of others are left alone.
+    system has no locks, the file says which process wrote it, so that those that died on this host are known.
 
     Args:
         directory: of all checkpoints; made if it is not there.
@@ -86,20 +87,21 @@ def remove_dead(directory: Path) -> None:
     for path in [path for path in directory.iterdir() if path.name.startswith(".") and path.name.endswith(_SUFFIX)]:
         if not path.is_dir() or path.is_symlink():
             continue
+        lock: int | None = None
         try:
-            lock = _lock(path)
+            if (lock := _lock(path)) is None:
+                continue
         except FileNotFoundError:  # finished meanwhile, or another run was quicker
             continue
         except OSError as error:
-            logger.warning("%s is left alone, for nobody can tell whether its writer lives: %s", path, error)
-            continue
-        if lock is None:
-            continue
+            if error.errno not in _NO_LOCKS or not _died_here(path):
+                logger.warning("%s is left alone, for nobody can tell whether its writer lives: %s", path, error)
+                continue
         try:
             if _remove(path):
                 logger.info("removed %s, which a run that died has left", path)
         finally:
-            os.close(lock)
+            _close(lock)
 
 
 def _remove(path: Path) -> bool:
@@ -127,6 +129,7 @@ def _make(directory: Path, tag: str) -> tuple[Path, int | None]:
             if error.errno not in _NO_LOCKS:
                 raise
             logger.debug("%s: no locks on this file system (%s)", path, error)
+            (path / _LOCK).write_text(_process())
             return path, None
         if lock is not None and (path / _LOCK).exists():
             return path, lock
@@ -146,6 +149,26 @@ def _lock(draft: Path) -> int | None:
         os.close(lock)
         raise
     return lock
+
+
+def _process() -> str:
+    """This process, told from any other for good: when its host was started, which numbers its processes have, its own
+    number and when it began."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')} {os.getpid()} {start_time(os.getpid())}\n"
+    except OSError:  # another system than Linux does not tell
+        return ""
+
+
+def _died_here(draft: Path) -> bool:
+    """Whether the process that wrote a draft ran on this host, and is gone."""
+    try:
+        text = (draft / _LOCK).read_text()
+        *place, number, began = text.split()
+        return text.endswith("\n") and _process().split()[:2] == place and start_time(int(number)) != began
+    except (OSError, ValueError):
+        return False
 
 
 def _close(lock: int | None) -> None:

@@ -96,8 +96,8 @@ def save_engine(
     places = [one["data"] for one in everywhere]
     if len({repr(place) for place in places}) > 1:
         logger.warning(
-            "ranks stand at different places in the data, and a load goes on from that of rank 0: some samples are seen "
-            "again, others never: %s",
+            "ranks stand at different places in the data, and a load goes on from that of rank 0: some samples are "
+            "seen again, others never: %s",
             "; ".join(f"rank {rank}: {place!s:.80}" for rank, place in enumerate(places)),
         )
     plain = {

@@ -79,17 +79,29 @@ def test_a_draft_that_another_run_removes_before_it_is_locked_is_made_again(
         Draft(tmp_path, "u")
 
 
-def test_where_there_are_no_locks_drafts_of_others_are_left_alone(
+def test_where_there_are_no_locks_only_drafts_of_processes_that_died_here_are_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / ".a.12345678.writing").mkdir()
-
     def refused(file: int, how: int) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(draft.fcntl, "flock", refused)
+    own = Draft(tmp_path, "own")
+    host, space, number, began = (own.path / ".writer").read_text().split()
+    writers = {
+        "unknown": "",
+        "elsewhere": f"other {space} {number} 1\n",
+        "contained": f"{host} pid:[1] {number} 1\n",
+        "half": f"{host} {space} {number} 1",
+        "died": f"{host} {space} {number} 1\n",
+    }
+    for name, text in writers.items():
+        (tmp_path / f".{name}.12345678.writing").mkdir()
+        (tmp_path / f".{name}.12345678.writing" / ".writer").write_text(text)
     save(tmp_path, "t", STATE)
-    assert sorted(os.listdir(tmp_path)) == [".a.12345678.writing", "latest", "t"]
+    left = sorted(path.name.split(".")[1] for path in tmp_path.glob(".*"))
+    assert left == ["contained", "elsewhere", "half", "own", "unknown"]
+    assert os.listdir(own.commit()) == []
 
 
 def test_what_was_replaced_by_a_run_that_died_is_removed_by_a_save_of_any_tag(tmp_path: Path) -> None:
