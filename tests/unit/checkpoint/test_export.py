@@ -141,7 +141,9 @@ def test_damage_leaves_nothing_behind(saved: Path, tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"run"}
 
 
-@pytest.mark.parametrize(("text", "size"), [("5GB", 5 * 10**9), ("1.5 MiB", 3 * 2**19), ("7", 7), ("2kb", 2000)])
+@pytest.mark.parametrize(
+    ("text", "size"), [("5GB", 5 * 10**9), ("1.5 MiB", 3 * 2**19), ("7", 7), ("2kb", 2000), ("1TB", 10**12)]
+)
 def test_sizes(text: str, size: int) -> None:
     assert size_of(text) == size
 
