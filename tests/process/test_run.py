@@ -137,7 +137,9 @@ windlass.initialize(model=torch.nn.Linear(2, 2), config=config)
 
 
 @pytest.mark.slow
-def test_who_does_not_come_to_initialize_is_named(script: Callable[[str], str], capfd: pytest.CaptureFixture[str]) -> None:
+def test_who_does_not_come_to_initialize_is_named(
+    script: Callable[[str], str], capfd: pytest.CaptureFixture[str]
+) -> None:
     """It tokenises, say; nobody has a watchdog yet."""
     assert launch([script(LATE)], 3) == 0
     said = [line for line in capfd.readouterr().err.splitlines() if "waits in initialize" in line]
