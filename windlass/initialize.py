@@ -92,8 +92,13 @@ def initialize(
         raise ConfigError(
             "dist_init_required=False, but torch.distributed is not initialised; initialise it or leave that out"
         )
-    init_distributed(timeout=_patience(settings_of), port=distributed_port)
-    watchdog.start(_limits(settings_of))
+    limits = _limits(settings_of)
+    init_distributed(
+        timeout=_patience(settings_of),
+        port=distributed_port,
+        report_after=limits.report_after if limits is not None else None,
+    )
+    watchdog.start(limits)
     world = dist.get_world_size()
     source = "torch.distributed" if "WORLD_SIZE" in os.environ else "one process, no launcher"
     progress = Progress(settings_of.resolve_batch(world, source))

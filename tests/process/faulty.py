@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from pathlib import Path
@@ -29,6 +30,7 @@ RANKS = 2
 REPORT_AFTER_S = 3.0
 TIMEOUT_S = {"stop": 5.0, "pause": 5.0}
 SLOW_S = 5.0
+LEFT_S = 10.0  # so long after the others a rank may stay
 
 
 def train(engine: Any) -> None:
@@ -130,7 +132,7 @@ def _fork(folder: Path, run: str, rank: int, port: int) -> int:
 
 
 def run_all(base: Path, runs: list[str]) -> None:
-    """All runs at once. A stopped rank is killed when the others have ended."""
+    """All runs at once. A stopped rank that stays when the others have ended is killed."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS)}
     torch.set_num_threads(1)
     windlass.initialize  # noqa: B018  (imported here, once, not in every rank)
@@ -150,7 +152,9 @@ def run_all(base: Path, runs: list[str]) -> None:
         (base / run / f"rank{rank}.status").write_text(text)
         for other, (same, _) in children.items():
             if same == run and run.startswith("stop"):
-                os.kill(other, signal.SIGKILL)
+                late = threading.Timer(LEFT_S, lambda pid=other: pid in children and os.kill(pid, signal.SIGKILL))
+                late.daemon = True
+                late.start()
 
 
 if __name__ == "__main__":

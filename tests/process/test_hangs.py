@@ -98,6 +98,7 @@ def check(fault: str, ranks: list[Rank], transport: str, faulty: int) -> None:
     elif fault == "stop":
         assert f"for rank {faulty}, which is stopped (SIGSTOP; `kill -CONT` continues it)" in headline
         assert f"watchdog.timeout_s = {TIMEOUT_S['stop']:g} has passed" in headline
+        assert ranks[faulty].code in (1, ENDED_BY_WATCHDOG), "it was left behind"
 
 
 def test_each_fault_is_told_by_its_cause(tmp_path: Path) -> None:

@@ -127,6 +127,25 @@ def test_a_chosen_port_is_used(script: Callable[[str], str], tmp_path: Path) -> 
     assert {report["MASTER_PORT"] for report in reports(tmp_path)} == {str(port)}
 
 
+LATE = """
+import os, time, torch, windlass
+if os.environ["RANK"] == "1":
+    time.sleep(9)
+config = {"train_batch_size": 3, "optimizer": {"type": "AdamW"}, "watchdog": {"report_after_s": 4}}
+windlass.initialize(model=torch.nn.Linear(2, 2), config=config)
+"""
+
+
+@pytest.mark.slow
+def test_who_does_not_come_to_initialize_is_named(
+    script: Callable[[str], str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It tokenises, say; nobody has a watchdog yet."""
+    assert launch([script(LATE)], 3) == 0
+    said = [line for line in capfd.readouterr().err.splitlines() if "waits in initialize" in line]
+    assert "windlass: rank 0 waits in initialize for 4 s now; not there yet: 1 (of 3 ranks)" in said
+
+
 # The launcher is to have started all when it hears of it: rank 0 waits for a word from rank 1.
 HANG_UP = """
 import os, time

@@ -150,7 +150,9 @@ def test_a_script_that_ends_before_the_steps_that_were_asked_for(
     folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """As `sys.exit(main())` does, whose code is 0."""
-    source = SCRIPT.replace("    engine.step()\n", "    engine.step()\n    if engine.global_steps == 2: raise SystemExit(0)\n")
+    source = SCRIPT.replace(
+        "    engine.step()\n", "    engine.step()\n    if engine.global_steps == 2: raise SystemExit(0)\n"
+    )
     (folder / "short.py").write_text(source)
     assert verify("short.py", "--lr", "0.01", "--config", "ds.json") == 0
     said = capfd.readouterr().out
@@ -176,7 +178,9 @@ def test_a_plain_run_that_takes_its_time_is_no_hang(folder: Path, capfd: pytest.
     """Rank 0 does all ranks' forwards again, one after the other, while the others wait."""
     patience = {"report_after_s": 4, "timeout_s": 4}
     adam = {"type": "AdamW", "params": {"lr": 1e-3}}
-    (folder / "patience.json").write_text(json.dumps(config(2, optimizer=adam, watchdog=patience, gradient_accumulation_steps=4)))
+    (folder / "patience.json").write_text(
+        json.dumps(config(2, optimizer=adam, watchdog=patience, gradient_accumulation_steps=4))
+    )
     named = ["--model", "named_model:slow", "--batch", "named_model:batch", "--config", "patience.json"]
     assert verify(*named, "--nproc", "3", "--steps", "1") == 0
     said = capfd.readouterr()

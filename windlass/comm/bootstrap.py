@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import atexit
 import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from windlass.base.device import local_device
 from windlass.base.errors import CommunicationError
@@ -20,7 +23,11 @@ _COUNTS_OF_OTHERS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 
 
 def init_distributed(
-    backend: str | None = None, timeout: timedelta = DEFAULT_TIMEOUT, *, port: int | None = None
+    backend: str | None = None,
+    timeout: timedelta = DEFAULT_TIMEOUT,
+    *,
+    port: int | None = None,
+    report_after: float | None = None,
 ) -> None:
     """Start the default process group unless there is one.
 
@@ -31,6 +38,7 @@ def init_distributed(
         backend: torch's name; by default gloo for CPU tensors and, where CUDA is there, nccl for its tensors.
         timeout: after which a collective that a peer never joined fails.
         port: used for `MASTER_PORT` when the environment has none.
+        report_after: seconds after which it is said who has not come; None: never.
 
     Raises:
         CommunicationError: the environment is half there, or the ranks could not meet.
@@ -57,7 +65,8 @@ def init_distributed(
             "start the script with `windlass run --nproc N script.py` or torchrun"
         )
     try:
-        dist.init_process_group(backend, timeout=timeout)
+        with _saying_who_is_missing(report_after):
+            dist.init_process_group(backend, timeout=timeout)
     except (RuntimeError, ValueError) as error:  # torch.distributed has kinds of its own for every way to fail
         place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise CommunicationError(
@@ -66,6 +75,42 @@ def init_distributed(
             "and that rank 0 can be reached there"
         ) from error
     atexit.register(_end)
+
+
+@contextmanager
+def _saying_who_is_missing(seconds: float | None) -> Iterator[None]:
+    if seconds is None or int(os.environ["WORLD_SIZE"]) == 1:
+        yield
+        return
+    met = threading.Event()
+    threading.Thread(target=_await_all, args=(seconds, met), name="windlass-arrivals", daemon=True).start()
+    try:
+        yield
+    finally:
+        met.set()
+
+
+def _await_all(seconds: float, met: threading.Event) -> None:
+    """Leave word that this rank is here; if the ranks do not meet in time, say who left none."""
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    missing = [0]  # who keeps the store, as a rule
+    try:
+        store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=seconds), wait_for_workers=False)
+        arrivals = PrefixStore(f"windlass arrivals {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        arrivals.set(str(rank), "")
+        if met.wait(seconds):
+            return
+        missing = [other for other in range(world) if not arrivals.check([str(other)])]
+        if rank != min(set(range(world)) - set(missing)):
+            return  # one says it
+    except (RuntimeError, ValueError):  # torch has kinds of its own for every way in which a store fails
+        if met.is_set():
+            return
+    who = ", ".join(map(str, missing)) or "nobody, and yet they do not meet: look at the network"
+    logger.error(
+        "rank %d waits in initialize for %.0f s now; not there yet: %s (of %d ranks)", rank, seconds, who, world
+    )
 
 
 def _warn_of_other_launchers() -> None:

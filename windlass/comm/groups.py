@@ -76,7 +76,7 @@ def build_data_mesh(
     Args:
         shard_size: over how many neighbours state is cut (MiCS, HSDP); None: all.
         regather_size: how many neighbours hold a second copy of the parameters (hpZ); None: no such copy.
-        timeout: after which a collective that a peer never joined fails; None: torch's own, which is 10 minutes on nccl.
+        timeout: after which a collective that a peer never joined fails; None: torch's own (nccl: 10 minutes).
 
     Raises:
         ConfigError: a size does not divide the number of ranks.

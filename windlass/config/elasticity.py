@@ -34,8 +34,8 @@ class Elasticity(Section):
     """Let the batch sizes outside this section be ignored; else they are an error beside it."""
     version: Float = accepted(
         0.2,
-        "its versions differ under model parallelism, which is refused, and on a number of ranks that does not fit: 0.2 "
-        "changes the batch there, here that is an error in either",
+        "its versions differ under model parallelism, which is refused, and on a number of ranks that does not fit: "
+        "0.2 changes the batch there, here that is an error in either",
     )
     num_gpus_per_node: Positive = refused(1, _MODEL)
     model_parallel_size: Positive = refused(1, _MODEL)

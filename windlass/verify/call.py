@@ -19,7 +19,6 @@ from windlass.base.errors import ModelError
 from windlass.base.tree import tensors
 from windlass.verify.trace import Event
 
-
 _COMMUNICATES = (
     *("all_reduce", "reduce", "broadcast", "barrier", "send", "recv", "isend", "irecv", "batch_isend_irecv"),
     *("all_gather", "all_gather_into_tensor", "all_gather_single", "all_gather_object", "gather", "gather_object"),

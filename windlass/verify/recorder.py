@@ -175,8 +175,8 @@ class Recorder:
         self._made.append((self._first, _next_node()))
         given, copies = give_copies(self._model, output)
         for number, tensor in enumerate(copies):
-            assert tensor.grad_fn is not None
-            tensor.grad_fn.metadata[_EXIT] = True
+            made: Any = tensor.grad_fn
+            made.metadata[_EXIT] = True
             tensor.register_hook(self._enter(call, number))
             if call.loss is None and tensor.dim() == 0:
                 call.loss = number, float(tensor.detach())

@@ -24,7 +24,6 @@ from windlass.verify.tolerance import Tolerance
 from windlass.verify.verdict import PHASES, Deviation, Verdict
 from windlass.zero import full_grad, full_param
 
-
 _GOES_ON, _OVER = -1, -2  # where no rank has its turn
 
 

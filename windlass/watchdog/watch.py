@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import signal
 import socket
 import sys
 import threading
@@ -23,7 +24,7 @@ from types import TracebackType
 from windlass.base.activity import activity
 from windlass.base.errors import CommunicationError
 from windlass.base.log import logger
-from windlass.base.process import ENDED_BY_WATCHDOG
+from windlass.base.process import ENDED_BY_WATCHDOG, is_stopped
 from windlass.watchdog.board import Board, BoardLost
 from windlass.watchdog.place import Place, Watcher, place_of_error
 from windlass.watchdog.record import End, Record
@@ -284,6 +285,10 @@ class Watch:
         flushing.join(1.0)
         for child in multiprocessing.active_children():
             child.kill()
+        for other in self._lookout.known.values():  # who is stopped could not read that it is to end, and would stay
+            if other.host == self._host and other.pid != self._pid and is_stopped(other.pid):
+                with contextlib.suppress(OSError):
+                    os.kill(other.pid, signal.SIGCONT)
         os._exit(ENDED_BY_WATCHDOG)
 
 

@@ -381,7 +381,7 @@ class ShardedModel:
         self.runtime.release_all()
 
     def sum_replicas(self, shard: torch.Tensor) -> torch.Tensor:
-        """Add the equal cuts of all replicas, in place, unless the step that is being made did. Collective over them."""
+        """Add the equal cuts of all replicas, in place, unless the step under way did. Collective over them."""
         if self.policy.state and self.mesh.replicate.size > 1 and not self._summed:
             dist.all_reduce(shard, group=self.mesh.replicate.process_group)
         return shard

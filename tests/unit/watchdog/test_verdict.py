@@ -146,7 +146,7 @@ def test_nobody_is_silent_while_the_lookout_itself_is_stopped(monkeypatch: pytes
 
 
 def test_a_host_that_is_gone_ends_the_run_in_time() -> None:
-    """A wait, a look, silence since that look, a tick until the verdict, its table, and a tick until all have read it."""
+    """A wait until the first look, silence from there, a tick to the verdict, its table, a tick for all to read it."""
     assert LIMITS.look_after + LIMITS.lost_after + (1 + 2.5 + 1) * LIMITS.tick <= 30
 
 
