@@ -156,3 +156,22 @@ def test_an_evaluation_of_one_rank_is_served_by_who_waits_at_a_step(transport: s
     assert not none and len(both) == 2
     for loss in both:
         torch.testing.assert_close(loss, wanted.detach())
+
+
+def alone_before_a_step(transport: str) -> float:
+    """Rank 0 evaluates while rank 1 is at its next forward already, which begins with running statistics of rank 0."""
+    subject, rank = specimen("batch_norm"), dist.get_rank()
+    engine = start(subject, ds_config(Recipe(), Setting(stage=3, transport=transport)))
+    for step in range(3):
+        if rank == 0:
+            engine.eval_batch(subject.batch(Place(9, 0, 0)))
+        loss = engine(**subject.batch(Place(step, 0, 0)))
+        engine.backward(loss)
+        engine.step()
+    engine.destroy()
+    return float(loss.detach())
+
+
+def test_an_evaluation_of_one_rank_is_served_by_who_waits_for_its_buffers() -> None:
+    first, second = run_ranks(alone_before_a_step, 2, "gloo", transport="gloo", timeout=20)
+    assert first == second

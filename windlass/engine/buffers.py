@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -18,10 +20,18 @@ class Buffers:
         device: where they shall be.
         dtype: floating-point buffers that belong to the saved state are cast to it (a norm computes in one dtype);
             the others (tables of positions) keep their precision. None: all keep theirs.
+        meet: waits until all ranks are about to send, and serves those that run a forward alone meanwhile.
     """
 
-    def __init__(self, model: nn.Module, data: Group, device: torch.device, dtype: torch.dtype | None) -> None:
-        self._model, self._data = model, data
+    def __init__(
+        self,
+        model: nn.Module,
+        data: Group,
+        device: torch.device,
+        dtype: torch.dtype | None,
+        meet: Callable[[], None],
+    ) -> None:
+        self._model, self._data, self._meet = model, data, meet
         for module in model.modules():
             for name, buffer in module._buffers.items():
                 if buffer is None:
@@ -45,6 +55,7 @@ class Buffers:
     def before_forward(self) -> None:
         """Send rank 0's, if that is due. Collective then, and due on all ranks alike."""
         if self._stale:
+            self._meet()
             self.send()
 
     def send(self) -> None:

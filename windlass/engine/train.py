@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -73,7 +74,8 @@ class Engine(Questions, Files, nn.Module):
         self._sharded, data = sharded, sharded.mesh.data
         if self.optimizer is not None:
             self.optimizer.follow(sharded)
-        self._buffers_of = Buffers(self.module, data, self.device, sharded.settings.compute)
+        meet = partial(sharded.order.meet, "the sending of buffers")
+        self._buffers_of = Buffers(self.module, data, self.device, sharded.settings.compute, meet)
         self._blame = Blame(data)
         gradients = sharded.gradients
         gradients.weight = lambda: self._weight

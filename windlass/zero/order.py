@@ -42,6 +42,7 @@ MEETINGS = (
     "a change of parameters or states",
     "parameters gathered whole",
     "a checkpoint",
+    "the sending of buffers",
     "destroy",
 )
 _REMEMBERED = 64  # windows of one kind in a step that are remembered one by one
