@@ -87,6 +87,44 @@ def test_refused_by_name_on_every_rank(what: str) -> None:
             assert word in said
 
 
+def apart() -> list[str]:
+    """Rank 1 freezes another parameter, has a layer of its own, or loads in 16 bits; what `initialize` said of each."""
+    import windlass
+
+    said = []
+    for what in ("frozen", "other", "narrow", "group"):
+        model, rank = oracle.build(specimen("mlp")), torch.distributed.get_rank()
+        config = ds_config(Recipe(), Setting(stage=2))
+        del config["optimizer"]
+        trained = list(model.parameters())
+        if rank == 1 and what == "frozen":
+            model.blocks[1].up.weight.requires_grad_(False)
+        elif rank == 1 and what == "other":
+            model.blocks[1] = torch.nn.Linear(16, 16)
+        elif rank == 1 and what == "narrow":
+            model.bfloat16()
+        elif rank == 1:
+            trained.pop()
+        try:
+            windlass.initialize(model=model, optimizer=torch.optim.SGD(trained, lr=0.1), config=config)
+            said.append("")
+        except windlass.WindlassError as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return said
+
+
+def test_ranks_that_build_different_models_are_told_in_which_parameter() -> None:
+    for frozen, other, narrow, group in run_ranks(apart, 2, timeout=20):
+        for said in (frozen, other, narrow, group):
+            assert said.startswith("ModelError: the model is not the same on all ranks"), said
+        assert (
+            "'blocks.1.up.weight' is [32, 16] in torch.float32, trained, in group 0 of the optimizer on rank" in frozen
+        )
+        assert "[32, 16] in torch.float32, frozen" in frozen and "freeze" in frozen
+        assert "missing on rank 1" in other and "'blocks.1." in other
+        assert "in torch.bfloat16" in narrow and "in no group of an optimizer on rank 1" in group
+
+
 def bad_disk(what: str, folder: str) -> list[Any]:
     """One rank of two can't use its disk: what `initialize` said, whether the model is as it was, and trains elsewhere."""
     import windlass

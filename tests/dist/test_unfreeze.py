@@ -162,3 +162,25 @@ def in_sixteen_bits(stage: int, home: str, folder: str) -> float:
 def test_masters_in_sixteen_bits(stage: int, home: str, tmp_path: Any) -> None:
     found = run_ranks(in_sixteen_bits, 2, stage, home, str(tmp_path), env=LATE)
     assert found[0] == found[1] and 0.01 < found[0] < 0.03
+
+
+def thawed_apart(alone: bool, stage: int) -> str:
+    """Rank 1 unfreezes another layer than rank 0, or none."""
+    import windlass
+
+    engine, rank = engine_for(net(), "AdamW", True, stage, "none", "", "fp32"), dist.get_rank()
+    steps(engine, 0, 2)
+    if rank == 0 or not alone:
+        engine.module.layers[1 + rank].requires_grad_(True)
+    with pytest.raises(windlass.WindlassError) as caught:
+        steps(engine, 2, 4)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_ranks_that_unfreeze_different_parameters_are_told(stage: int, transport: str) -> None:
+    for said in run_ranks(thawed_apart, 2, False, stage, transport=transport, timeout=20):
+        assert "'layers.1.weight'" in said and "trained, in group 0 of the optimizer on rank 0" in said
+        assert "frozen, in group 0 of the optimizer on rank 1" in said
+    for said in run_ranks(thawed_apart, 2, True, stage, transport=transport, timeout=20):
+        assert "rank 0 is at a change of parameters or states, rank 1 is at a step" in said

@@ -8,6 +8,7 @@ from torch import nn
 
 from windlass.base.errors import ModelError
 from windlass.base.log import logger
+from windlass.zero.alike import check_alike
 from windlass.zero.carried import Carried
 from windlass.zero.growing import can_grow, grow
 
@@ -23,6 +24,8 @@ def refresh(engine: Engine) -> None:
         raise ModelError(
             "refresh() in the middle of a step would lose the gradients that were accumulated; call it after step()"
         )
+    before.order.meet("a change of parameters or states")
+    check_alike(before.model, before.update.optimizer if before.update is not None else None, before.mesh.data)
     if (joining := _only_unfrozen(before)) and can_grow(before, joining):
         grow(before, joining)
         return

@@ -1,6 +1,6 @@
 """ZeRO 0-3 on one path. Reading order: policy, layout, partition, access, unit, foresight, order, runtime, hooks, ring,
-gradients, norm, health, turn, update, whole, registry, born, born_units, sharded, generation, differentiable, values,
-growing, carried, average, gathered, born_site,
+gradients, norm, health, turn, update, whole, registry, born, born_units, alike, sharded, generation, differentiable,
+values, growing, carried, average, gathered, born_site,
 born_homes, born_deferred, born_files, born_models, init_sharded."""
 
 from windlass.zero.average import ExponentialMovingAverage as ExponentialMovingAverage

@@ -25,6 +25,7 @@ from windlass.storage.tier import DiskTier
 from windlass.storage.transfer import Extent
 from windlass.zero import registry
 from windlass.zero.access import Released, mark_present
+from windlass.zero.alike import check_alike
 from windlass.zero.chunk import Chunk, pipelined
 from windlass.zero.construct import Builder, check_devices, effective, make_units
 from windlass.zero.delayed import Delayed
@@ -62,7 +63,7 @@ class ShardedModel:
         trains: there will be gradients; else everything counts as frozen.
 
     Raises:
-        ModelError: a parameter can't be handled, or the optimizer's are not the model's.
+        ModelError: a parameter can't be handled, the optimizer's are not the model's, or ranks have different models.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class ShardedModel:
         trains: bool,
     ) -> None:
         check_devices(model, device)
+        check_alike(model, optimizer, mesh.data)
         if optimizer is not None:
             check_parameters(optimizer, model)
             if settings.delayed and not is_elementwise(optimizer):

@@ -1,0 +1,63 @@
+"""Ranks have the same model and train the same of it, or all of them are told in which parameter they differ."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from windlass.base.activity import During
+from windlass.base.errors import ModelError
+from windlass.comm.groups import Group
+
+_Said = tuple[str, tuple[int, ...], str, str]  # name, shape, dtype, whether it is trained
+
+
+def check_alike(model: nn.Module, optimizer: torch.optim.Optimizer | None, data: Group) -> None:
+    """All ranks have parameters of the same names, shapes and dtypes, and train the same ones. Collective.
+
+    Raises:
+        ModelError: they do not; on all ranks, with the first parameter that differs.
+    """
+    if data.size == 1:
+        return
+    mine = _said_of(model, optimizer)
+    digest = hashlib.sha256(repr(mine).encode()).hexdigest()
+    digests: list[str] = [""] * data.size
+    with During("the comparison of models"):
+        dist.all_gather_object(digests, digest, group=data.process_group)
+        if len(set(digests)) == 1:
+            return
+        told: list[list[_Said]] = [[] for _ in digests]
+        dist.all_gather_object(told, mine, group=data.process_group)
+    other = next(index for index, one in enumerate(digests) if one != digests[0])
+    here, there = ({said[0]: said for said in told[index]} for index in (0, other))
+    name = next((n for n in [*here, *there] if here.get(n) != there.get(n)), "")
+    if not name:
+        raise ModelError(
+            f"rank {data.ranks[0]} and rank {data.ranks[other]} have the same parameters in different order; build the "
+            "model by the same code on every rank"
+        )
+    raise ModelError(
+        f"the model is not the same on all ranks: {name!r} is {_words(here.get(name))} on rank {data.ranks[0]} and "
+        f"{_words(there.get(name))} on rank {data.ranks[other]}; build the same model on every rank, and freeze or "
+        "unfreeze the same parameters"
+    )
+
+
+def _said_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[_Said]:
+    groups = optimizer.param_groups if optimizer is not None else []
+    stepped = {id(parameter): number for number, group in enumerate(groups) for parameter in group["params"]}
+    found: list[_Said] = []
+    for name, parameter in model.named_parameters():
+        trained = "trained" if parameter.requires_grad else "frozen"
+        number = stepped.get(id(parameter))
+        place = f"in group {number} of the optimizer" if number is not None else "in no group of an optimizer"
+        found.append((name, tuple(parameter.shape), str(parameter.dtype), f"{trained}, {place}"))
+    return found
+
+
+def _words(said: _Said | None) -> str:
+    return f"{list(said[1])} in {said[2]}, {said[3]}" if said is not None else "missing"
