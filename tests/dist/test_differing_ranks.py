@@ -175,3 +175,26 @@ def alone_before_a_step(transport: str) -> float:
 def test_an_evaluation_of_one_rank_is_served_by_who_waits_for_its_buffers() -> None:
     first, second = run_ranks(alone_before_a_step, 2, "gloo", transport="gloo", timeout=20)
     assert first == second
+
+
+def most_kept_back(transport: str) -> list[int]:
+    """In each step, how many units' gradients had to leave the ring; rank 0 skips a block amid its backward."""
+    subject, rank = specimen("early_exit"), dist.get_rank()
+    engine = start(subject, ds_config(Recipe(), Setting(stage=2, transport=transport)))
+    gradients, most = engine._sharded.gradients, []
+
+    def count(*_: Any) -> None:
+        most[-1] = max(most[-1], sum(slot.aside is not None for slot in gradients.slots))
+
+    gradients.watch = count
+    for step in range(3):
+        most.append(0)
+        batch = subject.batch(Place(step, 0, rank)) | {"path": [0, 1, 2] if rank == 0 else [0, 1, 2, 3]}
+        engine.backward(engine(**batch))
+        engine.step()
+    engine.destroy()
+    return most
+
+
+def test_a_rank_that_skips_a_block_keeps_no_gradient_back(transport: str) -> None:
+    assert run_ranks(most_kept_back, 2, transport, transport=transport) == 2 * [[0, 0, 0]]

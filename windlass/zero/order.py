@@ -220,6 +220,7 @@ class Order:
         code = _code(number, _Does.REDUCE)
         self._need(code)
         if self._list or self._open is None:
+            self._skip_to(code)
             self.go_on()
         else:  # nothing is known yet
             self._round(_Says.WANTS, code, "the reduction of a gradient")
@@ -282,6 +283,17 @@ class Order:
             if _unit_of(self._list[at]) == unit.index:
                 return at
         return None
+
+    def _skip_to(self, code: int) -> None:
+        """Join the reductions that lie between here and `code`: as it seems this rank has nothing of them in this
+        window, and until it joined, peers would wait and it would keep back all that comes after."""
+        for at in range(self._at, len(self._list)):
+            if self._list[at] == code:
+                while self._at < at:
+                    self._next()
+                return
+            if _unit_of(self._list[at]) is not None:
+                return
 
     def _drain(self) -> None:
         while self._at < len(self._list):
