@@ -74,6 +74,7 @@ def with_weights_in_the_loss(stage: int, transport: str, home: str, folder: str,
         batch = rows(Place(step, 0, rank))
         said, _ = engine(batch["x"])
         weights = [windlass.zero.full_param(p) for p in (first, second)]
+        weights[0].mul_(2).div_(2)  # it is the caller's own
         assert weights[1].requires_grad is not frozen
         loss = mse(said, batch["y"]) + (rank + 1) * penalty(weights)
         engine.backward(loss)

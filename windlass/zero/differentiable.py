@@ -15,9 +15,9 @@ class Use(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, parameter: nn.Parameter, whole: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, parameter: nn.Parameter, whole: list[torch.Tensor]) -> torch.Tensor:
         ctx.dtype = parameter.dtype
-        return whole.view_as(whole)
+        return whole[0]  # were it an argument of its own, what comes out would be a view, and nobody could change it
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -28,5 +28,5 @@ def used(parameter: nn.Parameter, whole: torch.Tensor) -> torch.Tensor:
     """`whole`, as a tensor that depends on `parameter` where a graph is being built."""
     if not (torch.is_grad_enabled() and parameter.requires_grad and whole.is_floating_point()):
         return whole
-    used: torch.Tensor = Use.apply(parameter, whole)
+    used: torch.Tensor = Use.apply(parameter, [whole])
     return used

@@ -348,23 +348,25 @@ def _write(place: Place, state: dict[str, Any], key: str, value: torch.Tensor) -
 
 
 def assemble(place: Place, span: torch.Tensor, *, start: int | None = None) -> torch.Tensor:
-    """The whole parameter-shaped tensor of which each rank has the part in its span of the unit. Collective."""
+    """The whole parameter-shaped tensor, where the model computes, of which each rank has the part in its span of the
+    unit, wherever that rests. Collective."""
     model, unit = place.model, place.unit
     layout, group = unit.layout, model.group
     offset, numel = layout.offsets[place.index], layout.numels[place.index]
-    whole = torch.empty(numel, dtype=span.dtype, device=span.device)
+    whole = torch.empty(unit.shapes[place.index], dtype=span.dtype, device=model.device)
+    flat = whole.view(-1)
     cut = span.numel() < layout.padded
     for rank in range(group.size) if cut else [group.index]:
         first, last = layout.cut(rank, group.size) if cut else (0, layout.padded)
         begin, end = max(first, offset), min(last, offset + numel)
         if begin >= end:
             continue
-        part = whole[begin - offset : end - offset]
+        part = flat[begin - offset : end - offset]
         if rank == group.index:
             part.copy_(span[begin - first : end - first])
         if cut:
             dist.broadcast(part, group.ranks[rank], group=group.process_group)
-    return whole.view(unit.shapes[place.index])
+    return whole
 
 
 def _set_frozen(place: Place, value: torch.Tensor) -> None:
