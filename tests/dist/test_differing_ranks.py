@@ -56,11 +56,26 @@ def test_ranks_that_differ_in_smaller_groups(name: str, transport: str, sections
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["towers_reentrant", "uneven"])
+def test_ranks_that_differ_in_smaller_groups_on_disk(name: str, transport: str, tmp_path: Any) -> None:
+    zero = (("mics_shard_size", 2), *homes("nvme", "nvme", tmp_path))
+    hold(name, Recipe(ranks=4, accumulation=2, steps=4), [Setting(stage=3, transport=transport, zero=zero)], LATE)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("name", ["towers", "uneven"])
 def test_ranks_that_differ_in_sixteen_bits(name: str, precision: str, transport: str) -> None:
     recipe = Recipe(ranks=2, accumulation=2, steps=4, precision=precision)
     hold(name, recipe, settings(transport, "host"), LATE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("name", ["towers_reentrant", "random_path"])
+def test_ranks_that_differ_in_sixteen_bits_with_a_second_copy(name: str, precision: str) -> None:
+    recipe = Recipe(ranks=4, accumulation=2, steps=4, precision=precision)
+    hold(name, recipe, [Setting(stage=3, zero=(("zero_hpz_partition_size", 2),))], LATE)
 
 
 def beside_ddp(transport: str, stage: int) -> tuple[float, str]:

@@ -89,9 +89,12 @@ class Breaker:
         self.disk._mover._engine = self._whole
 
 
-def begin(folder: str, gradients: str = "cpu", param: str = "nvme", optimizer: str = "AdamW") -> tuple[Any, Any]:
+def begin(
+    folder: str, gradients: str = "cpu", param: str = "nvme", optimizer: str = "AdamW", among: int = -1
+) -> tuple[Any, Any]:
     subject = specimen("four_blocks")
-    zero = (*homes("nvme", param, folder, gradients=gradients), ("stage3_max_reuse_distance", 0))
+    cut = (("stage3_max_reuse_distance", 0), ("mics_shard_size", among))
+    zero = (*homes("nvme", param, folder, gradients=gradients), *cut)
     recipe = Recipe(optimizer=optimizer, optimizer_params=ADAMW if optimizer == "AdamW" else (("lr", 1e-3),))
     return subject, start(subject, ds_config(recipe, Setting(stage=3 if param == "nvme" else 2, zero=zero)))
 
@@ -129,12 +132,12 @@ def step(subject: Any, engine: Any, number: int, breaker: Breaker | None = None,
     engine.step()
 
 
-def repeated(folder: str, when: str, how: str, gradients: str) -> list[Any]:
+def repeated(folder: str, when: str, how: str, gradients: str, among: int = -1) -> list[Any]:
     """What was said when the disk failed, and whether the step repeated on a disk that works again gave what it should."""
     found = []
     said = ""
     for breaks in (False, True):
-        subject, engine = begin(folder, gradients)
+        subject, engine = begin(folder, gradients, among=among)
         for number in range(3):
             if breaks and number == 1:
                 breaker = Breaker(engine)
@@ -164,6 +167,13 @@ def test_what_fails_before_the_update_changes_nothing(
             assert word in said
         assert equal
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_one_group_of_several_cannot_read_is_told_by_the_step(tmp_path: Path) -> None:
+    """Its forward can't tell the other groups, which may have none."""
+    for said, equal in run_ranks(repeated, 2, str(tmp_path), "forward", "read", "cpu", 1, env=LATE):
+        assert said.startswith("StorageError: this step was not made") and "rank 0: reading" in said and "EIO" in said
+        assert equal
 
 
 def half_a_step(folder: str, how: str, param: str, optimizer: str) -> dict[str, str]:

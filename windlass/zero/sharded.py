@@ -209,10 +209,12 @@ class ShardedModel:
         return {extent for extent in extents if extent is not None}
 
     def after_forward(self) -> None:
-        """The outermost forward ended: whatever it read from disk was read. Collective where parameters rest there.
+        """The outermost forward ended: whatever it read from disk was read. Collective where parameters rest there, over
+        the ranks that gather them.
 
         Raises:
-            StorageError: it was not, on some rank; on all ranks.
+            StorageError: it was not, on some rank; on all ranks. Where parameters are cut over fewer than all, the next
+                step raises that.
         """
         if self.homes.param is not Home.NVME:
             return
@@ -224,7 +226,11 @@ class ShardedModel:
 
     def _look(self) -> None:
         what = "this forward could not read parameters, and its results are wrong"
-        if self.order.alone or self.group.size < self.mesh.data.size:
+        if self.group.size < self.mesh.data.size:  # ranks of another group may be elsewhere, or have no forward at all
+            if self.health.bad_here():
+                logger.error("%s; the next step is refused on all ranks", what)
+            return
+        if self.order.alone:
             self.health.check(what, loses=self._under_way())
             return
         self.order.bad = lambda: self.health.bad_here() > 0
