@@ -10,6 +10,7 @@ import torch
 
 import windlass
 
+from tests import oracle
 from tests.dist.harness import run_ranks
 from tests.dist.laws import (
     ADAMW,
@@ -26,7 +27,7 @@ from tests.dist.laws import (
 )
 from tests.models import Place, cast
 from tests.strangers import Foreign
-from tests.oracle import Recipe
+from tests.oracle import Recipe, relative_error
 from windlass.base.errors import ModelError
 
 BUDGET = str(64 << 20)
@@ -541,3 +542,42 @@ def test_states_that_appear_late_find_their_place_on_disk(ranks: int, tmp_path: 
     wanted, found = (run_ranks(late_states, ranks, state, str(tmp_path), env=EMULATED) for state in ("none", "nvme"))
     for mine, alone in zip(found, wanted, strict=True):
         assert all(torch.equal(mine[name], alone[name]) for name in alone)
+
+
+def without_memory(failing: int) -> tuple[list[int], float]:
+    """A gather finds no memory, and the batch is tried again: users left over, and how far it is from a run without."""
+    wanted: dict[str, torch.Tensor] = {}
+    for fails in (False, True):
+        model = oracle.build(specimen("four_blocks"))
+        for block in model.blocks:
+            block.up.weight.requires_grad_(False)  # two units a block
+        setting = Setting(stage=3, zero=homes("cpu", "cpu", ""))
+        engine = windlass.initialize(model=model, config=ds_config(Recipe(), setting))[0]
+        transport, batch = engine._sharded.transport, specimen("four_blocks").batch(Place(0, 0, 0))
+        occupy, left = transport.occupy, [failing]
+
+        def full(buffer: Any, occupy: Any = occupy, left: list[int] = left) -> None:
+            left[0] -= 1
+            if left[0] == 0:
+                raise torch.OutOfMemoryError("none left")
+            occupy(buffer)
+
+        if fails:
+            transport.occupy = full
+            with pytest.raises(torch.OutOfMemoryError):
+                engine.backward(engine(**batch))
+            transport.occupy = occupy
+            engine.zero_grad()
+        for _ in range(2):
+            engine.backward(engine(**batch))
+            engine.step()
+        users = [unit.users for unit in engine._sharded.units]
+        wanted, before = whole_params(engine.module), wanted
+        engine.destroy()
+    return users, relative_error(wanted, before)[0]
+
+
+@pytest.mark.parametrize("failing", [1, 2, 9])
+def test_a_gather_that_finds_no_memory_can_be_tried_again(failing: int) -> None:
+    users, error = run_ranks(without_memory, 1, failing, env=LATE)[0]
+    assert not any(users) and error == 0

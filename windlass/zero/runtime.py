@@ -85,8 +85,9 @@ class Runtime:
         self._running.append(call)
         if current_backward() >= 0:
             self.note_backward()  # a recomputation: the backward around it must be known before any nested one
-        for unit in call.units:
+        for unit in call.units:  # all at once: `exit_block` counts all of them off, also where this fails half-way
             unit.users += 1
+        for unit in call.units:
             self._want(unit, backward=False)
         return call
 

@@ -209,8 +209,8 @@ class ShardedModel:
         return {extent for extent in extents if extent is not None}
 
     def after_forward(self) -> None:
-        """The outermost forward ended: whatever it read from disk was read. Collective where parameters rest there, over
-        the ranks that gather them.
+        """The outermost forward ended: whatever it read from disk was read. Collective where parameters rest there,
+        over the ranks that gather them together.
 
         Raises:
             StorageError: it was not, on some rank; on all ranks. Where parameters are cut over fewer than all, the next

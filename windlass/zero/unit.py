@@ -179,11 +179,13 @@ class Unit:
 
     def _start(self, *, backward: bool) -> None:
         here = self.presence is Presence.PRESENT  # then peers' cuts come once more, the same as they are
-        if not here:
+        self._pending = self._gathering(here, backward=backward)
+        if not here:  # not before: where there is no memory for it, it is as it was
             self.presence = Presence.COMING
+
+    def _gathering(self, here: bool, *, backward: bool) -> Pending:
         if self.rests is None:
-            self._pending = self.transport.gather(self.buffer, elements=self.numel)
-            return
+            return self.transport.gather(self.buffer, elements=self.numel)
         if not here:
             self._hold(self.nbytes)
             self.transport.occupy(self.buffer)
@@ -192,12 +194,11 @@ class Unit:
             if not here:
                 group = self._regather.group
                 cut(self.full, group.index, group.size).copy_(self.secondary)
-            self._pending = self.in_order(self._regather.gather(self.buffer, elements=self.numel))
-            return
+            return self.in_order(self._regather.gather(self.buffer, elements=self.numel))
         self._gathered = True
         fetched = DONE if here else self.rests.fetch(self.own_full)
         with During("gather", self.names):
-            self._pending = self.in_order(self.transport.gather(self.buffer, elements=self.numel, ready=fetched))
+            return self.in_order(self.transport.gather(self.buffer, elements=self.numel, ready=fetched))
 
     def await_present(self, *, backward: bool = False) -> None:
         """Gather if nobody has, wait, and point the parameters at their values."""
