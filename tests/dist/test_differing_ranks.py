@@ -15,7 +15,8 @@ from tests import oracle
 from tests.dist.harness import RankError, run_ranks
 from tests.dist.laws import ADAMW, Setting, ds_config, specimen, start, whole_params
 from tests.dist.test_offload import LATE, hold, homes
-from tests.models import DIFFERING, Place
+from tests.models import DIFFERING, WIDTH, Place, Specimen, rows
+from tests.models.differing import EarlyExit
 from tests.oracle import Recipe, relative_error
 
 RECIPE = Recipe(ranks=2, accumulation=2, steps=4, optimizer="AdamW", optimizer_params=ADAMW)
@@ -102,9 +103,22 @@ def test_ranks_that_differ_equal_ddp_with_unused_parameters(transport: str) -> N
         assert error < 1e-6, where
 
 
+class Reads(EarlyExit):
+    """Looks at a whole weight in the midst of its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0].register_forward_hook(self.read)
+
+    def read(self, *_: Any) -> None:
+        with windlass.zero.GatheredParameters([self.head.weight]):
+            assert self.head.weight.shape == (WIDTH, WIDTH)
+
+
 def rounds_of(name: str, transport: str) -> list[int]:
     """How often ranks talked in each step, beyond the collectives themselves."""
-    subject, rank = specimen(name), dist.get_rank()
+    rank = dist.get_rank()
+    subject = Specimen("", Reads, lambda place: {**rows(place), "path": range(4)}) if name == "" else specimen(name)
     recipe = Recipe(steps=5)
     engine = start(subject, ds_config(recipe, Setting(stage=3, transport=transport)))
     board, told = engine._sharded.order._board, []
@@ -130,6 +144,12 @@ def test_ranks_that_agree_say_so_at_most_thrice_a_step(name: str) -> None:
     for transport, often in (("gloo", 3), ("shm", 2)):
         for told in run_ranks(rounds_of, 2, name, transport, transport=transport):
             assert told[0] > often and told[1:] == 4 * [often], told
+
+
+def test_what_follows_a_meeting_in_a_forward_is_agreed_on_at_once() -> None:
+    """Two more than without it: the meeting, and the begin of the rest; not one for each block after it."""
+    for told in run_ranks(rounds_of, 2, "", "gloo", transport="gloo"):
+        assert told[1:] == 4 * [5], told
 
 
 def meets_elsewhere() -> None:

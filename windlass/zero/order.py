@@ -95,6 +95,7 @@ class Order:
         self._list: tuple[int, ...] = ()  # what all ranks are bound to start
         self._at = 0  # how far this one has come
         self._open: tuple[str, int] | None = None  # the window of this rank
+        self._cut_short = ""  # the kind of one that a meeting ended, of which there may be more
         self._needs: list[int] = []  # in it, so far
         self._known: dict[tuple[str, int], tuple[int, ...]] = {}
         self._counts: Counter[str] = Counter()
@@ -124,6 +125,7 @@ class Order:
         if self._board is None or self.paused or not (self._gathers or reduces):
             return
         self.end()
+        self._cut_short = ""
         number = min(self._counts[kind], 1 if kind == EVALUATION else _REMEMBERED)
         self._counts[kind] += 1
         known = self._known.get((kind, number), self._known.get((kind, _NONE), ()))
@@ -134,6 +136,8 @@ class Order:
 
     def end(self, *kinds: str) -> None:
         """The window that is open (if it is one of `kinds`) ends: join what is left of the list."""
+        if self._cut_short in kinds:
+            self._cut_short = ""
         if self._open is None or (kinds and self._open[0] not in kinds):
             return
         self._drain()
@@ -150,6 +154,7 @@ class Order:
         """
         if self._board is None:
             return
+        self._cut_short = self._open[0] if self._open is not None else self._cut_short
         self.end()
         while not self._round(_Says.MEETS, MEETINGS.index(what), what):
             self._drain()  # of a window of others
@@ -171,6 +176,7 @@ class Order:
         if not unit.frees or self._board is None:
             unit.gather(backward=backward)
             return
+        self._go_on_after_meeting()
         code = _code(unit.index, _Does.REGATHER if backward else _Does.GATHER)
         if unit.presence is Presence.RELEASED or unit.brought:
             self._need(code)
@@ -217,6 +223,7 @@ class Order:
         if self._board is None:
             self.contribute(number)
             return
+        self._go_on_after_meeting()
         code = _code(number, _Does.REDUCE)
         self._need(code)
         if self._list or self._open is None:
@@ -259,6 +266,11 @@ class Order:
         return one
 
     # inside
+
+    def _go_on_after_meeting(self) -> None:
+        """What comes in a forward (or backward) after a meeting in the midst of it is a window of its own."""
+        if self._cut_short:
+            self.begin(self._cut_short, reduces=True)
 
     def _need(self, code: int) -> None:
         if self._open is not None:
