@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -167,6 +168,29 @@ def test_ranks_that_wait_in_different_places_are_told_where() -> None:
         run_ranks(meets_elsewhere, 2, transport="gloo")
     assert "rank 0 is at a step, rank 1 is at the reading of a gradient" in str(caught.value)
     assert "CommunicationError" in caught.value.kinds
+
+
+def meets_elsewhere_and_goes_on() -> list[int]:
+    subject, rank = specimen("mlp"), dist.get_rank()
+    engine = start(subject, ds_config(Recipe(), Setting(stage=3)))
+    engine.backward(engine(**subject.batch(Place(0, 0, rank))))
+    with pytest.raises(windlass.WindlassError, match="different places"):
+        if rank == 0:
+            engine.step()
+        else:
+            engine.full_state_dict()
+    with pytest.raises(windlass.WindlassError, match="different places"):
+        with engine._sharded.runtime.holding(engine._sharded.units) if rank else contextlib.nullcontext():
+            engine.step()
+    engine.step()
+    users = [unit.users for unit in engine._sharded.units]
+    engine.destroy()
+    return users
+
+
+def test_what_was_to_be_held_when_ranks_met_elsewhere_is_let_go() -> None:
+    for users in run_ranks(meets_elsewhere_and_goes_on, 2, transport="gloo", timeout=20):
+        assert not any(users)
 
 
 def alone_in_a_forward(transport: str) -> list[torch.Tensor]:

@@ -171,8 +171,8 @@ class Runtime:
         """Keep `units` present; collective, as gathers are."""
         for unit in units:
             unit.users += 1
-        self.order.together(units, "parameters gathered whole")
         try:
+            self.order.together(units, "parameters gathered whole")
             for unit in units:
                 unit.await_present()
             self.held()
