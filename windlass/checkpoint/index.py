@@ -64,9 +64,9 @@ class Index(_Record):
 
 def to_text(index: Index) -> str:
     """The JSON text of `index`, one line a tensor, with a crc32 of itself at the end."""
-    fields = index.model_dump(mode="json")
-    tensors = ",\n".join(f" {_dumps(name)}: {_dumps(record)}" for name, record in fields.pop("tensors").items())
-    head = ",\n".join(f"{_dumps(name)}: {_dumps(value)}" for name, value in fields.items())
+    tensors = ",\n".join(f" {_dumps(name)}: {_dumps(one.model_dump())}" for name, one in index.tensors.items())
+    fields = [name for name in Index.model_fields if name != "tensors"]  # which are plain data already
+    head = ",\n".join(f"{_dumps(name)}: {_dumps(getattr(index, name))}" for name in fields)
     body = f'{{{head},\n"tensors": {{\n{tensors}\n}}'
     return f'{body},\n"crc32": "{_crc(body)}"}}\n'
 
