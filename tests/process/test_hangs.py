@@ -54,6 +54,8 @@ def check(fault: str, ranks: list[Rank], transport: str, faulty: int) -> None:
         assert all("finished" in rank.text and "hang report:" not in rank.text for rank in ranks), ranks
         return
     told = next((rank for rank in ranks if "hang report:" in rank.text), ranks[0])
+    if fault == "stop":  # once it was continued, it may report that the other is gone
+        told = ranks[well]
     assert "hang report:" in told.text, (fault, ranks)
     table = rows(told.text)
     headline = told.text.rpartition("hang report:")[2].splitlines()[0]
