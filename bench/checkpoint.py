@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import statistics
 import tempfile
+import time
 from contextlib import closing
 from pathlib import Path
 from typing import Annotated, Any
@@ -38,7 +39,8 @@ NAMES = (
 _WORDS = """\
 seconds    from the call to the last byte durable (fsync), on the slowest rank, nothing else going on
 of raw     that rate over the better one of bench/disk.py's raw writers (direct I/O by threads and by a ring), which
-           wrote as much before and after; of two medians
+           wrote as much into a new file, as a checkpoint is one, before and after; of two medians
+in place   over the same writers' rate where they write over a file that has its place on the disk already
 blocked    how long the call itself takes: what training stands still for
 10 steps   how much longer the next ten steps take than ten undisturbed ones of the same round, while an asynchronous
            save is written behind them
@@ -76,12 +78,13 @@ def main(
             raise typer.Exit(code)
         told = [json.loads(Path(folder, f"rank{rank}.json").read_text()) for rank in range(ranks)]
         raw += _raw(Path(folder), expected, rounds)
-    nbytes, best = sum(rank["bytes"] for rank in told), statistics.median(raw)
-    found = {one: _summary([rank["saves"][one] for rank in told], nbytes, best) for one in chosen}
+    nbytes = sum(rank["bytes"] for rank in told)
+    best, again = (statistics.median(rates) for rates in zip(*raw, strict=True))
+    found = {one: _summary([rank["saves"][one] for rank in told], nbytes, best, again) for one in chosen}
     step = statistics.median(value for rank in told for save in rank["saves"].values() for value in save["plain_step"])
-    console.print(_table(found, nbytes, best, step, ranks))
+    console.print(_table(found, nbytes, best, again, step, ranks))
     console.print(_WORDS, soft_wrap=True)
-    facts = {"bytes": nbytes, "ranks": ranks, "step_s": step, "raw_write_gb_s": raw, "words": _WORDS}
+    facts = {"bytes": nbytes, "ranks": ranks, "step_s": step, "raw_write_new_and_in_place_gb_s": raw, "words": _WORDS}
     written = write_result(
         results / f"{name}.json", {"bench": "checkpoint", **work, **facts, "found": found, "by_rank": told}
     )
@@ -94,31 +97,36 @@ def main(
     draw(panels, results / f"{name}.png", f"{nbytes / 1e9:.2f} GB of {ranks} ranks; raw disk {best:.2f} GB/s")
 
 
-def _raw(folder: Path, nbytes: int, rounds: int) -> list[float]:
-    """GB/s of raw writing, the best way of each round."""
+def _raw(folder: Path, nbytes: int, rounds: int) -> list[tuple[float, float]]:
+    """GB/s of raw writing into a new file, and over it: of each the best way of each round."""
     nbytes = max(nbytes // _BLOCK, 2 * _DEPTH) * _BLOCK
     with DiskTier([folder], queue_depth=_DEPTH) as tier:
         try:
             memory = tier.buffer(min(nbytes, 256 << 20) // _BLOCK * _BLOCK).random_()
-            with closing(Raw(folder, nbytes, _BLOCK, _DEPTH, memory)) as raw:
-                works = raw.works(True, "write")
-                return [_best(works, nbytes) for _ in range(rounds + 1)][1:]
+            return [_round(folder, nbytes, memory) for _ in range(rounds + 1)][1:]
         except OSError as error:
             raise StorageError(f"{folder}: no raw rate to compare with ({error}); name a folder on a disk") from error
 
 
-def _best(works: dict[str, Any], nbytes: int) -> float:
-    import time
+def _round(folder: Path, nbytes: int, memory: Any) -> tuple[float, float]:
+    rates: list[tuple[float, float]] = []
+    ways = 1
+    while len(rates) < ways:
+        with closing(Raw(folder, nbytes, _BLOCK, _DEPTH, memory)) as raw:
+            works = list(raw.works(True, "write").values())
+            ways, work = len(works), works[len(rates)]
+            rates.append((_rate(work, nbytes), _rate(work, nbytes)))
+    new, again = zip(*rates, strict=True)
+    return max(new), max(again)
 
-    rates = []
-    for work in works.values():
-        start = time.perf_counter()
-        work()
-        rates.append(nbytes / (time.perf_counter() - start) / 1e9)
-    return max(rates)
+
+def _rate(work: Any, nbytes: int) -> float:
+    start = time.perf_counter()
+    work()
+    return nbytes / (time.perf_counter() - start) / 1e9
 
 
-def _summary(of_ranks: list[dict[str, list[float]]], nbytes: int, raw: float) -> dict[str, Any]:
+def _summary(of_ranks: list[dict[str, list[float]]], nbytes: int, raw: float, again: float) -> dict[str, Any]:
     """Medians over rounds of the slowest rank of each."""
     slowest = {
         key: [max(values) for values in zip(*(one[key] for one in of_ranks), strict=True)] for key in of_ranks[0]
@@ -131,6 +139,7 @@ def _summary(of_ranks: list[dict[str, list[float]]], nbytes: int, raw: float) ->
         "seconds": seconds,
         "gb_s": nbytes / seconds / 1e9,
         "of_raw": nbytes / seconds / 1e9 / raw,
+        "in_place": nbytes / seconds / 1e9 / again,
         "blocked_ms": 1e3 * statistics.median(slowest["blocked"]),
         "blocked_steps": statistics.median(slowest["blocked"]) / statistics.median(slowest["plain_step"]),
         "behind_ms": 1e3 * behind,
@@ -138,11 +147,14 @@ def _summary(of_ranks: list[dict[str, list[float]]], nbytes: int, raw: float) ->
     }
 
 
-def _table(found: dict[str, dict[str, Any]], nbytes: int, raw: float, step: float, ranks: int) -> Table:
-    title = f"{nbytes / 1e9:.2f} GB, {ranks} ranks, raw disk {raw:.2f} GB/s, a step {1e3 * step:.0f} ms"
+def _table(found: dict[str, dict[str, Any]], nbytes: int, raw: float, again: float, step: float, ranks: int) -> Table:
+    title = (
+        f"{nbytes / 1e9:.2f} GB, {ranks} ranks, raw disk {raw:.2f} GB/s (in place {again:.2f}), a step "
+        f"{1e3 * step:.0f} ms"
+    )
     table = Table(title=title, title_justify="left")
     table.add_column("what")
-    for column in ("seconds", "GB/s", "of raw", "blocked ms", "= steps", "10 steps +ms", "+%"):
+    for column in ("seconds", "GB/s", "of raw", "in place", "blocked ms", "= steps", "10 steps +ms", "+%"):
         table.add_column(column, justify="right")
     for name, one in found.items():
         table.add_row(
@@ -150,6 +162,7 @@ def _table(found: dict[str, dict[str, Any]], nbytes: int, raw: float, step: floa
             f"{one['seconds']:.2f}",
             f"{one['gb_s']:.2f}",
             f"{one['of_raw']:.0%}",
+            f"{one['in_place']:.0%}",
             f"{one['blocked_ms']:.0f}",
             f"{one['blocked_steps']:.2f}",
             f"{one['behind_ms']:.0f}",
