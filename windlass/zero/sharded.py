@@ -417,7 +417,7 @@ class ShardedModel:
             if unit.released and unit not in trained:
                 unit.updated()
         _renew(units)
-        self.masters.remember_versions(self.units)
+        self.masters.remember_versions(units)
 
     def destroy(self) -> None:
         """Give the plain model back: whole parameters of its own, no hooks. Collective at stage 3, and where an update
