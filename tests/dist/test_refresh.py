@@ -72,12 +72,24 @@ def prepared(how: str) -> tuple[Growing, list[nn.Parameter]]:
     return model, in_groups
 
 
-def plainly(how: str, ranks: int, kind: str) -> tuple[list[list[float]], dict[str, Tensor]]:
+def averaged(averages: dict[str, Tensor], model: nn.Module, *, begin: bool = False) -> None:
+    """An exponential moving average; what comes later begins with the values that it came with."""
+    for name, parameter in model.named_parameters():
+        if name not in averages:
+            averages[name] = parameter.detach().clone()
+        elif not begin:
+            averages[name].lerp_(parameter.detach(), 0.2)
+
+
+def plainly(how: str, ranks: int, kind: str) -> tuple[list[list[float]], dict[str, Tensor], dict[str, Tensor]]:
     model, in_groups = prepared(how)
     optimizer = getattr(torch.optim, kind)(in_groups, **dict(OPTIMIZERS[kind]))
     losses: list[list[float]] = [[] for _ in range(ranks)]
+    averages: dict[str, Tensor] = {}
     for step in range(3 * STEPS):
         changed(model, optimizer, step, how)
+        if step > 1:
+            averaged(averages, model, begin=True)
         for rank in range(ranks):
             for micro in range(2):
                 x, y = batch(2 * step + micro, rank)
@@ -87,7 +99,9 @@ def plainly(how: str, ranks: int, kind: str) -> tuple[list[list[float]], dict[st
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-    return losses, {name: p.detach() for name, p in model.named_parameters()}
+        if step:
+            averaged(averages, model)
+    return losses, {name: p.detach() for name, p in model.named_parameters()}, averages
 
 
 def sharded(how: str, kind: str, stage: int, transport: str, home: str, folder: str) -> dict[str, Any]:
@@ -101,6 +115,7 @@ def sharded(how: str, kind: str, stage: int, transport: str, home: str, folder: 
     del config["optimizer"]
     optimizer = getattr(torch.optim, kind)(in_groups, **dict(OPTIMIZERS[kind]))
     engine = windlass.initialize(model=model, optimizer=optimizer, config=config)[0]
+    average = windlass.zero.ExponentialMovingAverage(engine, 0.8)
     losses = []
     for step in range(3 * STEPS):
         changed(engine.module, engine.optimizer, step, how)
@@ -113,7 +128,12 @@ def sharded(how: str, kind: str, stage: int, transport: str, home: str, folder: 
                     engine.refresh()
             engine.step()
             losses.append(float(loss.detach()))
+        if step:
+            average.update()
     found = {"losses": losses, "params": whole_params(engine.module), "steps": engine.global_steps}
+    found["averages"] = {name: average.full_param(p) for name, p in engine.module.named_parameters()}
+    with average.applied(), pytest.raises(windlass.WindlassError, match="while the averages are applied"):
+        engine.refresh()
     engine.destroy()
     return found
 
@@ -135,7 +155,7 @@ def sharded(how: str, kind: str, stage: int, transport: str, home: str, folder: 
 def test_a_model_that_changes_trains_as_in_one_process(
     how: str, kind: str, ranks: int, stage: int, transport: str, home: str, tmp_path: Any
 ) -> None:
-    wanted, params = plainly(how, ranks, kind)
+    wanted, params, averages = plainly(how, ranks, kind)
     everywhere = run_ranks(
         sharded, ranks, how, kind, stage, transport, home, str(tmp_path), transport=transport, env=env_of(home)
     )
@@ -144,6 +164,8 @@ def test_a_model_that_changes_trains_as_in_one_process(
         assert found["losses"] == pytest.approx(wanted[rank], rel=1e-5)
         assert set(found["params"]) == set(params)
         error, where = relative_error(found["params"], params)
+        assert error < 1e-5, where
+        error, where = relative_error(found["averages"], averages)
         assert error < 1e-5, where
 
 

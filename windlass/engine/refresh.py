@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 def refresh(engine: Engine) -> None:
     """See `Engine.refresh`."""
     before = engine._sharded
+    for average in before.averages.values():
+        average.refuse_applied("refresh()")
     if pending(before):
         raise ModelError(
             "refresh() in the middle of a step would lose the gradients that were accumulated; call it after step()"
@@ -29,11 +31,6 @@ def refresh(engine: Engine) -> None:
     if (joining := _only_unfrozen(before)) and can_grow(before, joining):
         grow(before, joining)
         return
-    if before.averages:
-        raise ModelError(
-            f"the average {next(iter(before.averages))!r} of the parameters cannot follow modules that come or go: "
-            "save a checkpoint, initialize the changed model, make the average, and load with load_module_strict=False"
-        )
     carried = Carried(before)
     trained = sum(unit.numel for unit in before.units if unit.trainable)
     engine._saves.wait()  # what it reads goes with the old layout

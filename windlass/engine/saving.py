@@ -288,7 +288,7 @@ def _fill(
     if states_too:
         ranks.each("preparing to load", lambda: incoming(model, plain, saved, drawer_of, tensors))
     states = [shard for drawer in drawers.values() for shard in drawer.shards]
-    apart = averages.Incoming(model, plain.get("averages", {}), saved)
+    apart = averages.Incoming(model, plain.get("averages", {}) if wanted.progress else None, saved)
     optional = () if wanted.module_strict else ("param/", "buffer/")
     found = _load(
         model,
@@ -299,11 +299,11 @@ def _fill(
         (averages.PREFIX,) if states_too else (averages.PREFIX, "state/"),
         order,
     )
-    apart.keep()
     for drawer in drawers.values():
         if not drawer.opened:  # nothing of it is in the checkpoint, so it has no states either
             with drawer.open():
                 pass
+    apart.keep()
     model.health.check("what was loaded could not be kept", loses=True)
     kept = states_too and not any(drawer.converts for drawer in drawers.values())
     own = _alike(shards, saved), kept and _alike(states, saved)

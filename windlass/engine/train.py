@@ -188,6 +188,8 @@ class Engine(Questions, Files, nn.Module):
     def _take_step(self, lr_kwargs: dict[str, Any]) -> None:
         assert self.optimizer is not None
         refuse_lost_gradients(self._sharded)
+        for average in self._sharded.averages.values():
+            average.refuse_applied("step()")
         fp16 = self._config.fp16.enabled
         self._buffers_of.before_forward()  # a rank that had no batch for this step
         flags = [float(self._buffers_of.changed()), self._saves.failed()]

@@ -57,6 +57,8 @@ def grow(model: ShardedModel, parameters: Iterable[nn.Parameter]) -> None:
             model.delayed.prepare(slot)
     model.health.check("masters of what was unfrozen could not be kept", loses=True)
     model.masters.remember_versions(units)
+    for average in model.averages.values():
+        average.take_in(units)
     model.watch_gradients()
     elements = sum(unit.numel for unit in units)
     logger.info(f"{len(wanted)} parameters are trained from now on; {elements:,} elements more have masters")
