@@ -58,6 +58,11 @@ def changed(model: Any, optimizer: Any, step: int, how: str) -> None:
     if how == "added" and step == STEPS:
         model.more = head()
         optimizer.add_param_group({"params": list(model.more.parameters()), "lr": 3e-3})
+    if how == "exchanged" and step == STEPS:
+        gone = {id(p) for p in model.layers[1].parameters()}
+        model.layers[1] = nn.Sequential(*head())
+        group = optimizer.param_groups[0]
+        group["params"] = [p for p in group["params"] if id(p) not in gone] + list(model.layers[1].parameters())
     if how == "twice":
         changed(model, optimizer, step, "added")
         changed(model, optimizer, step - 1, "unfrozen")
@@ -66,9 +71,9 @@ def changed(model: Any, optimizer: Any, step: int, how: str) -> None:
 def prepared(how: str) -> tuple[Growing, list[nn.Parameter]]:
     torch.manual_seed(SEED)
     model = Growing()
-    if how in ("unfrozen", "unfrozen and given", "twice"):
+    if how in ("unfrozen", "unfrozen amid", "unfrozen and given", "twice"):
         model.layers[0].requires_grad_(False)
-    in_groups = [p for p in model.parameters() if p.requires_grad or how in ("unfrozen", "twice")]
+    in_groups = [p for p in model.parameters() if p.requires_grad or how in ("unfrozen", "unfrozen amid", "twice")]
     return model, in_groups
 
 
@@ -90,8 +95,10 @@ def plainly(how: str, ranks: int, kind: str) -> tuple[list[list[float]], dict[st
         changed(model, optimizer, step, how)
         if step > 1:
             averaged(averages, model, begin=True)
-        for rank in range(ranks):
-            for micro in range(2):
+        for micro in range(2):
+            if how == "unfrozen amid" and step == STEPS and micro == 1:
+                model.layers[0].requires_grad_(True)
+            for rank in range(ranks):
                 x, y = batch(2 * step + micro, rank)
                 loss = (model(x) - y).square().mean()
                 (loss / ranks / 2).backward()
@@ -101,7 +108,8 @@ def plainly(how: str, ranks: int, kind: str) -> tuple[list[list[float]], dict[st
         optimizer.zero_grad()
         if step:
             averaged(averages, model)
-    return losses, {name: p.detach() for name, p in model.named_parameters()}, averages
+    params = {name: p.detach() for name, p in model.named_parameters()}
+    return losses, params, {name: averages[name] for name in params}
 
 
 def sharded(how: str, kind: str, stage: int, transport: str, home: str, folder: str) -> dict[str, Any]:
@@ -119,7 +127,11 @@ def sharded(how: str, kind: str, stage: int, transport: str, home: str, folder: 
     losses = []
     for step in range(3 * STEPS):
         changed(engine.module, engine.optimizer, step, how)
+        if how == "exchanged" and step == STEPS:
+            engine.refresh()
         for micro in range(2):
+            if how == "unfrozen amid" and step == STEPS and micro == 1:
+                engine.module.layers[0].requires_grad_(True)
             x, y = batch(2 * step + micro, rank)
             loss = (engine(x) - y).square().mean()
             engine.backward(loss)
@@ -144,6 +156,12 @@ def sharded(how: str, kind: str, stage: int, transport: str, home: str, folder: 
         ("unfrozen", "AdamW", 2, 3, "shm", "host"),
         ("added", "AdamW", 2, 3, "gloo", "device"),
         ("twice", "SGD", 2, 2, "shm", "device"),
+        ("exchanged", "AdamW", 2, 3, "shm", "device"),
+        ("unfrozen amid", "AdamW", 2, 2, "gloo", "device"),
+        pytest.param("unfrozen amid", "SGD", 2, 1, "shm", "disk", marks=pytest.mark.slow),
+        pytest.param("unfrozen amid", "Adafactor", 3, 3, "shm", "host", marks=pytest.mark.slow),
+        pytest.param("unfrozen amid", "AdamW", 2, 0, "shm", "device", marks=pytest.mark.slow),
+        pytest.param("exchanged", "Adafactor", 3, 2, "gloo", "disk", marks=pytest.mark.slow),
         pytest.param("unfrozen and given", "AdamW", 2, 1, "gloo", "disk", marks=pytest.mark.slow),
         pytest.param("unfrozen", "Adafactor", 2, 3, "gloo", "device", marks=pytest.mark.slow),
         pytest.param("added", "Adafactor", 2, 2, "shm", "device", marks=pytest.mark.slow),
@@ -167,6 +185,51 @@ def test_a_model_that_changes_trains_as_in_one_process(
         assert error < 1e-5, where
         error, where = relative_error(found["averages"], averages)
         assert error < 1e-5, where
+
+
+def refused_refresh() -> list[str]:
+    """A refresh that can't be, and then the engine as it was; and a parameter that came unseen."""
+    import windlass
+
+    model, in_groups = prepared("exchanged")
+    config = ds_config(Recipe(optimizer="AdamW", optimizer_params=OPTIMIZERS["AdamW"]), Setting(stage=3))
+    del config["optimizer"]
+    engine = windlass.initialize(model=model, optimizer=torch.optim.AdamW(in_groups), config=config)[0]
+
+    def trains(step: int) -> None:
+        x, y = batch(step, dist.get_rank())
+        engine.backward((engine(x) - y).square().mean())
+        engine.step()
+
+    def said(call: Any) -> str:
+        with pytest.raises(windlass.WindlassError) as refused:
+            call()
+        return str(refused.value)
+
+    trains(0)
+    kept, model.layers[1] = model.layers[1], head()
+    found = [said(engine.refresh), said(lambda: engine.save_checkpoint("nowhere"))]
+    model.layers[1] = kept
+    before = engine.fingerprint()
+    trains(1)
+    assert engine.fingerprint() != before
+    model.more = head()
+    engine.optimizer.param_groups[0]["params"] += list(model.more.parameters())
+    found.append(said(lambda: trains(2)))
+    engine.zero_grad()
+    engine.refresh()
+    trains(3)
+    engine.destroy()
+    for call in (engine.step, engine.full_state_dict, engine.fingerprint, lambda: engine.save_checkpoint("nowhere")):
+        assert "this engine was destroyed" in said(call)
+    return found
+
+
+def test_what_a_refresh_refuses_leaves_the_engine_as_it_was() -> None:
+    for refused, saved, unseen in run_ranks(refused_refresh, 2):
+        assert "optimizer group 0, parameter 3" in refused and "out of the group" in refused
+        assert "'layers.1.0.weight' is new" in saved and "engine.refresh()" in saved
+        assert "'more.0.weight' has a gradient" in unseen and "engine.refresh()" in unseen
 
 
 def behind_the_engine() -> str:

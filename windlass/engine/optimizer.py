@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from windlass.base.errors import ModelError
+from windlass.base.errors import ModelError, WindlassError
 from windlass.optim.elementwise import prefer_fused
 from windlass.zero.sharded import ShardedModel
 from windlass.zero.update import check_parameters
@@ -63,7 +63,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             check_parameters(self, self._model.model)
             if not self._model.trains_all(param_group["params"]):
                 self._refresh()
-        except ModelError:
+        except WindlassError:
             self.param_groups.pop()
             raise
         prefer_fused(self.optimizer)

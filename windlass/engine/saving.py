@@ -32,7 +32,7 @@ from windlass.engine.position import (
 )
 from windlass.engine.refresh import pending
 from windlass.engine.states import Outgoing, merged, outgoing
-from windlass.engine.weights import said_of_weights
+from windlass.engine.weights import require_all_known, said_of_weights
 from windlass.zero.chunk import Chunk
 from windlass.zero.health import HALF_DONE
 
@@ -57,6 +57,7 @@ def save_engine(
         raise CheckpointError(f"client_state is a {type(client).__name__}; give a dict of plain data")
     if trainable_only is None:
         trainable_only = trains_adapters(model)
+    require_all_known(model)
     engine._saves.finish()
     model.finish_update()
     if model.health.lost:
@@ -172,6 +173,7 @@ def load_engine(
 ) -> tuple[str | None, dict[str, Any] | None]:
     """See `Engine.load_checkpoint`."""
     model = engine._sharded
+    require_all_known(model)
     engine._saves.finish()  # it may be the one that is asked for
     model.health.refuse("load_checkpoint")
     ranks = Ranks.of(model.mesh.data.process_group)

@@ -23,7 +23,7 @@ from windlass.engine.files import Files
 from windlass.engine.optimizer import ShardedOptimizer
 from windlass.engine.progress import Progress
 from windlass.engine.questions import Questions
-from windlass.engine.refresh import pending, refresh, refuse_lost_gradients, unfrozen
+from windlass.engine.refresh import refresh, refuse_lost_gradients, unfrozen
 from windlass.engine.reporting import Reporter
 from windlass.optim.loss_scale import LossScale
 from windlass.zero.parking import KINDS
@@ -100,23 +100,24 @@ class Engine(Questions, Files, nn.Module):
         What was trained before keeps its master weights and optimizer states; what is new begins as in plain PyTorch.
         It happens by itself at the first forward after `requires_grad` was set on a frozen parameter of the optimizer's
         groups, and where `optimizer.add_param_group` brings parameters that are new. Where parameters were only
-        unfrozen, their units get masters and a place for gradients, and all else stays where it is; where modules came
-        or went it takes host memory for the model on every rank, for masters and states over all.
+        unfrozen, their units get masters and a place for gradients, and all else stays where it is, gradients of a step
+        that has begun too; where modules came or went it takes host memory for the model on every rank, for masters and
+        states over all. What went has to be taken out of the optimizer's groups before.
 
         Raises:
-            ModelError: a step has begun, or an optimizer's parameter is none of the model's.
+            ModelError: modules came or went and a step has begun, an optimizer's parameter is none of the model's, or
+                averages of the parameters are applied. Nothing was changed.
+            StorageError: there is no space on disk. Where modules came or went, the engine counts as destroyed then.
         """
-        self._refuse_parked("refresh")
+        self._require_ready("refresh")
         refresh(self)
 
     # training
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module."""
-        if self._destroyed:
-            raise ModelError("this engine was destroyed; call the model itself, or initialize a new engine")
-        self._refuse_parked("forward")
-        if torch.is_grad_enabled() and not pending(self._sharded) and unfrozen(self._sharded):
+        self._require_ready("forward")
+        if torch.is_grad_enabled() and unfrozen(self._sharded):
             self.refresh()
         if self.module.training and torch.is_grad_enabled():
             self._buffers_of.before_forward()
@@ -174,7 +175,7 @@ class Engine(Questions, Files, nn.Module):
             UpdateError: the update of the step before, which was delayed, failed on some rank.
         """
         assert self.optimizer is not None, "step needs an optimizer: pass one to initialize or name one in the config"
-        self._refuse_parked("step")
+        self._require_ready("step")
         if self._no_sync:
             raise ModelError("step() inside no_sync(): gradients were not reduced; leave the context first")
         self.progress.applied = False

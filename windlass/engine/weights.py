@@ -86,11 +86,15 @@ def load_whole(model: ShardedModel, state: Mapping[str, torch.Tensor], *, strict
 
 
 def _names(model: ShardedModel) -> dict[int, list[str]]:
-    """All names of each parameter, by its id."""
+    """All names of each parameter, by its id.
+
+    Raises:
+        ModelError: the engine does not know all of them.
+    """
     names: dict[int, list[str]] = {}
     for name, parameter in model.model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
-    _require_all_known(model, names)
+    require_all_known(model)
     return names
 
 
@@ -101,16 +105,21 @@ def _buffers(model: ShardedModel) -> Iterator[tuple[str, torch.Tensor]]:
                 yield f"{prefix}.{name}" if prefix else name, buffer
 
 
-def _require_all_known(model: ShardedModel, names: dict[int, list[str]]) -> None:
-    """A module that was exchanged or added after `initialize` trains nowhere, and would be missing from a file."""
+def require_all_known(model: ShardedModel) -> None:
+    """A module that was exchanged or added after `initialize` trains nowhere, and would be missing from a file.
+
+    Raises:
+        ModelError: there is one.
+    """
     held = {id(parameter) for unit in model.units for parameter in unit.parameters}
-    strange = [found[0] for identity, found in names.items() if identity not in held]
-    gone = [n for u in model.units for n, p in zip(u.names, u.parameters, strict=True) if id(p) not in names]
-    if model.units and (strange or gone):
+    present = {id(parameter): name for name, parameter in model.model.named_parameters()}
+    strange = [name for identity, name in present.items() if identity not in held]
+    gone = [n for u in model.units for n, p in zip(u.names, u.parameters, strict=True) if id(p) not in present]
+    if strange or gone:
         raise ModelError(
             f"the model changed after initialize: {(strange or gone)[0]!r} is {'new' if strange else 'gone'}, and the "
-            "engine neither trains nor saves what it did not see; change the model first, or destroy() the engine, "
-            "change it and initialize again"
+            "engine neither trains nor saves what it did not see; call engine.refresh(), with what is gone taken out "
+            "of the optimizer's groups"
         )
 
 

@@ -171,6 +171,7 @@ class ShardedModel:
             self.delayed = Delayed(self.slots, self.masters, self.units, device, homes.gradient, make, dtype)
         self._handles: list[RemovableHandle | Generation] = []
         self._watched: set[int] = set()  # ids of parameters whose gradients are taken
+        self.destroyed = False
         self._closer = finalize(self, _close, mesh, self.ledger, homes.disk)
         self.health.check("initialize could not put the model on disk", loses=True)
         self._attach(blocks)
@@ -430,6 +431,7 @@ class ShardedModel:
             self._undo()
 
     def _undo(self) -> None:
+        self.destroyed = True
         for handle in self._handles:
             handle.remove()
         self._handles = []
