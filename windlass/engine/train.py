@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from windlass.base.activity import activity
+from windlass.base.autograd import at_end_of_backward, current_backward
 from windlass.base.errors import ConfigError, LossError, ModelError, StorageError
 from windlass.base.garbage import hold_off
 from windlass.base.log import logger
@@ -35,6 +36,8 @@ class Engine(Questions, Files, nn.Module):
 
     What is not the engine's own falls through to the module.
     """
+
+    _scaling: Engine | None = None  # of the class: whose loss the backward that runs began with
 
     def __init__(
         self,
@@ -78,7 +81,7 @@ class Engine(Questions, Files, nn.Module):
         self._buffers_of = Buffers(self.module, data, self.device, sharded.settings.compute, meet)
         self._blame = Blame(data)
         gradients = sharded.gradients
-        gradients.weight = lambda: self._weight
+        gradients.weight = lambda: self._weight * self._own_share()
         gradients.syncing = self._syncs
         if self._config.fp16.enabled:
             gradients.watch = self._watch
@@ -156,7 +159,8 @@ class Engine(Questions, Files, nn.Module):
                     retain_graph=retain_graph
                 )
         finally:
-            self._weight, self._scaled = 1.0 / self.progress.batch.accumulation, False
+            self._weight = 1.0 / self.progress.batch.accumulation
+            self._backward_ended()
         return loss * (1.0 / self.progress.batch.accumulation) if scale_wrt_gas else loss
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
@@ -299,7 +303,7 @@ class Engine(Questions, Files, nn.Module):
         return not self._no_sync and (self._sharded.policy.grad or self.progress.at_boundary())
 
     def _watch(self, unit: Any, index: int, gradient: torch.Tensor) -> None:
-        if not self._scaled and self._scaler.scale != 1.0:
+        if not self._scaled and self._scaler.scale != 1.0 and Engine._scaling is None:
             raise ModelError(
                 f"loss.backward() under fp16 with a loss scale of {self._scaler.scale:g}: the loss has no scale in it. "
                 "Call engine.backward(loss), or engine.scale(loss).backward()"
@@ -309,10 +313,24 @@ class Engine(Questions, Files, nn.Module):
     def _note_backward_of(self, loss: torch.Tensor) -> None:
         """See `attach_model`: whatever the model returned, its backward is known from the loss on."""
         if loss.requires_grad and loss.grad_fn is not None:
-            loss.register_hook(lambda _: self._sharded.runtime.note_backward())
+            loss.register_hook(lambda _: self._backward_began())
+
+    def _backward_began(self) -> None:
+        Engine._scaling = self
+        self._sharded.runtime.note_backward()
 
     def _backward_ended(self) -> None:
         self._scaled = False
+        if Engine._scaling is self:
+            if current_backward() >= 0:  # other engines may still take gradients at its end
+                at_end_of_backward(_forget_scaling)
+            else:
+                _forget_scaling()
+
+    def _own_share(self) -> float:
+        """What makes the loss scale in the gradients this engine's own, where another's loss passes through it."""
+        other = Engine._scaling
+        return 1.0 if self._scaled or other is None else self._scaler.scale / other._scaler.scale
 
     def _autocast(self) -> AbstractContextManager[Any]:
         section = self._config.torch_autocast
@@ -388,6 +406,10 @@ class Engine(Questions, Files, nn.Module):
 
 def _nothing() -> None:
     return
+
+
+def _forget_scaling() -> None:
+    Engine._scaling = None
 
 
 def _not_rebuilt(engine: Engine) -> ShardedModel:
