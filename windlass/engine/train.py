@@ -244,6 +244,15 @@ class Engine(Questions, Files, nn.Module):
             self.lr_scheduler.step(**lr_kwargs)
         except TypeError:
             self.lr_scheduler.step(self.train_batch_size())
+        except ValueError as error:  # torch's own tell of a zip() and its arguments
+            known, groups = getattr(self.lr_scheduler, "base_lrs", None), self.get_lr()
+            if known is None or len(known) == len(groups):
+                raise
+            raise ModelError(
+                f"{type(self.lr_scheduler).__name__} was made for {len(known)} optimizer groups, and there are "
+                f"{len(groups)} now: the step was made, the schedule was not. After add_param_group make such a schedule "
+                "again: engine.lr_scheduler = ..."
+            ) from error
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
