@@ -19,6 +19,7 @@ OPTIMIZERS = {
     "AdamW": (("lr", 1e-2), ("weight_decay", 0.01)),
     "SGD": (("lr", 0.05), ("momentum", 0.9)),
     "Adafactor": (("lr", 1e-2),),
+    "Muon": (("lr", 1e-2),),
 }
 
 
@@ -77,6 +78,15 @@ def prepared(how: str) -> tuple[Growing, list[nn.Parameter]]:
     return model, in_groups
 
 
+def optimizer_of(kind: str, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    import windlass
+
+    made: torch.optim.Optimizer = getattr(windlass.optim if kind == "Muon" else torch.optim, kind)(
+        parameters, **dict(OPTIMIZERS[kind])
+    )
+    return made
+
+
 def averaged(averages: dict[str, Tensor], model: nn.Module, *, begin: bool = False) -> None:
     """An exponential moving average; what comes later begins with the values that it came with."""
     for name, parameter in model.named_parameters():
@@ -88,7 +98,7 @@ def averaged(averages: dict[str, Tensor], model: nn.Module, *, begin: bool = Fal
 
 def plainly(how: str, ranks: int, kind: str) -> tuple[list[list[float]], dict[str, Tensor], dict[str, Tensor]]:
     model, in_groups = prepared(how)
-    optimizer = getattr(torch.optim, kind)(in_groups, **dict(OPTIMIZERS[kind]))
+    optimizer = optimizer_of(kind, in_groups)
     losses: list[list[float]] = [[] for _ in range(ranks)]
     averages: dict[str, Tensor] = {}
     for step in range(3 * STEPS):
@@ -121,7 +131,7 @@ def sharded(how: str, kind: str, stage: int, transport: str, home: str, folder: 
     recipe = Recipe(accumulation=2, optimizer=kind, optimizer_params=OPTIMIZERS[kind])
     config = ds_config(recipe, Setting(stage=stage, transport=transport, zero=tuple(zero.items())))
     del config["optimizer"]
-    optimizer = getattr(torch.optim, kind)(in_groups, **dict(OPTIMIZERS[kind]))
+    optimizer = optimizer_of(kind, in_groups)
     engine = windlass.initialize(model=model, optimizer=optimizer, config=config)[0]
     average = windlass.zero.ExponentialMovingAverage(engine, 0.8)
     losses = []
@@ -157,6 +167,7 @@ def sharded(how: str, kind: str, stage: int, transport: str, home: str, folder: 
         ("added", "AdamW", 2, 3, "gloo", "device"),
         ("twice", "SGD", 2, 2, "shm", "device"),
         ("exchanged", "AdamW", 2, 3, "shm", "device"),
+        ("added", "Muon", 2, 3, "shm", "device"),
         ("unfrozen amid", "AdamW", 2, 2, "gloo", "device"),
         pytest.param("unfrozen amid", "SGD", 2, 1, "shm", "disk", marks=pytest.mark.slow),
         pytest.param("unfrozen amid", "Adafactor", 3, 3, "shm", "host", marks=pytest.mark.slow),
