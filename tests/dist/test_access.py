@@ -341,3 +341,26 @@ def edit_beside(way: str) -> tuple[Tensor, Tensor]:
 def test_an_edit_in_place_outlives_a_change_of_something_else(way: str) -> None:
     for edited, found in run_ranks(edit_beside, 2, way):
         assert (found - edited).abs().max() < 0.1 < edited.abs().max()
+
+
+def resized(stage: int) -> list[str]:
+    """A weight that gets other rows in mid-run, as `resize_token_embeddings` of transformers gives it."""
+    import windlass
+
+    engine = windlass.initialize(model=two_layers(), config=ds_config(Recipe(), Setting(stage=stage)))[0]
+    last, said = engine.module[2], []
+    for rank in (None, 0):
+        with pytest.raises(windlass.WindlassError) as refused:
+            with windlass.zero.GatheredParameters([last.weight], modifier_rank=rank):
+                last.weight.data = torch.zeros(9, 64)
+            last.bias.data = torch.zeros(9)
+            engine.backward(engine(torch.ones(2, 8)).square().mean())
+        said.append(str(refused.value))
+    return said
+
+
+def test_a_parameter_that_is_resized_is_named() -> None:
+    for found in run_ranks(resized, 2, 3):
+        assert all("'2.weight' had shape (8, 64) at initialize and has (9, 64) now" in said for said in found)
+    for found in run_ranks(resized, 2, 1):
+        assert all(said.startswith("'2.") and "has (9" in said for said in found)
