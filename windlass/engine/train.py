@@ -250,8 +250,8 @@ class Engine(Questions, Files, nn.Module):
                 raise
             raise ModelError(
                 f"{type(self.lr_scheduler).__name__} was made for {len(known)} optimizer groups, and there are "
-                f"{len(groups)} now: the step was made, the schedule was not. After add_param_group make such a schedule "
-                "again: engine.lr_scheduler = ..."
+                f"{len(groups)} now: the step was made, the schedule was not. After add_param_group make such a "
+                "schedule again: engine.lr_scheduler = ..."
             ) from error
 
     @contextmanager

@@ -19,8 +19,9 @@ class HasParamGroups(Protocol):
 
 
 class Schedule:
-    """A learning rate as a function of `last_batch_iteration`, written into `param_groups` at every `step()`. Groups that
-    are added later keep the rate that they come with.
+    """A learning rate as a function of `last_batch_iteration`, written into `param_groups` at every `step()`.
+
+    Groups that are added later keep the rate that they come with.
 
     Construction at iteration -1 writes the starting rates, which the first optimizer step uses; construction at a later
     iteration (resuming by hand) writes nothing before the first `step()`.

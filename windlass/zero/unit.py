@@ -276,8 +276,8 @@ class Unit:
         """Raises ModelError where a parameter, or its gradient, has another shape than it had."""
         if shape != self.shapes[index]:
             raise ModelError(
-                f"{self.names[index]!r} had shape {tuple(self.shapes[index])} at initialize and has {tuple(shape)} now; "
-                "destroy() the engine before a parameter is resized, and initialize again"
+                f"{self.names[index]!r} had shape {tuple(self.shapes[index])} at initialize and has {tuple(shape)} "
+                "now; destroy() the engine before a parameter is resized, and initialize again"
             )
 
     def pieces(self) -> Iterator[Piece]:
