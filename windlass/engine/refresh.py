@@ -80,7 +80,8 @@ def refuse_lost_gradients(model: ShardedModel) -> None:
         ModelError: there is one.
     """
     groups = model.update.optimizer.param_groups if model.update is not None else []
-    lost = {id(p) for group in groups for p in group["params"] if not model.trains_all([p]) and p.grad is not None}
+    unseen = [p for group in groups if not model.trains_all(group["params"]) for p in group["params"]]
+    lost = {id(p) for p in unseen if p.grad is not None and not model.trains_all([p])}
     for name, parameter in model.model.named_parameters() if lost else ():
         if id(parameter) in lost:
             raise ModelError(

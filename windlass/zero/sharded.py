@@ -358,7 +358,7 @@ class ShardedModel:
 
     def trains_all(self, parameters: Iterable[nn.Parameter]) -> bool:
         """Whether all of `parameters` that need a gradient have memory for it."""
-        return all(id(p) in self._watched for p in parameters if p.requires_grad)
+        return all(id(p) in self._watched or not p.requires_grad for p in parameters)
 
     def take_back(self) -> None:
         """Parameters that were given other memory since the last step (`p.data = ...`, `module.to(...)`) go back to
