@@ -155,3 +155,41 @@ def test_each_engine_has_its_own_precision_and_homes(
         for name, model in zip(("actor", "critic"), models, strict=True):
             error, where = relative_error(found[name], {n: p.detach() for n, p in model.named_parameters()})
             assert error < bound, (name, where)
+
+
+class Fails(torch.autograd.Function):
+    """The identity, whose backward fails."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("it failed")
+
+
+def after_a_failure() -> list[dict[str, torch.Tensor]]:
+    """A step of an engine alone, where another's backward failed before, and where none did."""
+    import windlass
+
+    found, x = [], rows(Place(0, 0, dist.get_rank()))["x"]
+    for fails in (True, False):
+        config = ds_config(Recipe(), Setting(stage=1))
+        half = {**config, "fp16": {"enabled": True, "loss_scale": 128.0}}
+        models = built(0, 0), built(10, 0)
+        failing, alone = (windlass.initialize(model=m, config=c)[0] for m, c in zip(models, (half, config), strict=True))
+        if fails:
+            with pytest.raises(RuntimeError, match="it failed"):
+                failing.scale(Fails.apply(failing(x.half())[0]).float().square().mean()).backward()
+        alone(x)[0].square().mean().backward()
+        alone.step()
+        found.append(whole_params(alone.module))
+        failing.destroy()
+        alone.destroy()
+    return found
+
+
+def test_a_backward_that_failed_leaves_no_loss_scale_to_others() -> None:
+    for after, before in run_ranks(after_a_failure, 2):
+        assert all(torch.equal(after[name], before[name]) for name in before)

@@ -120,6 +120,8 @@ class Engine(Questions, Files, nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module."""
         self._require_ready("forward")
+        if Engine._scaling is not None and current_backward() < 0:  # of a backward that an exception ended
+            _forget_scaling()
         if torch.is_grad_enabled() and unfrozen(self._sharded):
             self.refresh()
         if self.module.training and torch.is_grad_enabled():
