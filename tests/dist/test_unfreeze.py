@@ -15,6 +15,7 @@ from tests.dist.test_offload import LATE, homes
 from tests.dist.test_partial_load import Net, batch, plain_steps, whole
 from tests.oracle import relative_error
 from tests.strangers import Foreign
+from windlass import checkpoint
 
 
 class Momentum(Foreign):
@@ -209,7 +210,8 @@ def to_and_fro(model: Any, step: int) -> None:
     """What is trained in which step."""
     tied, (first, second, third) = model.first.weight, model.layers
     for when, what, trained in (
-        (1, second, False), (2, first.weight, True), (3, second, True), (3, tied, False), (5, tied, True), (5, third, True)
+        (1, second, False), (2, first.weight, True), (3, second, True), (3, tied, False), (5, tied, True),
+        (5, third, True),
     ):  # fmt: skip
         if step == when:
             what.requires_grad_(trained)
@@ -250,3 +252,39 @@ def test_frozen_and_unfrozen_again_with_an_average(stage: int, home: str, transp
     for found in run_ranks(frozen_again, 2, stage, home, str(tmp_path), env=LATE, transport=transport):
         assert relative_error(found["params"], params)[0] <= 1e-6
         assert relative_error(found["averages"], averages)[0] <= 1e-6
+
+
+def adapted(folder: str, stage: int, way: str) -> bool:
+    """Of many layers a bias is trained, and another, unfrozen in mid-run where its weight stays frozen: from the engine
+    that was changed to one that began so, or back."""
+    engines = []
+    for changed in (way == "to a new one", way != "to a new one"):
+        torch.manual_seed(0)
+        model = Net(12)
+        model.requires_grad_(False)
+        biases = [layer.bias for layer in model.layers[:2]]
+        for bias in biases[:1] if changed else biases:
+            bias.requires_grad_(True)
+        engine = engine_for(model, "AdamW", True, stage, "none", folder, "fp32")
+        if changed:
+            steps(engine, 0, 1)
+            biases[1].requires_grad_(True)
+        if not engines:
+            steps(engine, 1, 3)
+            engine.save_checkpoint(folder)
+        else:
+            steps(engine, 3, 4)
+            engine.load_checkpoint(folder)
+        engines.append(engine)
+    first, second = (engine.fingerprint() for engine in engines)
+    for engine in engines:
+        engine.destroy()
+    return first == second
+
+
+@pytest.mark.parametrize("way", ["to a new one", "from a new one"])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_adapters_of_which_one_was_unfrozen(stage: int, way: str, tmp_path: Any) -> None:
+    assert run_ranks(adapted, 2, str(tmp_path), stage, way) == [True, True]
+    absent = checkpoint.read_plain(tmp_path)["absent"]
+    assert "layers.1.weight" in absent and "layers.1.bias" not in absent

@@ -20,7 +20,7 @@ from windlass.engine.away import ChunkAway
 from windlass.engine.extra_state import plain_extra_states, set_extra_states
 from windlass.engine.filling import ChunkToFill, incoming
 from windlass.engine.fingerprint import Written, fingerprint
-from windlass.engine.frozen_base import base_hashes, check_base, trains_adapters
+from windlass.engine.frozen_base import base_hashes, base_of, check_base, trains_adapters
 from windlass.engine.groups import groups_of, match, require_whole, take
 from windlass.engine.pieces import ChunkToRead, parameters
 from windlass.engine.position import (
@@ -80,16 +80,17 @@ def save_engine(
         return drawers[id(chunk)]
 
     units = [unit for unit in model.units if unit.trainable or not trainable_only]
-    taken = fingerprint(model, units, "nothing is saved") if blocking else None
+    absent = base_of(model) if trainable_only else frozenset()
+    taken = fingerprint(model, units, "nothing is saved", absent) if blocking else None
     later: list[Written] = []
-    shards = list(parameters(model, units, drawer_of, keep=False, later=not blocking))
+    shards = list(parameters(model, units, drawer_of, keep=False, later=not blocking, without=absent))
     states = Outgoing()
 
     def look() -> dict[str, Any]:
         if model.update is not None:
             outgoing(model.update, drawer_of, states)
         if not blocking:
-            later.append(Written(model, units))
+            later.append(Written(model, units, absent))
         return {**states.about(), "data": data_position(engine)}
 
     ranks = Ranks.of(model.mesh.data.process_group)
@@ -115,7 +116,7 @@ def save_engine(
         "schedule": _schedule(engine),
         "data": places[0],
         "trainable_only": trainable_only,
-        **said_of_weights(model, trainable_only=trainable_only),
+        **said_of_weights(model, absent),
         "base": base_hashes(model) if trainable_only else {},
         "buffers": True,
         "averages": averages.said_of(model),
@@ -202,7 +203,7 @@ def load_engine(
     units = [unit for unit in model.units if unit.trainable or not trainable_only]
     with model.renewing(units):
         found, alike = _fill(engine, directory, tag, plain, saved, groups_too, wanted, order)
-    _compare(model, units, found, alike)
+    _compare(model, units, found, alike, base_of(model) if trainable_only else frozenset())
     set_extra_states(engine.module, found.plain.get("extra", {}))
     if groups_too:
         take(engine, matched, plain["groups"])
@@ -234,7 +235,9 @@ def _go_on(engine: Engine, found: LoadedState, position: dict[str, Any] | None, 
         logger.info(f"goes on at {'; '.join(told)}")
 
 
-def _compare(model: ShardedModel, units: list[Unit], found: LoadedState, alike: tuple[bool, bool]) -> None:
+def _compare(
+    model: ShardedModel, units: list[Unit], found: LoadedState, alike: tuple[bool, bool], absent: frozenset[str]
+) -> None:
     """What was loaded is what was saved, as far as it was to be (`alike`: of parameters, of states). Collective.
 
     Raises:
@@ -243,7 +246,7 @@ def _compare(model: ShardedModel, units: list[Unit], found: LoadedState, alike: 
     saved = found.plain.get("fingerprint")
     if saved is None or not any(alike):
         return
-    here = fingerprint(model, units)
+    here = fingerprint(model, units, without=absent)
     pairs = zip(("parameters", "states"), alike, (here.parameters, here.states), strict=True)
     for what, same, taken in pairs:
         if same and saved[what] is not None and taken != saved[what]:
@@ -284,7 +287,8 @@ def _fill(
         return drawers.setdefault(id(chunk), ChunkToFill(model.masters, chunk))
 
     units = [unit for unit in model.units if unit.trainable or not trainable_only]
-    shards = list(parameters(model, units, drawer_of, keep=True))
+    absent = base_of(model) if trainable_only else frozenset()
+    shards = list(parameters(model, units, drawer_of, keep=True, without=absent))
     tensors = _buffers(engine) if plain.get("buffers", not trainable_only) else {}
     ranks = Ranks.of(model.mesh.data.process_group)
     if states_too:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -36,11 +36,11 @@ def full_state_dict(model: ShardedModel, *, dtype: torch.dtype | None = None) ->
     return found
 
 
-def said_of_weights(model: ShardedModel, *, trainable_only: bool) -> dict[str, Any]:
+def said_of_weights(model: ShardedModel, absent: Collection[str]) -> dict[str, Any]:
     """What a checkpoint says of weights beside their values, as plain data.
 
     `tied`: other names of what is stored once, and the name under which it is; `dtypes`: in which dtype the model
-    computes, where that is not float32; `absent`: which parameters are left out.
+    computes, where that is not float32; `absent`: which parameters are left out, in model order.
     """
     tied: dict[str, str] = {}
     first: dict[int, str] = {}
@@ -50,7 +50,7 @@ def said_of_weights(model: ShardedModel, *, trainable_only: bool) -> dict[str, A
             tied[name] = kept
     units = [unit for unit in model.units if unit.dtype is not torch.float32]
     dtypes = {name: str(unit.dtype).removeprefix("torch.") for unit in units for name in unit.names}
-    left_out = [name for unit in model.units if trainable_only and not unit.trainable for name in unit.names]
+    left_out = [name for unit in model.units for name in unit.names if name in absent]
     return {"tied": tied, "dtypes": dtypes, "absent": left_out}
 
 
