@@ -17,7 +17,7 @@ help:
 	@echo "make parity  the full products of the laws (long)"
 	@echo "make bench   speed and memory beside plain PyTorch (long)"
 	@echo "make chaos   kills ranks and launchers while they train and save, 50 times (some minutes)"
-	@echo "make bench-infinity  half a billion parameters under a quarter of the memory that they take (some minutes)"
+	@echo "make bench-infinity  half a billion parameters under a third of the memory that their states take (some minutes)"
 
 demo: $(VENV)/.demo
 	$(BIN)/windlass train --config examples/demo.json --model tiny --data stdlib --nproc 2 --steps 900 --prompt "def " --out runs/demo --overwrite

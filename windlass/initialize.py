@@ -109,7 +109,11 @@ def initialize(
     watch.before(model, built, settings_of)
     sharded = _shard(model, built, settings_of, device)
     engine = Engine(sharded, built, settings_of, progress, _loss_scale(settings_of))
-    engine.lr_scheduler = _scheduler(engine, lr_scheduler, settings_of)
+    try:
+        engine.lr_scheduler = _scheduler(engine, lr_scheduler, settings_of)
+    except Exception:  # on every rank
+        engine.destroy()
+        raise
     if training_data is not None:
         engine.deepspeed_io(training_data, collate_fn=collate_fn)
     engine.rebuild = partial(_rebuild, built, settings_of, device)

@@ -310,3 +310,57 @@ def test_an_edit_does_not_reach_a_peer_that_is_late(stage: int, way: str) -> Non
     wanted = run_ranks(edit_before_a_slow_peer, 2, stage, way, transport="gloo")[0]
     for found in run_ranks(edit_before_a_slow_peer, 2, stage, way, transport="shm"):
         assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def edit_beside(way: str) -> tuple[Tensor, Tensor]:
+    """A parameter that was changed in place, before and after something else of its engine changes."""
+    import windlass
+
+    model = two_layers()
+    model[0].bias.requires_grad_(False)
+    config = {**ds_config(Recipe(), Setting(stage=1)), "bf16": {"enabled": True}}
+    del config["optimizer"]
+    engine = windlass.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), 0.05), config=config)[0]
+    weight = model[2].weight
+    with torch.no_grad():
+        weight.mul_(64.0)
+    edited = weight.detach().clone()
+    if way == "set":
+        windlass.zero.set_full_param(model[0].weight, torch.ones(64, 8))
+    else:
+        model[0].bias.requires_grad_(True)
+        engine.refresh()
+    engine.backward(engine(torch.ones(2, 8, dtype=torch.bfloat16)).float().square().mean())
+    engine.step()
+    found = windlass.zero.full_param(weight).detach().clone()
+    engine.destroy()
+    return edited.float(), found
+
+
+@pytest.mark.parametrize("way", ["set", "unfrozen"])
+def test_an_edit_in_place_outlives_a_change_of_something_else(way: str) -> None:
+    for edited, found in run_ranks(edit_beside, 2, way):
+        assert (found - edited).abs().max() < 0.1 < edited.abs().max()
+
+
+def resized(stage: int) -> list[str]:
+    """A weight that gets other rows in mid-run, as `resize_token_embeddings` of transformers gives it."""
+    import windlass
+
+    engine = windlass.initialize(model=two_layers(), config=ds_config(Recipe(), Setting(stage=stage)))[0]
+    last, said = engine.module[2], []
+    for rank in (None, 0):
+        with pytest.raises(windlass.WindlassError) as refused:
+            with windlass.zero.GatheredParameters([last.weight], modifier_rank=rank):
+                last.weight.data = torch.zeros(9, 64)
+            last.bias.data = torch.zeros(9)
+            engine.backward(engine(torch.ones(2, 8)).square().mean())
+        said.append(str(refused.value))
+    return said
+
+
+def test_a_parameter_that_is_resized_is_named() -> None:
+    for found in run_ranks(resized, 2, 3):
+        assert all("'2.weight' had shape (8, 64) at initialize and has (9, 64) now" in said for said in found)
+    for found in run_ranks(resized, 2, 1):
+        assert all(said.startswith("'2.") and "has (9" in said for said in found)

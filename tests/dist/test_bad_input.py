@@ -55,12 +55,17 @@ def refusal(what: str) -> str:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         more = {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1)}
         config["scheduler"] = {"type": "StepLR", "params": {"step_size": 1}}
+    elif what == "warm-up":
+        config["scheduler"] = {"type": "WarmupLR", "params": {"warmup_num_steps": -1}}
     else:
         assert what == "config"
         config = {}
     try:
         windlass.initialize(model=model, config=config or None, **more).__getitem__(0).destroy()
     except windlass.WindlassError as error:
+        if what == "warm-up":  # which is found out last: the model can be given to another engine all the same
+            del config["scheduler"]
+            windlass.initialize(model=model, config=config)[0].destroy()
         return f"{type(error).__name__}: {error}"
     return ""
 
@@ -77,6 +82,7 @@ WORDS = {
     "optimizer": ("ConfigError", "AdamV", "Adam"),
     "one_bit": ("ConfigError", "OneBitAdam"),
     "config": ("ConfigError", "config"),
+    "warm-up": ("ConfigError", "warmup_num_steps", "-1"),
 }
 
 

@@ -241,6 +241,64 @@ def test_an_average_goes_on_from_a_checkpoint_of_another_layout(before: Any, aft
         assert error < 1e-6, where
 
 
+def apart(average: Any, engine: Any) -> float:
+    """How far an average is from the parameters."""
+    import windlass
+
+    with torch.no_grad():
+        return max(float((average.full_param(p) - windlass.zero.full_param(p)).abs().max()) for p in engine.parameters())
+
+
+def loaded_averages(stage: int, home: str, folder: str) -> None:
+    """What a load makes of an average: one that had not begun, one of fewer parameters, one that is not to be loaded."""
+    import windlass
+
+    def made(layers: int) -> tuple[Any, Any]:
+        torch.manual_seed(SEED)
+        engine = engine_of(nn.Sequential(*(nn.Linear(6, 6) for _ in range(layers))), stage, "gloo", home, folder)
+        return engine, windlass.zero.ExponentialMovingAverage(engine, DECAY)
+
+    def steps(engine: Any, average: Any, count: int) -> None:
+        for _ in range(count):
+            engine.backward(engine(torch.ones(2, 6)).square().mean())
+            engine.step()
+            average.update()
+
+    engine, average = made(2)
+    engine.save_checkpoint(f"{folder}/new")
+    steps(engine, average, 3)
+    engine.save_checkpoint(f"{folder}/three")
+    engine.load_checkpoint(f"{folder}/new")
+    steps(engine, average, 1)
+    assert average.updates == 1 and apart(average, engine) == 0.0
+    steps(engine, average, 1)
+    with average.applied():
+        for refused in (engine.step, lambda: engine.load_checkpoint(f"{folder}/three")):
+            with pytest.raises(windlass.WindlassError, match="while the averages are applied"):
+                refused()
+    engine.destroy()
+    with pytest.raises(windlass.WindlassError, match="destroyed"):
+        average.update()
+    engine, average = made(3)
+    with pytest.raises(windlass.WindlassError, match="does not match"):
+        engine.load_checkpoint(f"{folder}/three", load_optimizer_states=False)
+    engine.load_checkpoint(f"{folder}/three", load_module_only=True, load_module_strict=False)
+    assert average.updates == 0
+    steps(engine, average, 1)
+    assert apart(average, engine) == 0.0  # the refused load left no trace
+    engine.load_checkpoint(f"{folder}/three", load_module_strict=False, load_optimizer_strict=False)
+    assert average.updates == 3 and apart(average, engine) > 1e-4
+    assert all(torch.equal(average.full_param(p), windlass.zero.full_param(p)) for p in engine.module[2].parameters())
+    engine.destroy()
+
+
+@pytest.mark.parametrize(
+    ("stage", "home"), [(2, "device"), (3, "disk"), pytest.param(3, "host", marks=pytest.mark.slow)]
+)
+def test_what_a_load_makes_of_an_average(stage: int, home: str, tmp_path: Any) -> None:
+    run_ranks(loaded_averages, 2, stage, home, str(tmp_path), env=env_of(home))
+
+
 # text
 
 

@@ -107,3 +107,40 @@ def test_a_skipped_step_does_not_advance_the_schedule(way: str, stage: int) -> N
         assert found["skipped"] == 1 and found["steps"] == STEPS
         for step, (rate, _) in enumerate(found["rates"]):
             assert rate == pytest.approx([wanted[step]], rel=1e-6), f"step {step}"
+
+
+def with_a_group_more(kind: str) -> tuple[list[float], str]:
+    """The rates after a layer was unfrozen with a rate of its own; what a schedule that can't follow says."""
+    import windlass
+
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    model[0].requires_grad_(False)
+    config = ds_config(Recipe(optimizer_params=(("lr", LR),)), Setting(stage=2))
+    more: dict[str, Any] = {}
+    if kind == "LambdaLR":
+        more = {"lr_scheduler": lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)}
+    else:
+        params = {"warmup_min_lr": 0.0, "warmup_max_lr": LR, "warmup_num_steps": 4, "warmup_type": "linear"}
+        config["scheduler"] = {"type": kind, "params": params}
+    engine = windlass.initialize(model=model, config=config, **more)[0]
+    said = ""
+    for step in range(4):
+        if step == 2:
+            model[0].requires_grad_(True)
+            engine.optimizer.add_param_group({"params": list(model[0].parameters()), "lr": 0.003})
+        engine.backward(engine(torch.ones(2, 4)).square().mean())
+        try:
+            engine.step()
+        except windlass.WindlassError as error:
+            said = str(error)
+    found = engine.get_lr()
+    engine.destroy()
+    return found, said
+
+
+def test_a_schedule_after_a_group_was_added() -> None:
+    for found, said in run_ranks(with_a_group_more, 2, "WarmupLR"):
+        assert found == pytest.approx([LR * 3 / 4, 0.003]) and not said
+    for found, said in run_ranks(with_a_group_more, 2, "LambdaLR"):
+        assert found[1] == 0.003
+        assert "LambdaLR was made for 1 optimizer groups, and there are 2" in said and "engine.lr_scheduler" in said

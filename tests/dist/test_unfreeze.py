@@ -15,6 +15,7 @@ from tests.dist.test_offload import LATE, homes
 from tests.dist.test_partial_load import Net, batch, plain_steps, whole
 from tests.oracle import relative_error
 from tests.strangers import Foreign
+from windlass import checkpoint
 
 
 class Momentum(Foreign):
@@ -184,3 +185,106 @@ def test_ranks_that_unfreeze_different_parameters_are_told(stage: int, transport
         assert "frozen, in group 0 of the optimizer on rank 1" in said
     for said in run_ranks(thawed_apart, 2, True, stage, transport=transport, timeout=20):
         assert "rank 0 is at a change of parameters or states, rank 1 is at a step" in said
+
+
+class Tied(nn.Module):
+    """The first weight is the last one too; a layer and the weight of another are frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first, self.last = nn.Linear(8, 8, bias=False), nn.Linear(8, 8)
+        self.last.weight = self.first.weight
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.layers[0].requires_grad_(False)
+        self.layers[2].weight.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.last(x).square().mean()
+
+
+def to_and_fro(model: Any, step: int) -> None:
+    """What is trained in which step."""
+    tied, (first, second, third) = model.first.weight, model.layers
+    for when, what, trained in (
+        (1, second, False), (2, first.weight, True), (3, second, True), (3, tied, False), (5, tied, True),
+        (5, third, True),
+    ):  # fmt: skip
+        if step == when:
+            what.requires_grad_(trained)
+
+
+def frozen_again(stage: int, home: str, folder: str) -> dict[str, dict[str, torch.Tensor]]:
+    import windlass
+
+    engine = engine_for(Tied(), "AdamW", True, stage, home, folder, "fp32")
+    average = windlass.zero.ExponentialMovingAverage(engine, 0.9)
+    for step in range(7):
+        to_and_fro(engine.module, step)
+        steps(engine, step, step + 1)
+        average.update()
+        if step == 4:
+            engine.save_checkpoint(folder)
+            engine.load_checkpoint(folder)
+    found = {name: average.full_param(p) for name, p in engine.module.named_parameters()}
+    found = {"params": whole(engine), "averages": found}
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("stage", "home"),
+    [(3, "none"), *(pytest.param(*case, marks=pytest.mark.slow) for case in [(0, "none"), (1, "nvme"), (3, "nvme")])],
+)
+def test_frozen_and_unfrozen_again_with_an_average(stage: int, home: str, transport: str, tmp_path: Any) -> None:
+    model = Tied()
+    stepped = OPTIMIZERS["AdamW"](list(model.parameters()))
+    averages: dict[str, torch.Tensor] = {}
+    for step in range(7):
+        to_and_fro(model, step)
+        plain_steps(model, stepped, step, step + 1)
+        for name, parameter in model.named_parameters():
+            averages.setdefault(name, parameter.detach().clone()).lerp_(parameter.detach(), 0.1)
+    params = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    for found in run_ranks(frozen_again, 2, stage, home, str(tmp_path), env=LATE, transport=transport):
+        assert relative_error(found["params"], params)[0] <= 1e-6
+        assert relative_error(found["averages"], averages)[0] <= 1e-6
+
+
+def adapted(folder: str, stage: int, way: str) -> bool:
+    """Of many layers a bias is trained, and another, unfrozen in mid-run where its weight stays frozen: from the engine
+    that was changed to one that began so, or back."""
+    engines = []
+    for changed in (way == "to a new one", way != "to a new one"):
+        torch.manual_seed(0)
+        model = Net(12)
+        model.requires_grad_(False)
+        biases = [layer.bias for layer in model.layers[:2]]
+        for bias in biases[:1] if changed else biases:
+            bias.requires_grad_(True)
+        engine = engine_for(model, "AdamW", True, stage, "none", folder, "fp32")
+        if changed:
+            steps(engine, 0, 1)
+            biases[1].requires_grad_(True)
+        if not engines:
+            steps(engine, 1, 3)
+            engine.save_checkpoint(folder)
+        else:
+            steps(engine, 3, 4)
+            engine.load_checkpoint(folder)
+        engines.append(engine)
+    first, second = (engine.fingerprint() for engine in engines)
+    for engine in engines:
+        engine.destroy()
+    return first == second
+
+
+@pytest.mark.parametrize("way", ["to a new one", "from a new one"])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_adapters_of_which_one_was_unfrozen(stage: int, way: str, tmp_path: Any) -> None:
+    assert run_ranks(adapted, 2, str(tmp_path), stage, way) == [True, True]
+    absent = checkpoint.read_plain(tmp_path)["absent"]
+    assert "layers.1.weight" in absent and "layers.1.bias" not in absent

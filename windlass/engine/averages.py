@@ -9,7 +9,7 @@ import torch
 
 from windlass.base.log import logger
 from windlass.checkpoint import FlatShard
-from windlass.storage.slot import Slot
+from windlass.zero.average import ExponentialMovingAverage
 from windlass.zero.sharded import ShardedModel
 from windlass.zero.unit import Unit
 
@@ -35,42 +35,46 @@ class Incoming:
     """The averages that a checkpoint has and this model asked for.
 
     Args:
-        said: what `said_of` told when it was saved.
+        said: what `said_of` told when it was saved; None: averages are not to be loaded.
         held: names of the tensors in the checkpoint. What is trained now and has no average there (a layer that was
             frozen, or is new) begins with a copy of its weight.
     """
 
-    def __init__(self, model: ShardedModel, said: dict[str, Any], held: Container[str]) -> None:
+    def __init__(self, model: ShardedModel, said: dict[str, Any] | None, held: Container[str]) -> None:
         self._model, self._held = model, held
-        self._wanted = [(one, said[name]) for name, one in model.averages.items() if name in said]
-        for name in sorted(set(said) ^ set(model.averages)):
+        for average in model.averages.values():
+            average.refuse_applied("load_checkpoint")
+        own = model.averages if said is not None else {}
+        said = said or {}
+        self._wanted = [(one, said[name]) for name, one in own.items() if name in said]
+        for name in sorted(set(said) ^ set(own)):
             where = "in the checkpoint and was not made here" if name in said else "not in the checkpoint"
             logger.warning(f"the average {name!r} of the parameters is {where}: it is left alone")
-        self._filled: list[tuple[str, Unit, Slot, torch.Tensor]] = []
+        self._filled: list[tuple[ExponentialMovingAverage, Unit, torch.Tensor]] = []
         self.shards: list[FlatShard] = []
         for average, before in self._wanted:
             if before["updates"]:
-                for unit, slot in average.pieces(begin=True):
+                for unit, slot in average.pieces(every=True):
                     values = (
                         torch.empty(slot.numel, dtype=slot.dtype, device="cpu") if slot.tensor is None else slot.tensor
                     )
-                    self._filled.append((average.name, unit, slot, values))
+                    self._filled.append((average, unit, values))
                     self.shards += [one for one in _shards(average.name, unit, values) if one.name in held]
 
     def keep(self) -> None:
         """What was filled in goes home. Collective, after the weights were loaded."""
-        for name, unit, slot, values in self._filled:
-            begins = {number for number, of in enumerate(unit.names) if f"{PREFIX}{name}/{of}" not in self._held}
+        for average, unit, values in self._filled:
+            begins = {n for n, of in enumerate(unit.names) if f"{PREFIX}{average.name}/{of}" not in self._held}
             weights = self._model.masters.read_span(unit) if begins else values
             for piece in unit.pieces():
                 if piece.index in begins:
                     place = slice(piece.offset, piece.offset + piece.numel)
                     values[place] = weights[place]
-            slot.write(values)
+            average.take(unit, values)
         for average, before in self._wanted:
-            if not before["updates"]:
-                average.begin_anew()
             average.updates = before["updates"]
+            if not average.updates:
+                average.forget()
             if average.decay != before["decay"]:
                 said = f"was saved with decay {before['decay']}, it goes on with {average.decay}"
                 logger.warning(f"the average {average.name!r} {said}")

@@ -27,7 +27,9 @@ class Files:
     _sharded: ShardedModel
     _saves: Background
 
-    def _refuse_parked(self, what: str) -> None:
+    def _require_ready(self, what: str) -> None:
+        if self._sharded.destroyed:
+            raise ModelError(f"{what}: this engine was destroyed; use the model itself, or initialize a new engine")
         if self._sharded.parking.taken:
             raise ModelError(f"{what}: states are offloaded; call engine.reload_states() first")
 
@@ -39,14 +41,14 @@ class Files:
             CheckpointError: something has no hash; on all ranks.
             StorageError: what rests on disk can't be read; on all ranks.
         """
-        self._refuse_parked("fingerprint")
+        self._require_ready("fingerprint")
         self._sharded.order.meet("the reading of parameters or states")
         return str(fingerprint(self._sharded))
 
     def full_state_dict(self, *, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
         """Whole parameters and buffers by name on the CPU of rank 0, and what modules keep beside them
         (`get_extra_state`), as the plain model's `state_dict()` has them; empty on other ranks. Collective."""
-        self._refuse_parked("full_state_dict")
+        self._require_ready("full_state_dict")
         self._sharded.order.meet("the reading of parameters or states")
         return full_state_dict(self._sharded, dtype=dtype)
 
@@ -63,7 +65,7 @@ class Files:
         Raises:
             CheckpointError: there are some and `strict` is set, or a shape differs. Nothing was changed.
         """
-        self._refuse_parked("load_module_state_dict")
+        self._require_ready("load_module_state_dict")
         return load_whole(self._sharded, state_dict, strict=strict)
 
     def save_16bit_model(
@@ -82,7 +84,7 @@ class Files:
                 "save_16bit_model wrote nothing: zero_optimization.stage3_gather_16bit_weights_on_model_save is false"
             )
             return False
-        self._refuse_parked("save_16bit_model")
+        self._require_ready("save_16bit_model")
         self._sharded.order.meet("the reading of parameters or states")
         return save_16bit_model(self._sharded, save_dir, save_filename, exclude_frozen_parameters)
 
@@ -113,7 +115,7 @@ class Files:
                 `step`); what was there before is whole.
             StorageError: what rests on disk can't be read.
         """
-        self._refuse_parked("save_checkpoint")
+        self._require_ready("save_checkpoint")
         self._sharded.order.meet("a checkpoint")
         at_once = not self._config.checkpoint.asynchronous if blocking is None else blocking
         engine = cast("Engine", self)
@@ -165,7 +167,7 @@ class Files:
         """
         if custom_load_fn is not None:
             raise ModelError("custom_load_fn is not supported; load the model's weights before initialize instead")
-        self._refuse_parked("load_checkpoint")
+        self._require_ready("load_checkpoint")
         self._sharded.order.meet("a checkpoint")
         wanted = Wanted(
             module_strict=load_module_strict,

@@ -7,7 +7,7 @@ are left out, since ranks may differ in them. Of replicas each holder hashes a s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -44,7 +44,10 @@ class Fingerprint:
 
 
 def fingerprint(
-    model: ShardedModel, units: Iterable[Unit] | None = None, failed: str = "there is no fingerprint"
+    model: ShardedModel,
+    units: Iterable[Unit] | None = None,
+    failed: str = "there is no fingerprint",
+    without: Collection[str] = (),
 ) -> Fingerprint:
     """Take the fingerprint of `model`, or of some of its units and all its optimizer states. Collective.
 
@@ -52,6 +55,7 @@ def fingerprint(
 
     Args:
         failed: begins the error where something can't be read.
+        without: names of parameters of trained units that do not count.
 
     Raises:
         CheckpointError: something has no hash, on some rank; on all ranks.
@@ -67,7 +71,8 @@ def fingerprint(
 
     def work() -> tuple[int, int]:
         found = _Hashes(Hash(), Hash())
-        for drawer, parts in _by_drawer(_parts(model, model.units if units is None else units, drawer_of, found)):
+        of = model.units if units is None else units
+        for drawer, parts in _by_drawer(_parts(model, of, drawer_of, found, without)):
             with drawer.open() if drawer is not None else nullcontext():
                 for part in parts:
                     part.add()
@@ -90,9 +95,9 @@ class Written:
 
     key = "fingerprint"
 
-    def __init__(self, model: ShardedModel, units: Iterable[Unit]) -> None:
+    def __init__(self, model: ShardedModel, units: Iterable[Unit], without: Collection[str]) -> None:
         self._found = _Hashes(Hash(), Hash())
-        parts = _parts(model, units, lambda chunk: ChunkToRead(model.masters, chunk), self._found)
+        parts = _parts(model, units, lambda chunk: ChunkToRead(model.masters, chunk), self._found, without)
         self._hashed = {part.shard.name: part.into for part in parts}  # what is plain is hashed on the way
         formats = model.update.formats().values() if model.update is not None else ()
         self._coded = any(kept.coded for one in formats for kept in one.values())
@@ -134,16 +139,19 @@ class _Part:
         self.into.add(shard.name, shard.shape, shard.start + first, shard.values()[first:last])
 
 
-def _parts(model: ShardedModel, units: Iterable[Unit], drawer_of: DrawerOf, found: _Hashes) -> Iterator[_Part]:
+def _parts(
+    model: ShardedModel, units: Iterable[Unit], drawer_of: DrawerOf, found: _Hashes, without: Collection[str]
+) -> Iterator[_Part]:
     everywhere, replicas = model.mesh.data, model.mesh.replicate
     for unit in units:
         cut = model.policy.state if model.masters.of(unit) else unit.released
         holders = replicas if cut else everywhere
-        for shard in parameters(model, [unit], drawer_of, keep=False):
+        for shard in parameters(model, [unit], drawer_of, keep=False, without=without):
             yield _Part(shard, found.parameters, holders.index, holders.size)
         if everywhere.index == 0:  # a tensor without elements counts too
             for name, shape in zip(unit.names, unit.shapes, strict=True):
-                found.parameters.add_plain(f"param/{name}", list(shape))
+                if name not in without:
+                    found.parameters.add_plain(f"param/{name}", list(shape))
     if model.update is not None:
         yield from _states(model.update, drawer_of, found.states, replicas if model.policy.state else everywhere)
 

@@ -28,8 +28,17 @@ _taken: WeakKeyDictionary[Unit, tuple[Hashable, dict[str, int]]] = WeakKeyDictio
 
 def trains_adapters(model: ShardedModel) -> bool:
     """Whether so few parameters are trained that checkpoints leave out the others by default."""
-    trained = sum(sum(unit.layout.numels) for unit in model.units if unit.trainable)
-    return 0 < trained <= _FEW * sum(sum(unit.layout.numels) for unit in model.units)
+    base, total, trained = base_of(model), 0, 0
+    for unit in model.units:
+        total += sum(unit.layout.numels)
+        named = zip(unit.names, unit.layout.numels, strict=True)
+        trained += sum(numel for name, numel in named if unit.trainable and name not in base)
+    return 0 < trained <= _FEW * total
+
+
+def base_of(model: ShardedModel) -> frozenset[str]:
+    """Parameters that were never trained here, by name; some may share a unit with what was unfrozen."""
+    return frozenset(name for name, _ in model.unwatched())
 
 
 def base_hashes(model: ShardedModel) -> dict[str, str]:
@@ -39,12 +48,13 @@ def base_hashes(model: ShardedModel) -> dict[str, str]:
     Raises:
         CheckpointError: a parameter could not be read; on all ranks.
     """
-    frozen = [unit for unit in model.units if not unit.trainable]
+    base = base_of(model)
+    frozen = [unit for unit in model.units if not base.isdisjoint(unit.names)]
     model.take_back()
     ranks = Ranks.of(model.mesh.data.process_group)
     parts = ranks.each("taking the hash of what is frozen", lambda: _sums(model, frozen))
     model.health.check("frozen parameters could not be read")
-    return {name: digest(part[name] for part in parts) for unit in frozen for name in unit.names}
+    return {n: digest(part[n] for part in parts) for unit in frozen for n in unit.names if n in base}
 
 
 def check_base(model: ShardedModel, saved: dict[str, str], held: Container[str], path: str) -> None:

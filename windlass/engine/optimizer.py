@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from windlass.base.errors import ModelError
+from windlass.base.errors import ModelError, WindlassError
 from windlass.optim.elementwise import prefer_fused
 from windlass.zero.sharded import ShardedModel
 from windlass.zero.update import check_parameters
@@ -58,13 +58,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; the parameters must be the model's. Collective where any was not trained before."""
-        super().add_param_group(param_group)
+        groups = self.param_groups
+        before = len(groups)
+        self.optimizer.add_param_group(param_group)  # its class may have a way of its own, and make several of it
         try:
             check_parameters(self, self._model.model)
-            if not self._model.trains_all(param_group["params"]):
+            if not all(self._model.trains_all(group["params"]) for group in groups[before:]):
                 self._refresh()
-        except ModelError:
-            self.param_groups.pop()
+        except WindlassError:
+            del groups[before:]
             raise
         prefer_fused(self.optimizer)
 

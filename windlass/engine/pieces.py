@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
@@ -75,7 +75,13 @@ class UnitCut:
 
 
 def parameters(
-    model: ShardedModel, units: Iterable[Unit], drawer_of: Callable[[Chunk], Drawer], *, keep: bool, later: bool = False
+    model: ShardedModel,
+    units: Iterable[Unit],
+    drawer_of: Callable[[Chunk], Drawer],
+    *,
+    keep: bool,
+    later: bool = False,
+    without: Collection[str] = (),
 ) -> Iterator[FlatShard]:
     """This rank's pieces of all parameters of `units`, masters where there are some.
 
@@ -83,12 +89,16 @@ def parameters(
         drawer_of: where a chunk is opened.
         keep: they are loaded over.
         later: what rests on disk is read by another thread.
+        without: names of parameters of trained units that are left out.
     """
     for unit in units:
+        out = {index for index, name in enumerate(unit.names) if name in without}
         chunks = model.masters.of(unit)
         dtype = chunks[0].dtype if chunks else unit.dtype
         for chunk in chunks:
             for piece in chunk.pieces():
+                if piece.index in out:
+                    continue
                 drawer = drawer_of(chunk)
                 yield _shard(unit, piece, dtype, drawer, partial(_of_chunk, drawer, chunk, piece))
         if not chunks:
@@ -101,7 +111,7 @@ def parameters(
                 else:
                     yield _shard(unit, piece, dtype, away, partial(_of_cut, away, piece))
         for index, numel in enumerate(unit.layout.numels):
-            if numel == 0:
+            if numel == 0 and index not in out:
                 yield FlatShard(f"param/{unit.names[index]}", tuple(unit.shapes[index]), 0, torch.empty(0, dtype=dtype))
 
 

@@ -10,7 +10,9 @@ from windlass.base.errors import ModelError
 from windlass.base.log import logger
 from windlass.zero.alike import check_alike
 from windlass.zero.carried import Carried
+from windlass.zero.construct import check_devices
 from windlass.zero.growing import can_grow, grow
+from windlass.zero.update import check_parameters
 
 if TYPE_CHECKING:
     from windlass.engine.train import Engine
@@ -20,24 +22,26 @@ if TYPE_CHECKING:
 def refresh(engine: Engine) -> None:
     """See `Engine.refresh`."""
     before = engine._sharded
-    if pending(before):
-        raise ModelError(
-            "refresh() in the middle of a step would lose the gradients that were accumulated; call it after step()"
-        )
+    for average in before.averages.values():
+        average.refuse_applied("refresh()")
     before.order.meet("a change of parameters or states")
     check_alike(before.model, before.update.optimizer if before.update is not None else None, before.mesh.data)
     if (joining := _only_unfrozen(before)) and can_grow(before, joining):
         grow(before, joining)
         return
-    if before.averages:
+    if pending(before):
         raise ModelError(
-            f"the average {next(iter(before.averages))!r} of the parameters cannot follow modules that come or go: "
-            "save a checkpoint, initialize the changed model, make the average, and load with load_module_strict=False"
+            "refresh() in the middle of a step would lose the gradients that were accumulated; call it after step()"
         )
+    check_devices(before.model, before.device)
+    if before.update is not None:
+        check_parameters(before.update.optimizer, before.model)
     carried = Carried(before)
     trained = sum(unit.numel for unit in before.units if unit.trainable)
     engine._saves.wait()  # what it reads goes with the old layout
     before.destroy()
+    for parameter in before.model.parameters():
+        parameter.grad = None  # of a backward before, of which nobody took anything
     after = engine.rebuild(engine)
     engine._adopt(after)
     carried.give(after)
@@ -70,14 +74,18 @@ def _only_unfrozen(model: ShardedModel) -> list[nn.Parameter]:
 
 
 def refuse_lost_gradients(model: ShardedModel) -> None:
-    """A step would leave out gradients of parameters that were unfrozen where no forward of the engine saw it.
+    """A step would leave out gradients of parameters that were unfrozen, or that came, where the engine did not see it.
 
     Raises:
         ModelError: there is one.
     """
-    for name, parameter in unfrozen(model):
-        if parameter.grad is not None:
+    groups = model.update.optimizer.param_groups if model.update is not None else []
+    unseen = [p for group in groups if not model.trains_all(group["params"]) for p in group["params"]]
+    lost = {id(p) for p in unseen if p.grad is not None and not model.trains_all([p])}
+    for name, parameter in model.model.named_parameters() if lost else ():
+        if id(parameter) in lost:
             raise ModelError(
-                f"{name!r} was frozen, and was unfrozen where the engine did not see it: call engine(...) rather than "
-                "its module, or engine.refresh() after requires_grad_(True)"
+                f"{name!r} has a gradient, and was frozen or not there when the engine last looked: call engine(...) "
+                "rather than its module after requires_grad_(True), and engine.refresh() after a parameter was added "
+                "or exchanged"
             )

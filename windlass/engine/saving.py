@@ -20,7 +20,7 @@ from windlass.engine.away import ChunkAway
 from windlass.engine.extra_state import plain_extra_states, set_extra_states
 from windlass.engine.filling import ChunkToFill, incoming
 from windlass.engine.fingerprint import Written, fingerprint
-from windlass.engine.frozen_base import base_hashes, check_base, trains_adapters
+from windlass.engine.frozen_base import base_hashes, base_of, check_base, trains_adapters
 from windlass.engine.groups import groups_of, match, require_whole, take
 from windlass.engine.pieces import ChunkToRead, parameters
 from windlass.engine.position import (
@@ -32,7 +32,7 @@ from windlass.engine.position import (
 )
 from windlass.engine.refresh import pending
 from windlass.engine.states import Outgoing, merged, outgoing
-from windlass.engine.weights import said_of_weights
+from windlass.engine.weights import require_all_known, said_of_weights
 from windlass.zero.chunk import Chunk
 from windlass.zero.health import HALF_DONE
 
@@ -57,6 +57,7 @@ def save_engine(
         raise CheckpointError(f"client_state is a {type(client).__name__}; give a dict of plain data")
     if trainable_only is None:
         trainable_only = trains_adapters(model)
+    require_all_known(model)
     engine._saves.finish()
     model.finish_update()
     if model.health.lost:
@@ -79,16 +80,17 @@ def save_engine(
         return drawers[id(chunk)]
 
     units = [unit for unit in model.units if unit.trainable or not trainable_only]
-    taken = fingerprint(model, units, "nothing is saved") if blocking else None
+    absent = base_of(model) if trainable_only else frozenset()
+    taken = fingerprint(model, units, "nothing is saved", absent) if blocking else None
     later: list[Written] = []
-    shards = list(parameters(model, units, drawer_of, keep=False, later=not blocking))
+    shards = list(parameters(model, units, drawer_of, keep=False, later=not blocking, without=absent))
     states = Outgoing()
 
     def look() -> dict[str, Any]:
         if model.update is not None:
             outgoing(model.update, drawer_of, states)
         if not blocking:
-            later.append(Written(model, units))
+            later.append(Written(model, units, absent))
         return {**states.about(), "data": data_position(engine)}
 
     ranks = Ranks.of(model.mesh.data.process_group)
@@ -114,7 +116,7 @@ def save_engine(
         "schedule": _schedule(engine),
         "data": places[0],
         "trainable_only": trainable_only,
-        **said_of_weights(model, trainable_only=trainable_only),
+        **said_of_weights(model, absent),
         "base": base_hashes(model) if trainable_only else {},
         "buffers": True,
         "averages": averages.said_of(model),
@@ -172,6 +174,7 @@ def load_engine(
 ) -> tuple[str | None, dict[str, Any] | None]:
     """See `Engine.load_checkpoint`."""
     model = engine._sharded
+    require_all_known(model)
     engine._saves.finish()  # it may be the one that is asked for
     model.health.refuse("load_checkpoint")
     ranks = Ranks.of(model.mesh.data.process_group)
@@ -200,7 +203,7 @@ def load_engine(
     units = [unit for unit in model.units if unit.trainable or not trainable_only]
     with model.renewing(units):
         found, alike = _fill(engine, directory, tag, plain, saved, groups_too, wanted, order)
-    _compare(model, units, found, alike)
+    _compare(model, units, found, alike, base_of(model) if trainable_only else frozenset())
     set_extra_states(engine.module, found.plain.get("extra", {}))
     if groups_too:
         take(engine, matched, plain["groups"])
@@ -232,7 +235,9 @@ def _go_on(engine: Engine, found: LoadedState, position: dict[str, Any] | None, 
         logger.info(f"goes on at {'; '.join(told)}")
 
 
-def _compare(model: ShardedModel, units: list[Unit], found: LoadedState, alike: tuple[bool, bool]) -> None:
+def _compare(
+    model: ShardedModel, units: list[Unit], found: LoadedState, alike: tuple[bool, bool], absent: frozenset[str]
+) -> None:
     """What was loaded is what was saved, as far as it was to be (`alike`: of parameters, of states). Collective.
 
     Raises:
@@ -241,7 +246,7 @@ def _compare(model: ShardedModel, units: list[Unit], found: LoadedState, alike: 
     saved = found.plain.get("fingerprint")
     if saved is None or not any(alike):
         return
-    here = fingerprint(model, units)
+    here = fingerprint(model, units, without=absent)
     pairs = zip(("parameters", "states"), alike, (here.parameters, here.states), strict=True)
     for what, same, taken in pairs:
         if same and saved[what] is not None and taken != saved[what]:
@@ -282,13 +287,14 @@ def _fill(
         return drawers.setdefault(id(chunk), ChunkToFill(model.masters, chunk))
 
     units = [unit for unit in model.units if unit.trainable or not trainable_only]
-    shards = list(parameters(model, units, drawer_of, keep=True))
+    absent = base_of(model) if trainable_only else frozenset()
+    shards = list(parameters(model, units, drawer_of, keep=True, without=absent))
     tensors = _buffers(engine) if plain.get("buffers", not trainable_only) else {}
     ranks = Ranks.of(model.mesh.data.process_group)
     if states_too:
         ranks.each("preparing to load", lambda: incoming(model, plain, saved, drawer_of, tensors))
     states = [shard for drawer in drawers.values() for shard in drawer.shards]
-    apart = averages.Incoming(model, plain.get("averages", {}), saved)
+    apart = averages.Incoming(model, plain.get("averages", {}) if wanted.progress else None, saved)
     optional = () if wanted.module_strict else ("param/", "buffer/")
     found = _load(
         model,
@@ -299,11 +305,11 @@ def _fill(
         (averages.PREFIX,) if states_too else (averages.PREFIX, "state/"),
         order,
     )
-    apart.keep()
     for drawer in drawers.values():
         if not drawer.opened:  # nothing of it is in the checkpoint, so it has no states either
             with drawer.open():
                 pass
+    apart.keep()
     model.health.check("what was loaded could not be kept", loses=True)
     kept = states_too and not any(drawer.converts for drawer in drawers.values())
     own = _alike(shards, saved), kept and _alike(states, saved)

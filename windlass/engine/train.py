@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from windlass.base.activity import activity
+from windlass.base.autograd import at_end_of_backward, current_backward
 from windlass.base.errors import ConfigError, LossError, ModelError, StorageError
 from windlass.base.garbage import hold_off
 from windlass.base.log import logger
@@ -23,7 +24,7 @@ from windlass.engine.files import Files
 from windlass.engine.optimizer import ShardedOptimizer
 from windlass.engine.progress import Progress
 from windlass.engine.questions import Questions
-from windlass.engine.refresh import pending, refresh, refuse_lost_gradients, unfrozen
+from windlass.engine.refresh import refresh, refuse_lost_gradients, unfrozen
 from windlass.engine.reporting import Reporter
 from windlass.optim.loss_scale import LossScale
 from windlass.zero.parking import KINDS
@@ -35,6 +36,8 @@ class Engine(Questions, Files, nn.Module):
 
     What is not the engine's own falls through to the module.
     """
+
+    _scaling: Engine | None = None  # of the class: whose loss the backward that runs began with
 
     def __init__(
         self,
@@ -78,7 +81,7 @@ class Engine(Questions, Files, nn.Module):
         self._buffers_of = Buffers(self.module, data, self.device, sharded.settings.compute, meet)
         self._blame = Blame(data)
         gradients = sharded.gradients
-        gradients.weight = lambda: self._weight
+        gradients.weight = lambda: self._weight * self._own_share()
         gradients.syncing = self._syncs
         if self._config.fp16.enabled:
             gradients.watch = self._watch
@@ -100,23 +103,26 @@ class Engine(Questions, Files, nn.Module):
         What was trained before keeps its master weights and optimizer states; what is new begins as in plain PyTorch.
         It happens by itself at the first forward after `requires_grad` was set on a frozen parameter of the optimizer's
         groups, and where `optimizer.add_param_group` brings parameters that are new. Where parameters were only
-        unfrozen, their units get masters and a place for gradients, and all else stays where it is; where modules came
-        or went it takes host memory for the model on every rank, for masters and states over all.
+        unfrozen, their units get masters and a place for gradients, and all else stays where it is, gradients of a step
+        that has begun too; where modules came or went it takes host memory for the model on every rank, for masters and
+        states over all. What went has to be taken out of the optimizer's groups before.
 
         Raises:
-            ModelError: a step has begun, or an optimizer's parameter is none of the model's.
+            ModelError: modules came or went and a step has begun, an optimizer's parameter is none of the model's, or
+                averages of the parameters are applied. Nothing was changed.
+            StorageError: there is no space on disk. Where modules came or went, the engine counts as destroyed then.
         """
-        self._refuse_parked("refresh")
+        self._require_ready("refresh")
         refresh(self)
 
     # training
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module."""
-        if self._destroyed:
-            raise ModelError("this engine was destroyed; call the model itself, or initialize a new engine")
-        self._refuse_parked("forward")
-        if torch.is_grad_enabled() and not pending(self._sharded) and unfrozen(self._sharded):
+        self._require_ready("forward")
+        if Engine._scaling is not None and current_backward() < 0:  # of a backward that an exception ended
+            _forget_scaling()
+        if torch.is_grad_enabled() and unfrozen(self._sharded):
             self.refresh()
         if self.module.training and torch.is_grad_enabled():
             self._buffers_of.before_forward()
@@ -155,7 +161,8 @@ class Engine(Questions, Files, nn.Module):
                     retain_graph=retain_graph
                 )
         finally:
-            self._weight, self._scaled = 1.0 / self.progress.batch.accumulation, False
+            self._weight = 1.0 / self.progress.batch.accumulation
+            self._backward_ended()
         return loss * (1.0 / self.progress.batch.accumulation) if scale_wrt_gas else loss
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
@@ -174,7 +181,7 @@ class Engine(Questions, Files, nn.Module):
             UpdateError: the update of the step before, which was delayed, failed on some rank.
         """
         assert self.optimizer is not None, "step needs an optimizer: pass one to initialize or name one in the config"
-        self._refuse_parked("step")
+        self._require_ready("step")
         if self._no_sync:
             raise ModelError("step() inside no_sync(): gradients were not reduced; leave the context first")
         self.progress.applied = False
@@ -188,6 +195,8 @@ class Engine(Questions, Files, nn.Module):
     def _take_step(self, lr_kwargs: dict[str, Any]) -> None:
         assert self.optimizer is not None
         refuse_lost_gradients(self._sharded)
+        for average in self._sharded.averages.values():
+            average.refuse_applied("step()")
         fp16 = self._config.fp16.enabled
         self._buffers_of.before_forward()  # a rank that had no batch for this step
         flags = [float(self._buffers_of.changed()), self._saves.failed()]
@@ -237,6 +246,15 @@ class Engine(Questions, Files, nn.Module):
             self.lr_scheduler.step(**lr_kwargs)
         except TypeError:
             self.lr_scheduler.step(self.train_batch_size())
+        except ValueError as error:  # torch's own tell of a zip() and its arguments
+            known, groups = getattr(self.lr_scheduler, "base_lrs", None), self.get_lr()
+            if known is None or len(known) == len(groups):
+                raise
+            raise ModelError(
+                f"{type(self.lr_scheduler).__name__} was made for {len(known)} optimizer groups, and there are "
+                f"{len(groups)} now: the step was made, the schedule was not. After add_param_group make such a "
+                "schedule again: engine.lr_scheduler = ..."
+            ) from error
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -296,7 +314,7 @@ class Engine(Questions, Files, nn.Module):
         return not self._no_sync and (self._sharded.policy.grad or self.progress.at_boundary())
 
     def _watch(self, unit: Any, index: int, gradient: torch.Tensor) -> None:
-        if not self._scaled and self._scaler.scale != 1.0:
+        if not self._scaled and self._scaler.scale != 1.0 and Engine._scaling is None:
             raise ModelError(
                 f"loss.backward() under fp16 with a loss scale of {self._scaler.scale:g}: the loss has no scale in it. "
                 "Call engine.backward(loss), or engine.scale(loss).backward()"
@@ -306,10 +324,24 @@ class Engine(Questions, Files, nn.Module):
     def _note_backward_of(self, loss: torch.Tensor) -> None:
         """See `attach_model`: whatever the model returned, its backward is known from the loss on."""
         if loss.requires_grad and loss.grad_fn is not None:
-            loss.register_hook(lambda _: self._sharded.runtime.note_backward())
+            loss.register_hook(lambda _: self._backward_began())
+
+    def _backward_began(self) -> None:
+        Engine._scaling = self
+        self._sharded.runtime.note_backward()
 
     def _backward_ended(self) -> None:
         self._scaled = False
+        if Engine._scaling is self:
+            if current_backward() >= 0:  # other engines may still take gradients at its end
+                at_end_of_backward(_forget_scaling)
+            else:
+                _forget_scaling()
+
+    def _own_share(self) -> float:
+        """What makes the loss scale in the gradients this engine's own, where another's loss passes through it."""
+        other = Engine._scaling
+        return 1.0 if self._scaled or other is None else self._scaler.scale / other._scaler.scale
 
     def _autocast(self) -> AbstractContextManager[Any]:
         section = self._config.torch_autocast
@@ -385,6 +417,10 @@ class Engine(Questions, Files, nn.Module):
 
 def _nothing() -> None:
     return
+
+
+def _forget_scaling() -> None:
+    Engine._scaling = None
 
 
 def _not_rebuilt(engine: Engine) -> ShardedModel:

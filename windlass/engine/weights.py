@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -36,11 +36,11 @@ def full_state_dict(model: ShardedModel, *, dtype: torch.dtype | None = None) ->
     return found
 
 
-def said_of_weights(model: ShardedModel, *, trainable_only: bool) -> dict[str, Any]:
+def said_of_weights(model: ShardedModel, absent: Collection[str]) -> dict[str, Any]:
     """What a checkpoint says of weights beside their values, as plain data.
 
     `tied`: other names of what is stored once, and the name under which it is; `dtypes`: in which dtype the model
-    computes, where that is not float32; `absent`: which parameters are left out.
+    computes, where that is not float32; `absent`: which parameters are left out, in model order.
     """
     tied: dict[str, str] = {}
     first: dict[int, str] = {}
@@ -50,7 +50,7 @@ def said_of_weights(model: ShardedModel, *, trainable_only: bool) -> dict[str, A
             tied[name] = kept
     units = [unit for unit in model.units if unit.dtype is not torch.float32]
     dtypes = {name: str(unit.dtype).removeprefix("torch.") for unit in units for name in unit.names}
-    left_out = [name for unit in model.units if trainable_only and not unit.trainable for name in unit.names]
+    left_out = [name for unit in model.units for name in unit.names if name in absent]
     return {"tied": tied, "dtypes": dtypes, "absent": left_out}
 
 
@@ -86,11 +86,15 @@ def load_whole(model: ShardedModel, state: Mapping[str, torch.Tensor], *, strict
 
 
 def _names(model: ShardedModel) -> dict[int, list[str]]:
-    """All names of each parameter, by its id."""
+    """All names of each parameter, by its id.
+
+    Raises:
+        ModelError: the engine does not know all of them.
+    """
     names: dict[int, list[str]] = {}
     for name, parameter in model.model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
-    _require_all_known(model, names)
+    require_all_known(model)
     return names
 
 
@@ -101,16 +105,21 @@ def _buffers(model: ShardedModel) -> Iterator[tuple[str, torch.Tensor]]:
                 yield f"{prefix}.{name}" if prefix else name, buffer
 
 
-def _require_all_known(model: ShardedModel, names: dict[int, list[str]]) -> None:
-    """A module that was exchanged or added after `initialize` trains nowhere, and would be missing from a file."""
+def require_all_known(model: ShardedModel) -> None:
+    """A module that was exchanged or added after `initialize` trains nowhere, and would be missing from a file.
+
+    Raises:
+        ModelError: there is one.
+    """
     held = {id(parameter) for unit in model.units for parameter in unit.parameters}
-    strange = [found[0] for identity, found in names.items() if identity not in held]
-    gone = [n for u in model.units for n, p in zip(u.names, u.parameters, strict=True) if id(p) not in names]
-    if model.units and (strange or gone):
+    present = {id(parameter): name for name, parameter in model.model.named_parameters()}
+    strange = [name for identity, name in present.items() if identity not in held]
+    gone = [n for u in model.units for n, p in zip(u.names, u.parameters, strict=True) if id(p) not in present]
+    if strange or gone:
         raise ModelError(
             f"the model changed after initialize: {(strange or gone)[0]!r} is {'new' if strange else 'gone'}, and the "
-            "engine neither trains nor saves what it did not see; change the model first, or destroy() the engine, "
-            "change it and initialize again"
+            "engine neither trains nor saves what it did not see; call engine.refresh(), with what is gone taken out "
+            "of the optimizer's groups"
         )
 
 

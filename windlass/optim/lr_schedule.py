@@ -21,6 +21,8 @@ class HasParamGroups(Protocol):
 class Schedule:
     """A learning rate as a function of `last_batch_iteration`, written into `param_groups` at every `step()`.
 
+    Groups that are added later keep the rate that they come with.
+
     Construction at iteration -1 writes the starting rates, which the first optimizer step uses; construction at a later
     iteration (resuming by hand) writes nothing before the first `step()`.
     """
@@ -65,7 +67,7 @@ class Schedule:
 
     def _write(self) -> list[float]:
         rates = self.get_lr()
-        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=False):
             if isinstance(group["lr"], torch.Tensor):
                 group["lr"].fill_(rate)  # a captured or compiled step holds on to this very tensor
             else:

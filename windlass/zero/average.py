@@ -13,7 +13,7 @@ from windlass.storage.slot import Slot
 from windlass.zero import registry
 from windlass.zero.sharded import ShardedModel
 from windlass.zero.unit import Unit
-from windlass.zero.values import assemble
+from windlass.zero.values import assemble, full_param
 
 
 class ExponentialMovingAverage:
@@ -21,8 +21,9 @@ class ExponentialMovingAverage:
 
     What `torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay))` computes, to the bit.
     Each rank has the average of its own piece of the master weights, where these rest: `4 / ranks` bytes a parameter.
-    What is not trained is its own average; what is unfrozen later begins with a copy, too. Checkpoints hold it,
-    and a load gives it its values where one of the same name was made before. Methods are collective.
+    What is not trained is its own average; what begins to be trained later (unfrozen, or added) begins with the values
+    that it has then. Checkpoints hold it, and a load gives it its values where one of the same name was made before.
+    Methods are collective.
 
     Args:
         model: the engine, or its module.
@@ -55,15 +56,14 @@ class ExponentialMovingAverage:
 
     def update(self) -> None:
         """Take the parameters as they are now into the average; after each `engine.step()` that was applied."""
-        self._refuse_applied("update()")
+        self.refuse_applied("update()")
         model = self._model
         model.finish_update()
         model.take_back()
         for unit, slot in self._units():
             masters = model.masters.read_span(unit)
             if unit.index not in self._begun:
-                slot.store(masters).wait()
-                self._begun.add(unit.index)
+                self.take(unit, masters)
                 continue
             average = slot.read()
             average.lerp_(masters, 1.0 - self.decay)
@@ -77,7 +77,7 @@ class ExponentialMovingAverage:
         Raises:
             ModelError: there is no average yet, or this is inside another such context.
         """
-        self._refuse_applied("applied()")
+        self.refuse_applied("applied()")
         if not self.updates:
             raise ModelError("there is no average yet: call update() after a step")
         self._exchange()
@@ -90,37 +90,72 @@ class ExponentialMovingAverage:
 
     def full_param(self, parameter: nn.Parameter) -> torch.Tensor:
         """The whole average of a parameter, as a new tensor; of one that is not trained, its value."""
-        self._refuse_applied("full_param()")
+        self.refuse_applied("full_param()")
         place = registry.require(parameter)
-        slot = self._slots.get(place.unit.index)
-        if slot is None or place.unit.index not in self._begun:
-            raise ModelError(f"{place.name!r} has no average: it is not trained, or there was no update() yet")
-        return assemble(place, slot.read())
+        if not self.updates:
+            raise ModelError(f"{place.name!r} has no average yet: call update() after a step")
+        if place.unit.index not in self._begun:
+            return full_param(parameter).detach()
+        return assemble(place, self._slots[place.unit.index].read())
 
-    def pieces(self, *, begin: bool = False) -> Iterator[tuple[Unit, Slot]]:
+    def take_in(self, units: list[Unit]) -> None:
+        """These units begin to be trained: where others have averages, theirs are the values that they have now."""
+        if not self.updates:
+            return
+        wanted = {unit.index for unit in units}
+        for unit, _ in self._units():
+            if unit.index in wanted:
+                self.take(unit, self._model.masters.read_span(unit))
+
+    def follow(self, model: ShardedModel) -> None:
+        """Be an average of another layout of the model: as yet of the values that it has now."""
+        self._model, self._slots = model, {}
+        self.forget()
+        model.averages[self.name] = self
+        self.take_in(model.units)
+
+    def set_full_param(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
+        """Set the whole average of a parameter that is trained and has one."""
+        unit, index = (place := registry.require(parameter)).unit, place.index
+        slot, flat = self._slots[unit.index], value.reshape(-1)
+        average = slot.read()
+        for piece in unit.pieces():
+            if piece.index == index:
+                average.narrow(0, piece.offset, piece.numel).copy_(flat[piece.start : piece.stop])
+        slot.write(average)
+
+    def forget(self) -> None:
+        """No parameter has an average now."""
+        self._begun = set()
+
+    def refuse_applied(self, what: str) -> None:
+        """Raises ModelError inside `applied()`, or where the engine is gone."""
+        if self._applied:
+            raise ModelError(f"{what} while the averages are applied; leave that context first")
+        if not self._model.units:
+            raise ModelError(f"{what}: the engine of the average {self.name!r} was destroyed; make another one")
+
+    def pieces(self, *, every: bool = False) -> Iterator[tuple[Unit, Slot]]:
         """What there is to save: units, and where this rank's span of their averages rests.
 
         Args:
-            begin: every trained unit, to be filled by a load.
+            every: of all trained units, whether they have an average or not: a load will `take` them.
         """
-        self._refuse_applied("a checkpoint")
+        self.refuse_applied("a checkpoint")
         for unit, slot in self._units():
-            if begin:
-                self._begun.add(unit.index)
-            if unit.index in self._begun:
+            if every or unit.index in self._begun:
                 yield unit, slot
 
-    def begin_anew(self) -> None:
-        """Forget it: the next `update()` begins with a copy."""
-        self._begun.clear()
-        self.updates = 0
+    def take(self, unit: Unit, values: torch.Tensor) -> None:
+        """This rank's span of a unit's average is `values` from now on."""
+        self._slots[unit.index].write(values)
+        self._begun.add(unit.index)
 
     def _exchange(self) -> None:
         """Parameters and averages change places, bit by bit."""
         model = self._model
-        begun = [(unit, slot) for unit, slot in self._units() if unit.index in self._begun]
-        with model.editing([unit for unit, _ in begun]):
-            for unit, slot in begun:
+        for unit, slot in [(unit, slot) for unit, slot in self._units() if unit.index in self._begun]:
+            with model.editing([unit]):
                 average = slot.read()
                 for chunk in model.masters.of(unit):
                     part = average[chunk.start : chunk.stop]
@@ -141,7 +176,3 @@ class ExponentialMovingAverage:
                 self._slots[unit.index] = self._model.make_slot(name, numel, chunks[0].dtype, chunks[0].home)
             found.append((unit, self._slots[unit.index]))
         return found
-
-    def _refuse_applied(self, what: str) -> None:
-        if self._applied:
-            raise ModelError(f"{what} while the averages are applied; leave that context first")

@@ -19,12 +19,13 @@ if TYPE_CHECKING:
 class _Parcel:
     weight: torch.Tensor
     states: dict[str, Any] = field(default_factory=dict)
+    averages: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 class Carried:
-    """What was trained in a model, each parameter whole on one rank, in host memory. Collective.
+    """What was trained in a model, and its averages, each parameter whole on one rank, in host memory. Collective.
 
-    Takes `(weights and states) / ranks` of host memory, and of one parameter the whole on every rank.
+    Takes `(weights, states and averages) / ranks` of host memory, and of one parameter the whole on every rank.
 
     Args:
         model: whose; it may be destroyed afterwards.
@@ -32,6 +33,7 @@ class Carried:
 
     def __init__(self, model: ShardedModel) -> None:
         self._parcels: list[tuple[nn.Parameter, int, _Parcel | None]] = []
+        self._averages = list(model.averages.values())
         group = model.mesh.data
         with torch.no_grad():
             for unit in model.units:
@@ -40,11 +42,16 @@ class Carried:
                     parcel = _Parcel(full_param(parameter))
                     for key in state_keys(parameter):
                         parcel.states[key] = whole_state(parameter, key)
+                    for average in self._averages:
+                        if average.updates:
+                            parcel.averages[average.name] = average.full_param(parameter)
                     self._parcels.append((parameter, owner, _in_host_memory(parcel) if owner == group.index else None))
 
     def give(self, model: ShardedModel) -> None:
         """Put it into another layout of the same parameters; those that are not trained there keep their values."""
         group = model.mesh.data
+        for average in self._averages:
+            average.follow(model)
         trained = {id(p) for unit in model.units if model.masters.of(unit) for p in unit.parameters}
         for parameter, owner, parcel in self._parcels:
             if id(parameter) not in trained:
@@ -60,9 +67,11 @@ class Carried:
                     set_full_state(parameter, key, value)
                 else:
                     set_plain_state(parameter, key, value)
+            for name, value in found.averages.items():
+                model.averages[name].set_full_param(parameter, value.to(model.device))
         self._parcels = []
 
 
 def _in_host_memory(parcel: _Parcel) -> _Parcel:
     states = {key: v.cpu() if isinstance(v, torch.Tensor) else v for key, v in parcel.states.items()}
-    return _Parcel(parcel.weight.cpu(), states)
+    return _Parcel(parcel.weight.cpu(), states, {name: value.cpu() for name, value in parcel.averages.items()})

@@ -37,7 +37,7 @@ class GatheredParameters:
         enabled: False makes the context do nothing.
 
     Raises:
-        ModelError: one of the parameters is already inside such a context.
+        ModelError: one of the parameters is already inside such a context; or, at its end, was resized.
     """
 
     def __init__(
@@ -92,7 +92,8 @@ class GatheredParameters:
                 dist.broadcast(_bytes(value), self._rank)
                 parameter.detach().copy_(value)
         values: list[tuple[nn.Parameter, torch.Tensor]] = []
-        if self._rank is not None and kind is None:
+        resized = [(place, p.shape) for p, place in self._copied if p.shape != place.unit.shapes[place.index]]
+        if self._rank is not None and kind is None and not resized:
             for parameter, place in self._places:
                 value = parameter.detach().clone(memory_format=torch.contiguous_format)
                 if place.model.mesh.data.size > 1:
@@ -106,6 +107,8 @@ class GatheredParameters:
             else:
                 parameter.data = place.unit.parameter_view(place.unit.full, place.index)
         self._copied = []
+        for place, shape in resized if kind is None else ():
+            place.unit.require_shape(place.index, shape)
         for parameter, value in values:
             set_full_param(parameter, value)
 

@@ -164,6 +164,7 @@ class Gradients:
         parameter = slot.unit.parameters[index]
         gradient, parameter.grad = parameter.grad, None
         if gradient is not None:
+            slot.unit.require_shape(index, gradient.shape)
             self._write(slot, index, gradient.to_dense() if gradient.is_sparse else gradient)
 
     def _take_all(self, slot: GradientSlot) -> None:

@@ -31,7 +31,8 @@ def can_grow(model: ShardedModel, parameters: Iterable[nn.Parameter]) -> bool:
 
 
 def grow(model: ShardedModel, parameters: Iterable[nn.Parameter]) -> None:
-    """Have `parameters` trained from now on, where `can_grow`. Collective, between steps; all ranks name the same.
+    """Have `parameters` trained from now on, where `can_grow`. Collective, between a backward and a forward; all ranks
+    name the same.
 
     Raises:
         StorageError: there is no space on disk for masters and states, on some rank; nothing was changed.
@@ -39,6 +40,7 @@ def grow(model: ShardedModel, parameters: Iterable[nn.Parameter]) -> None:
     wanted = {id(parameter): parameter for parameter in parameters}
     model.order.meet("a change of parameters or states")
     model.finish_update()
+    model.gradients.finish()  # of a step that has begun
     model.take_back()
     model.runtime.release_all()
     units = [u for u in model.units if not u.trainable and any(id(p) in wanted for p in u.parameters)]
@@ -56,7 +58,9 @@ def grow(model: ShardedModel, parameters: Iterable[nn.Parameter]) -> None:
         for slot in slots:
             model.delayed.prepare(slot)
     model.health.check("masters of what was unfrozen could not be kept", loses=True)
-    model.masters.remember_versions(model.units)
+    model.masters.remember_versions(units)
+    for average in model.averages.values():
+        average.take_in(units)
     model.watch_gradients()
     elements = sum(unit.numel for unit in units)
     logger.info(f"{len(wanted)} parameters are trained from now on; {elements:,} elements more have masters")

@@ -287,8 +287,8 @@ class Masters:
         return next((n for n, p in named if p._version != self._versions.get(id(p))), None)
 
     def remember_versions(self, units: list[Unit]) -> None:
-        """The masters are what the parameters are now."""
-        self._versions = {id(p): p._version for unit in units for p in unit.parameters}
+        """The masters of `units` are what the parameters are now."""
+        self._versions.update({id(p): p._version for unit in units for p in unit.parameters})
 
     def _resting(self, unit: Unit) -> torch.Tensor:
         """This rank's state span of the parameters in the device's memory."""

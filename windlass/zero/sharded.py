@@ -171,6 +171,7 @@ class ShardedModel:
             self.delayed = Delayed(self.slots, self.masters, self.units, device, homes.gradient, make, dtype)
         self._handles: list[RemovableHandle | Generation] = []
         self._watched: set[int] = set()  # ids of parameters whose gradients are taken
+        self.destroyed = False
         self._closer = finalize(self, _close, mesh, self.ledger, homes.disk)
         self.health.check("initialize could not put the model on disk", loses=True)
         self._attach(blocks)
@@ -357,7 +358,7 @@ class ShardedModel:
 
     def trains_all(self, parameters: Iterable[nn.Parameter]) -> bool:
         """Whether all of `parameters` that need a gradient have memory for it."""
-        return all(id(p) in self._watched for p in parameters if p.requires_grad)
+        return all(id(p) in self._watched or not p.requires_grad for p in parameters)
 
     def take_back(self) -> None:
         """Parameters that were given other memory since the last step (`p.data = ...`, `module.to(...)`) go back to
@@ -417,7 +418,7 @@ class ShardedModel:
             if unit.released and unit not in trained:
                 unit.updated()
         _renew(units)
-        self.masters.remember_versions(self.units)
+        self.masters.remember_versions(units)
 
     def destroy(self) -> None:
         """Give the plain model back: whole parameters of its own, no hooks. Collective at stage 3, and where an update
@@ -430,6 +431,7 @@ class ShardedModel:
             self._undo()
 
     def _undo(self) -> None:
+        self.destroyed = True
         for handle in self._handles:
             handle.remove()
         self._handles = []

@@ -263,18 +263,22 @@ class Unit:
         Raises:
             ModelError: one was resized.
         """
-        for name, parameter, view in zip(self.names, self.parameters, self._views, strict=True):
+        for index, (parameter, view) in enumerate(zip(self.parameters, self._views, strict=True)):
             if not view.numel() or parameter.data_ptr() == view.data_ptr():
                 continue
-            if parameter.shape != view.shape:
-                raise ModelError(
-                    f"{name!r} had shape {tuple(view.shape)} at initialize and has {tuple(parameter.shape)} now; "
-                    "destroy() the engine before a parameter is resized, and initialize again"
-                )
+            self.require_shape(index, parameter.shape)
             with torch.no_grad():
                 view.copy_(parameter.data)
             parameter.data = view
             torch.autograd.graph.increment_version(parameter)
+
+    def require_shape(self, index: int, shape: torch.Size) -> None:
+        """Raises ModelError where a parameter, or its gradient, has another shape than it had."""
+        if shape != self.shapes[index]:
+            raise ModelError(
+                f"{self.names[index]!r} had shape {tuple(self.shapes[index])} at initialize and has {tuple(shape)} "
+                "now; destroy() the engine before a parameter is resized, and initialize again"
+            )
 
     def pieces(self) -> Iterator[Piece]:
         """This rank's parts of the parameters, within its state span."""

@@ -260,7 +260,6 @@ def check_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> None
             if id(parameter) not in own:
                 raise ModelError(
                     f"optimizer group {number}, parameter {place}, of shape {tuple(parameter.shape)}, is none of the "
-                    f"model's; "
-                    "build the optimizer from the parameters of the very model that is passed (after moving or "
-                    "wrapping it)"
+                    "model's; build the optimizer from the parameters of the very model that is passed (after moving "
+                    "or wrapping it); in mid-run, take what left the model out of the group"
                 )

@@ -272,3 +272,18 @@ def test_torchs_schedulers_by_name(name: str, spell: Any) -> None:
             optimizer.step()
             schedule.step()
         assert lrs(ours) == lrs(theirs)
+
+
+@pytest.mark.parametrize("name", ["WarmupLR", "OneCycle"])
+def test_a_group_that_is_added_keeps_its_own_rate(name: str) -> None:
+    optimizer = plain_optimizer()
+    groups = len(optimizer.param_groups)
+    params = {"WarmupLR": {}, "OneCycle": {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2}}[name]
+    schedule = schedules.build(name, params, optimizer)
+    before = lrs(optimizer)
+    optimizer.param_groups.append({"lr": 3e-3, "betas": (0.9, 0.999), "params": []})
+    for _ in range(3):
+        schedule.step()
+    assert lrs(optimizer)[groups:] == [3e-3]
+    assert all(now > then for now, then in zip(lrs(optimizer), before, strict=False))
+    assert len(schedule.get_last_lr()) == groups
