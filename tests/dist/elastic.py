@@ -102,7 +102,11 @@ def engine_for(row: Row, layout: Layout, folder: str, seed: int) -> Any:
         optimizer=row.optimizer,
         optimizer_params=params,
     )
-    config = {**ds_config(recipe, layout.setting(folder)), "scheduler": SCHEDULE, "comm": {"transport": layout.transport}}
+    config = {
+        **ds_config(recipe, layout.setting(folder)),
+        "scheduler": SCHEDULE,
+        "comm": {"transport": layout.transport},
+    }
     if row.precision == "fp16":
         config["fp16"] = {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 3}
     more: dict[str, Any] = {}
@@ -121,7 +125,9 @@ def steps(engine: Any, row: Row, first: int, last: int) -> list[float]:
     for step in range(first, last):
         mine = []
         for number in range(rank, row.micro_batches, world):
-            mine.append(float(subject.train(engine, cast(subject.batch(Place(step, number, 0)), dtype), engine.backward)))
+            mine.append(
+                float(subject.train(engine, cast(subject.batch(Place(step, number, 0)), dtype), engine.backward))
+            )
             engine.step()
         found: list[list[float]] = [[]] * world
         dist.all_gather_object(found, mine)

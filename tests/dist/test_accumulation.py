@@ -21,7 +21,6 @@ from tests.dist.laws import (
     specimen,
     start,
     whole_grads,
-    whole_params,
 )
 from tests.models import Place
 from tests.oracle import Recipe

@@ -132,7 +132,7 @@ def test_ranks_that_build_different_models_are_told_in_which_parameter() -> None
 
 
 def bad_disk(what: str, folder: str) -> list[Any]:
-    """One rank of two can't use its disk: what `initialize` said, whether the model is as it was, and trains elsewhere."""
+    """One rank of two can't use its disk: what `initialize` said, whether the model is whole, and trains elsewhere."""
     import windlass
 
     rank = torch.distributed.get_rank()

@@ -115,9 +115,7 @@ def test_two_ranks_save_and_three_load(run: Run) -> None:
 
 
 @pytest.mark.parametrize(("tag", "offset", "world"), [("two", 0, 2), ("three", 1, 3)])
-def test_one_process_loads_what_several_saved(
-    run: Run, tag: str, offset: int, world: int
-) -> None:
+def test_one_process_loads_what_several_saved(run: Run, tag: str, offset: int, world: int) -> None:
     root, _ = run
     into = states.empty()
     loaded = load(root, tag, into)

@@ -90,8 +90,7 @@ WAYS = {"epochs": epochs, "again": again}
 
 
 def interrupted(way: str, before: int, folder: str) -> dict[str, Any]:
-    """Saved in an epoch, gone on into the next; taken up by another engine, and by one in the middle of another place.
-    """
+    """Saved in an epoch, gone on into the next; taken up by another engine, and by one amid another place."""
     after = 12
     engine = engine_for(0)
     batches = WAYS[way](engine)

@@ -121,7 +121,14 @@ def continued(folder: str, precision: str) -> list[dict[str, Any]]:
     state = whole_state(engine)
     if dist.get_rank() == 0:
         for stage, ranks, sub_group, _ in CASES:
-            write(Path(folder) / f"{stage}-{ranks}-{sub_group}", "global_step3", state, stage=stage, ranks=ranks, sub_group=sub_group)
+            write(
+                Path(folder) / f"{stage}-{ranks}-{sub_group}",
+                "global_step3",
+                state,
+                stage=stage,
+                ranks=ranks,
+                sub_group=sub_group,
+            )
     wanted = steps(engine, 3, 6)
     rates = engine.get_lr()
     engine.destroy()

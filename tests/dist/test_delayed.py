@@ -24,7 +24,8 @@ from tests.dist.laws import (
     start,
     whole_params,
 )
-from tests.dist.test_disk_failure import Breaker, attempt, step
+from tests.dist.test_disk_failure import Breaker, attempt
+from tests.dist.test_disk_failure import step as whole_step
 from tests.dist.test_offload import EMULATED, LATE, hold, homes, train_all
 from tests.models import Place, cast
 from tests.oracle import Recipe, relative_error
@@ -351,7 +352,9 @@ def interrupted(setting: Setting, recipe: Recipe, folder: str) -> dict[str, Any]
 
 
 @pytest.mark.parametrize("case", [(1, "cpu", "none"), (3, "cpu", "cpu"), (3, "nvme", "none")], ids=str)
-def test_a_resumed_run_is_one_that_finished_its_update(case: tuple[int, str, str], transport: str, tmp_path: Any) -> None:
+def test_a_resumed_run_is_one_that_finished_its_update(
+    case: tuple[int, str, str], transport: str, tmp_path: Any
+) -> None:
     recipe = replace(DELAYED, finished_after=(1,))
     wanted = expected("mlp", recipe).params
     assert relative_error(expected("mlp", DELAYED).params, wanted)[0] > 10 * FP32_BOUND
@@ -447,10 +450,10 @@ def disk_goes(setting: Setting, how: str, way: str, folder: str) -> list[str]:
     """What calls say after a disk failed in the update under way."""
     subject = specimen("mlp")
     engine = start(subject, ds_config(DELAYED, setting))
-    step(subject, engine, 0)
+    whole_step(subject, engine, 0)
     breaker = Breaker(engine)
     try:
-        step(subject, engine, 1, breaker, "step", how)
+        whole_step(subject, engine, 1, breaker, "step", how)
         engine._sharded.await_update()
         breaker.mend()
         said = attempt(lambda: WAYS_TO_NOTICE[way](engine, folder))

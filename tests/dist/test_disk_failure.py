@@ -133,7 +133,7 @@ def step(subject: Any, engine: Any, number: int, breaker: Breaker | None = None,
 
 
 def repeated(folder: str, when: str, how: str, gradients: str, among: int = -1) -> list[Any]:
-    """What was said when the disk failed, and whether the step repeated on a disk that works again gave what it should."""
+    """What was said when the disk failed, and whether the step, repeated on a disk that works, gave what it should."""
     found = []
     said = ""
     for breaks in (False, True):

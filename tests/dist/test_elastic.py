@@ -21,7 +21,15 @@ PLACES = {
 }
 WHATS = {
     "model": [
-        "tied", "frozen", "lora", "unused_by_step", "unused_always", "odd_shapes", "mixed", "convolutions", "mlp",
+        "tied",
+        "frozen",
+        "lora",
+        "unused_by_step",
+        "unused_always",
+        "odd_shapes",
+        "mixed",
+        "convolutions",
+        "mlp",
     ],  # fmt: skip
     "optimizer": ["AdamW", "Adam", "Lamb", "Muon", "Adagrad", "stranger"],
     "precision": ["fp32", "bf16", "fp16"],

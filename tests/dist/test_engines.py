@@ -178,7 +178,9 @@ def after_a_failure() -> list[dict[str, torch.Tensor]]:
         config = ds_config(Recipe(), Setting(stage=1))
         half = {**config, "fp16": {"enabled": True, "loss_scale": 128.0}}
         models = built(0, 0), built(10, 0)
-        failing, alone = (windlass.initialize(model=m, config=c)[0] for m, c in zip(models, (half, config), strict=True))
+        failing, alone = (
+            windlass.initialize(model=m, config=c)[0] for m, c in zip(models, (half, config), strict=True)
+        )
         if fails:
             with pytest.raises(RuntimeError, match="it failed"):
                 failing.scale(Fails.apply(failing(x.half())[0]).float().square().mean()).backward()

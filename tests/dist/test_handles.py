@@ -109,7 +109,15 @@ def test_a_whole_weight_in_the_loss(
         optimizer.zero_grad()
     params = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
     everywhere = run_ranks(
-        with_weights_in_the_loss, ranks, stage, transport, home, str(tmp_path), frozen, transport=transport, env=env_of(home)
+        with_weights_in_the_loss,
+        ranks,
+        stage,
+        transport,
+        home,
+        str(tmp_path),
+        frozen,
+        transport=transport,
+        env=env_of(home),
     )
     for rank, found in enumerate(everywhere):
         assert found["losses"] == pytest.approx(wanted[rank], rel=1e-6)
@@ -156,7 +164,9 @@ def averaging(stage: int, transport: str, home: str, folder: str) -> dict[str, A
 def test_a_sharded_average_is_that_of_one_process(
     ranks: int, stage: int, transport: str, home: str, tmp_path: Any
 ) -> None:
-    everywhere = run_ranks(averaging, ranks, stage, transport, home, str(tmp_path), transport=transport, env=env_of(home))
+    everywhere = run_ranks(
+        averaging, ranks, stage, transport, home, str(tmp_path), transport=transport, env=env_of(home)
+    )
     model = built()
     optimizer = oracle.make_optimizer(Recipe(), list(model.parameters()))
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
@@ -246,11 +256,13 @@ def apart(average: Any, engine: Any) -> float:
     import windlass
 
     with torch.no_grad():
-        return max(float((average.full_param(p) - windlass.zero.full_param(p)).abs().max()) for p in engine.parameters())
+        return max(
+            float((average.full_param(p) - windlass.zero.full_param(p)).abs().max()) for p in engine.parameters()
+        )
 
 
 def loaded_averages(stage: int, home: str, folder: str) -> None:
-    """What a load makes of an average: one that had not begun, one of fewer parameters, one that is not to be loaded."""
+    """What a load makes of an average: one that had not begun, one of fewer parameters, one not to be loaded."""
     import windlass
 
     def made(layers: int) -> tuple[Any, Any]:
@@ -339,7 +351,9 @@ def generating(stage: int, transport: str, home: str, folder: str, roomy: bool) 
         generation._fits, fits = lambda _: False, generation._fits
     try:
         engine._sharded.transport.traffic.reset()
-        mine = engine.module.generate(prompt(rank), max_new_tokens=lengths(dist.get_world_size())[rank], do_sample=False)
+        mine = engine.module.generate(
+            prompt(rank), max_new_tokens=lengths(dist.get_world_size())[rank], do_sample=False
+        )
     finally:
         if not roomy:
             generation._fits = fits
@@ -366,7 +380,9 @@ def generating(stage: int, transport: str, home: str, folder: str, roomy: bool) 
 def test_ranks_generate_texts_of_different_lengths(
     ranks: int, stage: int, transport: str, home: str, roomy: bool, tmp_path: Any
 ) -> None:
-    everywhere = run_ranks(generating, ranks, stage, transport, home, str(tmp_path), roomy, transport=transport, env=env_of(home))
+    everywhere = run_ranks(
+        generating, ranks, stage, transport, home, str(tmp_path), roomy, transport=transport, env=env_of(home)
+    )
     plain = llama().eval()
     for rank, found in enumerate(everywhere):
         wanted = plain.generate(prompt(rank), max_new_tokens=lengths(ranks)[rank], do_sample=False)

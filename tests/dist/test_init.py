@@ -39,7 +39,9 @@ def whole(model: nn.Module) -> dict[str, Tensor]:
     from windlass.zero import born
 
     named = model.named_parameters(remove_duplicate=False)
-    return {n: windlass.zero.full_param(p).detach() if born.find(p) is not None else p.detach().clone() for n, p in named}
+    return {
+        n: windlass.zero.full_param(p).detach() if born.find(p) is not None else p.detach().clone() for n, p in named
+    }
 
 
 def differences(build: Callable[[], nn.Module], **options: Any) -> list[str]:

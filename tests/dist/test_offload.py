@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import windlass
-
 from tests import oracle
 from tests.dist.harness import run_ranks
 from tests.dist.laws import (
@@ -26,8 +25,8 @@ from tests.dist.laws import (
     whole_params,
 )
 from tests.models import Place, cast
-from tests.strangers import Foreign
 from tests.oracle import Recipe, relative_error
+from tests.strangers import Foreign
 from windlass.base.errors import ModelError
 
 BUDGET = str(64 << 20)
@@ -217,8 +216,8 @@ def test_states_leave_the_device_and_come_back(stage: int) -> None:
 
 
 def disk_bytes(folder: str, gradients: str) -> tuple[float, float]:
-    """Bytes of disk traffic an element of this rank's share, in one step in bf16: with memory for new parameters to stay
-    until the next forward, and without."""
+    """Bytes of disk traffic an element of this rank's share, in one step in bf16: with memory for new parameters to
+    stay until the next forward, and without."""
     from windlass.zero import masters
 
     subject = specimen("four_blocks")
@@ -278,7 +277,7 @@ def test_float64_rests_in_host_memory_too() -> None:
 
 
 def step_after_a_failure(state: str, folder: str, stage: int, fails: bool) -> dict[str, torch.Tensor]:
-    """Parameters after three steps; in one of them the optimizer raises first, and the step is repeated from its batch."""
+    """Parameters after three steps; in one of them the optimizer raises first, and it is repeated from its batch."""
     subject = specimen("mlp")
     recipe = Recipe(optimizer="SGD", optimizer_params=(("lr", 0.05),))
     knobs = (*homes(state, "none", folder), ("sub_group_size", 100))
@@ -329,7 +328,9 @@ def narrow_after_a_failure(state: str, folder: str, fails: bool) -> dict[str, to
     a parameter out."""
     recipe = Recipe(optimizer="AdamW", optimizer_params=ADAMW, precision="bf16")
     model = Optional()
-    engine = windlass.initialize(model=model, config=ds_config(recipe, Setting(2, zero=homes(state, "none", folder))))[0]
+    engine = windlass.initialize(model=model, config=ds_config(recipe, Setting(2, zero=homes(state, "none", folder))))[
+        0
+    ]
     rows = torch.linspace(-1, 1, 40, dtype=torch.bfloat16).repeat(2, 1)
     if fails:
         engine.backward(engine(rows) * 1e4)
@@ -350,7 +351,9 @@ def narrow_after_a_failure(state: str, folder: str, fails: bool) -> dict[str, to
 
 @pytest.mark.parametrize("state", ["none", "cpu", "nvme"])
 def test_a_step_that_failed_leaves_no_divisor_and_no_copies(state: str, tmp_path: Any) -> None:
-    plain, again = (run_ranks(narrow_after_a_failure, 2, state, str(tmp_path), fails, env=LATE) for fails in (False, True))
+    plain, again = (
+        run_ranks(narrow_after_a_failure, 2, state, str(tmp_path), fails, env=LATE) for fails in (False, True)
+    )
     for one, other in zip(plain, again, strict=True):
         assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
@@ -389,7 +392,9 @@ def growing(state: str, folder: str, optimizer: str, sub_group: int) -> dict[str
 
 @pytest.mark.parametrize(("optimizer", "sub_group"), [("AdamW", 1 << 30), ("AdamW", 100), ("Muon", 1 << 30)])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_states_made_later_do_not_spoil_those_on_disk(ranks: int, optimizer: str, sub_group: int, tmp_path: Any) -> None:
+def test_states_made_later_do_not_spoil_those_on_disk(
+    ranks: int, optimizer: str, sub_group: int, tmp_path: Any
+) -> None:
     plain, away = (
         run_ranks(growing, ranks, state, str(tmp_path), optimizer, sub_group, env=LATE) for state in ("none", "nvme")
     )
@@ -413,7 +418,9 @@ class Hollow(torch.nn.Module):
 
 def hollow(stage: int, state: str, param: str, folder: str) -> dict[str, torch.Tensor]:
     model = Hollow()
-    engine = windlass.initialize(model=model, config=ds_config(Recipe(), Setting(stage, zero=homes(state, param, folder))))[0]
+    engine = windlass.initialize(
+        model=model, config=ds_config(Recipe(), Setting(stage, zero=homes(state, param, folder)))
+    )[0]
     for _ in range(3):
         engine.backward(engine(torch.linspace(-1, 1, 8).repeat(2, 1)))
         engine.step()

@@ -16,8 +16,8 @@ from tests.dist.harness import run_ranks
 from tests.dist.laws import ADAMW, Setting, ds_config, specimen, whole_params
 from tests.dist.test_offload import LATE, homes
 from tests.models import Place, cast
-from tests.strangers import Foreign
 from tests.oracle import Recipe, relative_error
+from tests.strangers import Foreign
 
 SCHEDULE = {"type": "WarmupLR", "params": {"warmup_min_lr": 0.0, "warmup_num_steps": 6}}
 SMALL = (("sub_group_size", 100),)  # parameters in several chunks, and chunks with parts of several
@@ -381,7 +381,9 @@ WORLDS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize(
-    ("before", "after"), [(1, 2), (2, 1), pytest.param(2, 4, marks=pytest.mark.slow)], ids=["1 to 2", "2 to 1", "2 to 4"]
+    ("before", "after"),
+    [(1, 2), (2, 1), pytest.param(2, 4, marks=pytest.mark.slow)],
+    ids=["1 to 2", "2 to 1", "2 to 4"],
 )
 def test_taken_up_by_other_ranks(before: int, after: int, tmp_path: Any) -> None:
     small = at(3, "nvme", "nvme", *SMALL)

@@ -15,8 +15,8 @@ from tests import oracle
 from tests.dist.harness import RankError, run_ranks
 from tests.dist.laws import Setting, ds_config, hold_all, specimen, whole_params
 from tests.models import Place, cast
-from tests.strangers import Foreign
 from tests.oracle import Recipe, relative_error
+from tests.strangers import Foreign
 
 # eps well above the rounding of a gradient, where an optimizer divides by its size
 BY_NAME: dict[str, dict[str, Any]] = {

@@ -149,8 +149,15 @@ CASES: dict[str, tuple[Any, ...]] = {
     "regroup": ({}, trained, {}, apart, regroup, {"load_optimizer_strict": False}),
 }  # fmt: skip
 SAID = {
-    "freeze": ["loaded", "unexpected (state/layers.1.", "optimizer: 4 parameters matched, 0 missing, 2 unexpected (lay"],
-    "thaw": ["18 tensors matched, 0 missing, 0 unexpected", "optimizer: 4 parameters matched, 2 missing (layers.1.bias, layers.1.weight), 0 unexpected"],
+    "freeze": [
+        "loaded",
+        "unexpected (state/layers.1.",
+        "optimizer: 4 parameters matched, 0 missing, 2 unexpected (lay",
+    ],
+    "thaw": [
+        "18 tensors matched, 0 missing, 0 unexpected",
+        "optimizer: 4 parameters matched, 2 missing (layers.1.bias, layers.1.weight), 0 unexpected",
+    ],
     "add": ["2 missing (param/layers.3.bias, param/layers.3.weight), 0 unexpected", "2 missing (layers.3.bias, lay"],
     "regroup": ["optimizer: 6 parameters matched, 0 missing, 0 unexpected; groups that keep their own hyper-parame"],
 }
@@ -249,7 +256,9 @@ def with_a_schedule(folder: str) -> list[float]:
         def slower(stepped: Any) -> Any:
             return torch.optim.lr_scheduler.LambdaLR(stepped, lambda step: 0.5**step)
 
-        engine = windlass.initialize(model=model, optimizer=optimizer(groups(model)), lr_scheduler=slower, config=config)
+        engine = windlass.initialize(
+            model=model, optimizer=optimizer(groups(model)), lr_scheduler=slower, config=config
+        )
         if groups is trained:
             steps(engine[0], 0, 2)
             engine[0].save_checkpoint(folder)

@@ -264,7 +264,9 @@ def test_a_full_disk_is_told_on_all_ranks_at_once_and_leaves_the_former_checkpoi
         assert said[call].startswith("CheckpointError: "), call
         for word in (f"rank {BAD_RANK}: disk full while writing", "former checkpoints are untouched", ".safetensors"):
             assert word in said[call], said[call]
-        assert ("the checkpoint" in said[call] and f"{folder}/bad was not written" in said[call]) != (call == "blocking")
+        assert ("the checkpoint" in said[call] and f"{folder}/bad was not written" in said[call]) != (
+            call == "blocking"
+        )
     assert (said["steps"], said["then"], said["again"], said["plain"], said["loaded"]) == (2, "", "", True, 3)
     assert said["left"] == ["global_step1", "latest"]
     assert sorted(os.listdir(folder)) == ["global_step1", "good", "latest"]

@@ -146,7 +146,9 @@ def test_other_numbers_of_ranks(ranks: int, stage: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("stage", "key"), [(3, "zero_hpz_partition_size"), (3, "mics_shard_size"), (2, "mics_shard_size")])
+@pytest.mark.parametrize(
+    ("stage", "key"), [(3, "zero_hpz_partition_size"), (3, "mics_shard_size"), (2, "mics_shard_size")]
+)
 def test_replicas(stage: int, key: str) -> None:
     assert_equal(verdict("tied", stage, replace(ADAMW, ranks=4), zero=((key, 2),)))
 
