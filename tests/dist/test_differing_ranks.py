@@ -124,18 +124,18 @@ def rounds_of(name: str, transport: str) -> list[int]:
     recipe = Recipe(steps=5)
     engine = start(subject, ds_config(recipe, Setting(stage=3, transport=transport)))
     board, told = engine._sharded.order._board, []
-    exchange = board.exchange
+    post = board.post
 
     def counted(*args: Any) -> Any:
         told[-1] += 1
-        return exchange(*args)
+        return post(*args)
 
-    board.exchange = counted
+    board.post = counted
     for step in range(recipe.steps):
         told.append(0)
         subject.train(engine, subject.batch(Place(step, 0, rank)), engine.backward)
         engine.step()
-    board.exchange = exchange
+    board.post = post
     engine.destroy()
     return told
 

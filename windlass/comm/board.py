@@ -16,15 +16,32 @@ COUNTERS = 1 + 2 * WIDTH
 """How many of the counters: exchanges begun, and the numbers of this one and of the one before."""
 
 
+class Posted(Protocol):
+    """Numbers that this rank has told, and will hear of the others."""
+
+    def poll(self) -> bool:
+        """Whether all have told theirs."""
+        ...
+
+    def wait(self) -> list[list[int]]:
+        """Every rank's numbers, in group order."""
+        ...
+
+
 class Board(Protocol):
     """Small exchanges over one group, which never get between the collectives of a transport."""
 
-    def exchange(self, mine: list[int], what: str) -> list[list[int]]:
-        """Every rank's numbers, in group order. Collective; all tell as many.
+    def post(self, mine: list[int], what: str) -> Posted:
+        """Tell the others `mine`, at most `WIDTH` numbers; all tell as many. One exchange after the other: this one is
+        to be waited for before the next.
 
         Args:
             what: is waited for, should a peer not come.
         """
+        ...
+
+    def exchange(self, mine: list[int], what: str) -> list[list[int]]:
+        """Every rank's numbers, any count of them, in group order. Collective; all tell as many."""
         ...
 
 
@@ -42,19 +59,41 @@ class SharedBoard:
         self._group, self._counters, self._base = group, counters, base
         self._turn = 0
 
+    def post(self, mine: list[int], what: str) -> Posted:
+        self._turn += 1
+        place = self._base + 1 + self._turn % 2 * WIDTH
+        for at, number in enumerate(mine):
+            self._counters.set(place + at, number)
+        self._counters.raise_to(self._base, self._turn)
+        return _Shown(self, self._turn, len(mine), what)
+
     def exchange(self, mine: list[int], what: str) -> list[list[int]]:
         told: list[list[int]] = [[] for _ in range(self._group.size)]
         for start in range(0, len(mine), WIDTH):
-            part = mine[start : start + WIDTH]
-            self._turn += 1
-            place = self._base + 1 + self._turn % 2 * WIDTH
-            for at, number in enumerate(part):
-                self._counters.set(place + at, number)
-            self._counters.raise_to(self._base, self._turn)
-            self._counters.wait(self._base, self._turn, what)
-            for rank, numbers in enumerate(told):
-                numbers += [self._counters.read(rank, place + at) for at in range(len(part))]
+            for numbers, more in zip(told, self.post(mine[start : start + WIDTH], what).wait(), strict=True):
+                numbers += more
         return told
+
+    def shown(self, turn: int) -> bool:
+        """Whether all have told their numbers of an exchange."""
+        return self._counters.reached(self._base, turn)
+
+    def read(self, turn: int, count: int, what: str) -> list[list[int]]:
+        """Every rank's numbers of the last exchange, once all have told them."""
+        self._counters.wait(self._base, turn, what)
+        place = self._base + 1 + turn % 2 * WIDTH
+        return [[self._counters.read(rank, place + at) for at in range(count)] for rank in range(self._group.size)]
+
+
+class _Shown:
+    def __init__(self, board: SharedBoard, turn: int, count: int, what: str) -> None:
+        self._board, self._turn, self._count, self._what = board, turn, count, what
+
+    def poll(self) -> bool:
+        return self._board.shown(self._turn)
+
+    def wait(self) -> list[list[int]]:
+        return self._board.read(self._turn, self._count, self._what)
 
 
 class WireBoard:
@@ -63,7 +102,23 @@ class WireBoard:
     def __init__(self, group: Group) -> None:
         self._group = group
 
+    def post(self, mine: list[int], what: str) -> Posted:
+        return _Sent(self._group, mine)
+
     def exchange(self, mine: list[int], what: str) -> list[list[int]]:
-        told = [torch.empty(len(mine), dtype=torch.int64) for _ in range(self._group.size)]
-        dist.all_gather(told, torch.tensor(mine, dtype=torch.int64), group=self._group.talks)
-        return [numbers.tolist() for numbers in told]
+        return self.post(mine, what).wait()
+
+
+class _Sent:
+    def __init__(self, group: Group, mine: list[int]) -> None:
+        self._told = [torch.empty(len(mine), dtype=torch.int64) for _ in range(group.size)]
+        self._mine = torch.tensor(mine, dtype=torch.int64)
+        self._work = dist.all_gather(self._told, self._mine, group=group.talks, async_op=True)
+
+    def poll(self) -> bool:
+        return self._work is None or bool(self._work.is_completed())
+
+    def wait(self) -> list[list[int]]:
+        if self._work is not None:
+            self._work.wait()
+        return [numbers.tolist() for numbers in self._told]

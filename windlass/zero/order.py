@@ -24,13 +24,14 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache
 
 from windlass.base.activity import During
 from windlass.base.errors import CommunicationError
 from windlass.base.pending import Pending
-from windlass.comm.board import Board
+from windlass.comm.board import Board, Posted
 from windlass.zero.unit import Presence, Unit
 
 FORWARD, EVALUATION, BACKWARD = "forward", "forward without gradients", "backward"
@@ -95,6 +96,7 @@ class Order:
         self._list: tuple[int, ...] = ()  # what all ranks are bound to start
         self._at = 0  # how far this one has come
         self._open: tuple[str, int] | None = None  # the window of this rank
+        self._begun: _Begun | None = None  # its begin, told and not heard yet
         self._cut_short = ""  # the kind of one that a meeting ended, of which there may be more
         self._needs: list[int] = []  # in it, so far
         self._known: dict[tuple[str, int], tuple[int, ...]] = {}
@@ -129,10 +131,22 @@ class Order:
         number = min(self._counts[kind], 1 if kind == EVALUATION else _REMEMBERED)
         self._counts[kind] += 1
         known = self._known.get((kind, number), self._known.get((kind, _NONE), ()))
-        expected = self._missing(known)
+        expected, what = self._missing(known), f"the begin of a {kind}"
         self._open = (kind, number)
-        while not self._round(_Says.BEGINS, hash(expected) >> 1, f"the begin of a {kind}", expected):
-            pass
+        mine = [_Says.BEGINS, hash(expected) >> 1, len(expected), int(self.bad())]
+        self._begun = _Begun(expected, what, mine, None if self.trusts else self._board.post(mine, what))
+
+    def _hear(self) -> None:
+        """Wait for the others' begin of a window, if this rank's own was only told so far."""
+        if (begun := self._begun) is None:
+            return
+        self._begun = None
+        self._finish()
+        posts = [begun.mine] if begun.posted is None else self._wait_for(begun.posted, begun.what)
+        value = begun.mine[1]
+        if not self._heard(posts, _Says.BEGINS, value, begun.expected):
+            while not self._round(_Says.BEGINS, value, begun.what, begun.expected):
+                pass
 
     def end(self, *kinds: str) -> None:
         """The window that is open (if it is one of `kinds`) ends: join what is left of the list."""
@@ -140,6 +154,7 @@ class Order:
             self._cut_short = ""
         if self._open is None or (kinds and self._open[0] not in kinds):
             return
+        self._hear()
         self._drain()
         self._release_joined(0)
         kind, _ = self._open
@@ -166,6 +181,7 @@ class Order:
     def look(self) -> None:
         """Have all ranks hear if one of them failed. Collective, as a part of a forward."""
         if self._board is not None:
+            self._hear()
             self._drain()
             self._round(_Says.LOOKS, 0, "news of a failure in a forward")
 
@@ -181,6 +197,7 @@ class Order:
         if unit.presence is Presence.RELEASED or unit.brought:
             self._need(code)
         if unit.presence is Presence.RELEASED:
+            self._hear()
             at = self._find(unit)
             while at is not None and self._at <= at:
                 self._next(wanted=self._at == at)
@@ -196,6 +213,8 @@ class Order:
         if self._board is None:
             unit.gather(backward=backward)
             return True
+        if self._begun is not None and (self._begun.posted is None or self._begun.posted.poll()):
+            self._hear()
         if self._at >= len(self._list) or _unit_of(self._list[self._at]) != unit.index:
             return False
         self._next(wanted=True)
@@ -224,6 +243,7 @@ class Order:
             self.contribute(number)
             return
         self._go_on_after_meeting()
+        self._hear()
         code = _code(number, _Does.REDUCE)
         self._need(code)
         if self._list or self._open is None:
@@ -234,6 +254,7 @@ class Order:
 
     def rest(self, numbers: Sequence[int], left: Callable[[int], bool]) -> None:
         """A backward that reduces ended: join what is left of the list, then have reduced what still is left here."""
+        self._hear()
         self._drain()
         for number in numbers:
             if not left(number):
@@ -339,7 +360,9 @@ class Order:
         assert self._board is not None
         self._drain()
         self._finish()
-        posts = self._ask(says, value, what, expected)
+        return self._heard(self._ask(says, value, what, expected), says, value, expected)
+
+    def _heard(self, posts: list[list[int]], says: _Says, value: int, expected: tuple[int, ...]) -> bool:
         said = [post[0] for post in posts]
         if _Says.LOOKS in said and any(post[3] for post in posts):
             self.told()
@@ -365,9 +388,12 @@ class Order:
         assert self._board is not None
         if self.trusts:
             return [[says, value, len(expected), 0]]
+        return self._wait_for(self._board.post([says, value, len(expected), int(self.bad())], what), what)
+
+    def _wait_for(self, posted: Posted, what: str) -> list[list[int]]:
         self.doing = what
         with During(f"agreed order: {what}"):
-            posts = self._board.exchange([says, value, len(expected), int(self.bad())], what)
+            posts = posted.wait()
         self.doing = ""
         return posts
 
@@ -399,6 +425,16 @@ class Order:
         first = self._flying.popleft()
         first.done = True
         first.inner.wait()
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """The begin of a window that this rank has told."""
+
+    expected: tuple[int, ...]
+    what: str
+    mine: list[int]
+    posted: Posted | None  # None where nobody is asked
 
 
 class Ordered:

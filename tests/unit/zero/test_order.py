@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from itertools import permutations
 from random import Random
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from windlass.zero.order import hoisted, merged
+from windlass.zero.order import FORWARD, Order, hoisted, merged
+from windlass.zero.unit import Presence
 
 
 def gather(unit: int) -> int:
@@ -60,3 +63,53 @@ def test_no_gather_passes_another_one(seed: int) -> None:
     codes = tuple(random.choice((gather, reduction))(random.randrange(6)) for _ in range(random.randrange(20)))
     for kind in (0, 2):
         assert [c for c in hoisted(codes) if c % 3 == kind] == [c for c in codes if c % 3 == kind]
+
+
+class Board:
+    """One of two ranks that say the same; what this one waited for is written down."""
+
+    def __init__(self) -> None:
+        self.waited: list[str] = []
+        self.there = False
+
+    def post(self, mine: list[int], what: str) -> SimpleNamespace:
+        def wait() -> list[list[int]]:
+            self.waited.append(what)
+            return [mine, mine]
+
+        return SimpleNamespace(poll=lambda: self.there, wait=wait)
+
+
+class Unit(SimpleNamespace):
+    def __init__(self, index: int, presence: Presence) -> None:
+        super().__init__(index=index, presence=presence, frees=True, brought=False, names=[f"w{index}"], in_order=None)
+
+    def join(self, *, backward: bool = False) -> None:
+        self.presence = Presence.COMING
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_the_begin_of_a_window_is_awaited_only_by_what_needs_it(there: bool) -> None:
+    """What is present is computed while slower ranks come."""
+    units, board = [Unit(number, Presence.RELEASED) for number in range(3)], Board()
+    order: Any = Order(units, hoists=True)  # type: ignore[arg-type]
+    order.agree_on(board)
+    for step in range(2):
+        order.begin(FORWARD, reduces=False)
+        assert not board.waited
+        for unit in units:
+            order.gather(unit, backward=False)
+            unit.presence = Presence.PRESENT
+        order.end(FORWARD)
+        order.new_step()
+        for unit in units[step:]:
+            unit.presence = Presence.RELEASED
+        board.waited.clear()
+    order.begin(FORWARD, reduces=False)
+    order.gather(units[0], backward=False)  # it is present
+    board.there = there
+    assert order.ahead(units[1], backward=False) == there
+    assert board.waited == ["the begin of a forward"] * there
+    order.gather(units[1], backward=False)
+    order.gather(units[2], backward=False)
+    assert board.waited == ["the begin of a forward"], "what was needed before is known"
