@@ -6,10 +6,11 @@ more micro-batches than others. So all collectives of forwards and backwards are
 
 *Windows.* A forward, and a backward, is a window. Each rank remembers what it needed in the same window of the step
 before: which units it had to gather and which it reduced, in its program's order. When a window begins, the ranks tell
-each other a hash of that. If all say the same, they are bound to it: each starts these collectives in this order, and
-no word is needed until the window ends. If they differ, they tell each other the lists themselves and are bound to
-what all of them have, laid into one another. A rank that skips a unit of the list joins its collective all the same
-when it comes to a later one, or at the end of its window: it gathers and lets go, it reduces zeros.
+each other a hash of that; who has not heard all yet goes on with what needs nobody. If all say the same, they are bound
+to it: each starts these collectives in this order, and no word is needed until the window ends. If they differ, they
+tell each other the lists themselves and are bound to what all of them have, laid into one another. A rank that skips a
+unit of the list joins its collective all the same when it comes to a later one, or at the end of its window: it gathers
+and lets go, it reduces zeros.
 
 *Rounds.* Who needs what is not on the list (any more), first joins all that is left of it, then asks: in a round every
 rank says where it is, and all join every collective that anybody asks for, in the order of ranks. Who begins a window,
