@@ -17,16 +17,18 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
 import windlass
+from windlass.cli.benches.trainee import import_deepspeed
 
 Wait = Callable[[], None]
 Save = Callable[[Path], Wait]  # returns once training may go on; the result waits until all is durable
 
 
-def ways(engine: Any, tensors: dict[str, torch.Tensor]) -> dict[str, Save]:
+def ways(engine: Any, tensors: dict[str, torch.Tensor], rival: Any | None) -> dict[str, Save]:
     """Every way to save, by name.
 
     Args:
         tensors: what this rank writes in windlass's way.
+        rival: DeepSpeed's engine of the same model, if it is to be compared.
     """
     rank, group = dist.get_rank(), dist.new_group(backend="gloo")
     named = {f"rank{rank}/{name}": tensor for name, tensor in tensors.items()}
@@ -51,6 +53,14 @@ def ways(engine: Any, tensors: dict[str, torch.Tensor]) -> dict[str, Save]:
         future: Any = dcp.async_save(named, storage_writer=dcp.FileSystemWriter(folder), process_group=group)
         return lambda: future.result() and None
 
+    def deepspeed_save(folder: Path) -> Wait:
+        assert rival is not None
+        rival.save_checkpoint(str(folder), tag="t")
+        for file in folder.rglob(f"*_rank_{rank}_*.pt") if rank else folder.rglob("*.pt"):
+            _sync(file)
+        dist.barrier()
+        return _nothing
+
     return {
         "windlass": lambda folder: windlass_save(folder, blocking=True),
         "windlass async": lambda folder: windlass_save(folder, blocking=False),
@@ -58,11 +68,20 @@ def ways(engine: Any, tensors: dict[str, torch.Tensor]) -> dict[str, Save]:
         "torch.save, no crc32": lambda folder: torch_save(folder, crc32=False),
         "DCP": dcp_save,
         "DCP async": dcp_async,
+        "DeepSpeed": deepspeed_save,
     }
 
 
 def _nothing() -> None:
     return
+
+
+def _sync(file: Path) -> None:
+    descriptor = os.open(file, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 class Trial:
@@ -115,12 +134,33 @@ class Trial:
         dist.barrier()
 
 
+def _model(work: dict[str, Any]) -> torch.nn.Module:
+    width = work["width"]
+    return torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False) for _ in range(work["layers"])))
+
+
+def _rival(work: dict[str, Any], rows: torch.Tensor) -> Any:
+    """DeepSpeed's engine at the same stage, with torch's AdamW, after one step: its states are there."""
+    deepspeed, model = import_deepspeed(), _model(work)
+    config = {
+        "train_micro_batch_size_per_gpu": work["batch"],
+        "zero_optimization": {"stage": work["stage"], "stage3_param_persistence_threshold": 0},
+        "zero_allow_untested_optimizer": True,
+    }
+    rival, *_ = deepspeed.initialize(
+        model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-4), config=config
+    )
+    rival.backward(rival(rows).square().mean())
+    rival.step()
+    return rival
+
+
 def main(folder: Path) -> None:
     """Do the work in `folder`/work.json; the answer lies beside it."""
     work = json.loads((folder / "work.json").read_text())
     torch.manual_seed(0)
     width = work["width"]
-    model = torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False) for _ in range(work["layers"])))
+    model = _model(work)
     config = {
         "train_micro_batch_size_per_gpu": work["batch"],
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
@@ -138,7 +178,8 @@ def main(folder: Path) -> None:
     dist.barrier()
     tensors = load_file(folder / "first" / "t" / f"rank_{rank:05d}.safetensors")
     tensors = {name: tensor.clone() for name, tensor in tensors.items()}
-    saves = {name: save for name, save in ways(engine, tensors).items() if name in work["names"]}
+    rival = _rival(work, rows) if "DeepSpeed" in work["names"] else None
+    saves = {name: save for name, save in ways(engine, tensors, rival).items() if name in work["names"]}
     found: dict[str, dict[str, list[float]]] = {}
     trial = Trial(folder, step, work["steps"])
     for number in range(work["rounds"] + 1):  # the first warms up
