@@ -1,0 +1,18 @@
+"""`python -m windlass.compat`: prints the folder that makes `import deepspeed` windlass, to be put on PYTHONPATH."""
+
+import sys
+
+from windlass.compat.place import FOLDER
+
+
+def main(arguments: list[str]) -> int:
+    """Print the folder; the exit code."""
+    if arguments:
+        print("python -m windlass.compat takes no arguments: it prints a folder for PYTHONPATH", file=sys.stderr)
+        return 2
+    print(FOLDER)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

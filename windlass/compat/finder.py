@@ -1,0 +1,86 @@
+"""Modules that are made from the table: `deepspeed` and everything below it.
+
+[Note: one module for one name] Clients hold on to modules and replace functions in them (`partition_parameters`), so a
+module of the stand-in is made once, lies in `sys.modules`, and what is set in it stays. A name is looked up in the table
+when it is first asked for: importing `deepspeed` imports little.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+from windlass.compat.names import NAMES, below, is_module
+
+ROOT = "deepspeed"
+
+
+class StandIn(ModuleType):
+    """A module whose names come from the table."""
+
+    def __getattr__(self, name: str) -> Any:
+        full = f"{self.__name__}.{name}"
+        entry = NAMES.get(full)
+        if is_module(full):
+            value: Any = importlib.import_module(full)
+        elif entry is not None:
+            value = entry.resolve(full)
+        elif (home := NAMES.get(self.__name__)) is not None and not name.startswith("__"):
+            value = getattr(importlib.import_module(home.home), name)
+        else:
+            raise AttributeError(_absent(self.__name__, name))
+        self.__dict__[name] = value
+        return value
+
+    def __dir__(self) -> list[str]:
+        return sorted({*self.__dict__, *below(self.__name__)})
+
+
+def _absent(module: str, name: str) -> str:
+    if name.startswith("__"):
+        return f"module {module!r} has no attribute {name!r}"
+    return (
+        f"module {module!r} has no attribute {name!r}: windlass stands in for DeepSpeed here and has no such name; "
+        "what it has is listed in docs/compat.md"
+    )
+
+
+class Finder(MetaPathFinder, Loader):
+    """Finds the modules below `deepspeed`."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """A spec for what the table knows as a module; None for anything else."""
+        if not fullname.startswith(f"{ROOT}.") or not is_module(fullname):
+            return None
+        return ModuleSpec(fullname, self, origin="windlass.compat", is_package=bool(below(fullname)))
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """An empty module whose names come later."""
+        entry = NAMES.get(spec.name)
+        return StandIn(spec.name, f"`{spec.name}`, as windlass stands in for it." if entry is None else entry.note)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Names that a `from x import *` takes, and those of the module that does the work, if there is one."""
+        entry = NAMES.get(module.__name__)
+        if entry is not None and entry.home:
+            home = importlib.import_module(entry.home)
+            public = getattr(home, "__all__", [name for name in vars(home) if not name.startswith("_")])
+            module.__dict__.update({name: getattr(home, name) for name in public})
+        module.__dict__["__all__"] = sorted(
+            {name for name in below(module.__name__) if not name.startswith("_")}
+            | {name for name in vars(module) if not name.startswith("_")}
+        )
+
+
+def take_over(name: str) -> None:
+    """Make the module `name`, which is being imported, the root of the stand-in."""
+    if not any(isinstance(finder, Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, Finder())
+    sys.modules[name].__class__ = StandIn

@@ -1,0 +1,5 @@
+"""Old dotted name -> windlass, one file an area. Rows say what is the same, what differs and how, what is refused."""
+
+from windlass.compat.tables import accelerator, core, ops, tools, unbuilt
+
+TABLES = (core.TABLE, accelerator.TABLE, tools.TABLE, ops.TABLE, unbuilt.TABLE)

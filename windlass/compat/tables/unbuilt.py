@@ -1,0 +1,5 @@
+"""What is not built in windlass: importable, and one sentence where it is used."""
+
+from windlass.compat.entry import Entry
+
+TABLE: dict[str, Entry] = {}
