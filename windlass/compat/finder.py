@@ -1,8 +1,8 @@
 """Modules that are made from the table: `deepspeed` and everything below it.
 
-[Note: one module for one name] Clients hold on to modules and replace functions in them (`partition_parameters`), so a
-module of the stand-in is made once, lies in `sys.modules`, and what is set in it stays. A name is looked up in the table
-when it is first asked for: importing `deepspeed` imports little.
+[Note: one module for one name] Clients hold on to modules and replace functions in them (`partition_parameters`), so
+a module of the stand-in is made once, lies in `sys.modules`, and what is set in it stays. A name is looked up in the
+table when it is first asked for: importing `deepspeed` imports little.
 """
 
 from __future__ import annotations
