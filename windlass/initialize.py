@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
@@ -35,6 +35,8 @@ from windlass.zero.partition import Rules
 from windlass.zero.policy import policy_of
 from windlass.zero.settings import Homes, Settings
 from windlass.zero.sharded import ShardedModel
+
+Kind = TypeVar("Kind", bound=Engine)
 
 _engines: WeakValueDictionary[int, Engine] = WeakValueDictionary()  # by id of the sharded model
 
@@ -78,12 +80,46 @@ def initialize(
         StorageError: what is to rest on disk finds no usable directory or no space, on any rank: the model is as it
             was.
     """
+    source = installed().config or source_of(args, config, config_params)
+    engine = build(
+        Engine,
+        source,
+        model=model,
+        optimizer=optimizer,
+        model_parameters=model_parameters,
+        training_data=training_data,
+        lr_scheduler=lr_scheduler,
+        distributed_port=distributed_port,
+        mpu=mpu,
+        dist_init_required=dist_init_required,
+        collate_fn=collate_fn,
+        mesh_param=mesh_param,
+    )
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def build(
+    kind: type[Kind],
+    source: Any,
+    *,
+    model: nn.Module | None,
+    optimizer: Any = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[..., Any] | None = None,
+    mesh_param: Any = None,
+) -> Kind:
+    """As `initialize`, for an engine of the class `kind`; `source` is the configuration."""
     if model is None:
         raise ModelError("initialize needs a model: initialize(model=..., config=...)")
     if mpu is not None or mesh_param is not None:
         raise ConfigError("mpu and mesh_param ask for model parallelism, which is not yet built; leave them out")
     watch = installed()
-    settings_of = load(watch.config or _source(args, config, config_params))
+    settings_of = load(source)
     settings_of.ensure_supported()
     set_level_of_config(settings_of.log_level)
     if "activation_checkpointing" in settings_of.model_fields_set and not activations.is_configured():
@@ -108,7 +144,7 @@ def initialize(
     built = _optimizer(model, optimizer, model_parameters, settings_of)
     watch.before(model, built, settings_of)
     sharded = _shard(model, built, settings_of, device)
-    engine = Engine(sharded, built, settings_of, progress, _loss_scale(settings_of))
+    engine = kind(sharded, built, settings_of, progress, _loss_scale(settings_of))
     try:
         engine.lr_scheduler = _scheduler(engine, lr_scheduler, settings_of)
     except Exception:  # on every rank
@@ -123,7 +159,7 @@ def initialize(
     for line in opening_lines(sharded, settings_of, world):
         logger.info(line)
     watch.after(engine)
-    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+    return engine
 
 
 def _limits(config: Config) -> watchdog.Limits | None:
@@ -137,7 +173,12 @@ def _patience(config: Config) -> timedelta:
     return max(DEFAULT_TIMEOUT, timedelta(seconds=1.5 * section.timeout_s)) if section.enabled else DEFAULT_TIMEOUT
 
 
-def _source(args: Any, config: Any, config_params: Any) -> Any:
+def source_of(args: Any, config: Any, config_params: Any) -> Any:
+    """The one configuration among those that a script may give.
+
+    Raises:
+        ConfigError: there are two, or none.
+    """
     from_args = getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None)
     given = config if config is not None else config_params
     if from_args is not None and given is not None:

@@ -16,7 +16,7 @@ from windlass.base.errors import ConfigError, LossError, ModelError, StorageErro
 from windlass.base.garbage import hold_off
 from windlass.base.log import logger
 from windlass.checkpoint.background import Background
-from windlass.config import Config
+from windlass.config import Batch, Config
 from windlass.engine.batches import loader_of
 from windlass.engine.blame import Blame
 from windlass.engine.buffers import Buffers
@@ -350,6 +350,18 @@ class Engine(Questions, Files, nn.Module):
         from windlass.base.dtypes import parse_dtype
 
         return torch.autocast(self.device.type, dtype=parse_dtype(section.dtype or "bf16"))
+
+    def resize(self, train: int, micro: int, accumulation: int) -> None:
+        """Take other batch numbers from the next step on; `train` is `micro * accumulation *` ranks.
+
+        Raises:
+            ModelError: a step has begun.
+        """
+        if self.progress.micro_steps % self.progress.batch.accumulation:
+            raise ModelError("the batch can't change in the middle of a step: end it first, by engine.step()")
+        self.progress.batch = Batch(train=train, micro=micro, accumulation=accumulation)
+        self.progress.micro_steps = self.progress.global_steps * accumulation
+        self._weight = 1.0 / accumulation
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Say whether the current micro-batch ends a step; holds until it is said otherwise."""

@@ -469,7 +469,20 @@ class ShardedModel:
             if not lost:
                 logger.error("%s", error)
 
+    def compilable(self) -> list[nn.Module]:
+        """Modules whose forward no hook of ours interrupts: the innermost blocks, or the model where nothing is
+        released."""
+        if not any(unit.released for unit in self.units):
+            return [self.model]
+        of_blocks = {id(block.module): block.module for block in self._blocks if block.module is not self.model}
+        return [
+            module
+            for module in of_blocks.values()
+            if not any(id(inner) in of_blocks for inner in module.modules() if inner is not module)
+        ]
+
     def _attach(self, blocks: list[Block]) -> None:
+        self._blocks = blocks
         self.watch_gradients()
         if any(unit.released for unit in self.units):
             for block in blocks:

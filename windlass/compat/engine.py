@@ -1,0 +1,277 @@
+"""The engine that `deepspeed.initialize` returns: windlass's, with the questions and the manners of DeepSpeed's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from windlass.base.errors import ConfigError
+from windlass.compat.accessors import ANSWERS, KEYS, ask
+from windlass.compat.offload import ParameterOffload
+from windlass.compat.refusal import NotBuiltError
+from windlass.config import Config
+from windlass.engine.train import Engine
+
+_REFUSED = {
+    "set_data_post_process_func": "it belongs to DeepSpeed's curriculum sampler, which is not built; use a collate_fn",
+    "set_custom_curriculum_learning_schedule": "curriculum learning is not built; change the data in the script",
+    "random_ltd_initialize": "random layer-token dropping is not built",
+    "register_compile_pass": "DeepCompile is not built; engine.compile() compiles the module",
+    "sparse_allreduce": "sparse gradients are not built; leave sparse_gradients out",
+    "sparse_allreduce_bucket": "sparse gradients are not built; leave sparse_gradients out",
+    "sparse_allreduce_no_retain": "sparse gradients are not built; leave sparse_gradients out",
+    "sparse_all_gather": "sparse gradients are not built; leave sparse_gradients out",
+    "load_moe_state_dict": "experts are not built",
+    "autotuning_profile_model_info": "the autotuner is not built",
+}
+
+
+class DeepSpeedEngine(Engine):
+    """As `windlass.Engine`, which has what trains; here is what else DeepSpeed's scripts ask and do."""
+
+    mpu: Any = None
+    pipeline_parallelism = False
+    has_moe_layers = False
+    enable_backward_allreduce = True
+    sequence_parallel_size = 1
+    mp_world_size = 1
+    seq_parallel_group: Any = None
+    inside_no_sync_ctxt = False
+    _config: Config
+
+    def become(self, given: Any, client_optimizer: Any, training_data: Any, collate_fn: Any) -> None:
+        """Remember what the caller of `initialize` gave, which scripts read back."""
+        self.config = given
+        self.client_optimizer, self.training_data, self.collate_fn = client_optimizer, training_data, collate_fn
+        self.basic_optimizer = self.optimizer.optimizer if self.optimizer is not None else None
+        self.losses: Any = None
+        self._compiled: list[nn.Module] = []
+        if self.zero_optimization_stage() == 3:
+            offload = ParameterOffload(self)
+            if self.optimizer is not None:
+                self.optimizer.parameter_offload = offload
+        if self.optimizer is not None:
+            self.optimizer.backward = self.backward
+            self.optimizer.check_overflow = lambda *_: self.optimizer.overflow
+            self.optimizer.skip_step = False
+            self.optimizer.quantize_nontrainable_params = _refusing(
+                "optimizer.quantize_nontrainable_params", "quantized gathers are not built"
+            )
+
+    # what DeepSpeed refuses
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """As DeepSpeed's: not at stages 2 and 3, where windlass's own engine can do it."""
+        stage = self.zero_optimization_stage()
+        assert stage < 2, (
+            f"no_sync is incompatible with gradient partitioning logic of ZeRO stage {stage}: set "
+            "gradient_accumulation_steps, or take windlass.initialize, whose no_sync works at every stage"
+        )
+        assert not self.inside_no_sync_ctxt, "no_sync inside no_sync"
+        self.inside_no_sync_ctxt = True
+        try:
+            with super().no_sync():
+                yield
+        finally:
+            self.inside_no_sync_ctxt = False
+
+    def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
+        """As `Engine.step`, refused inside `no_sync`."""
+        assert not self.inside_no_sync_ctxt, "engine.step() inside no_sync: leave the context first"
+        super().step(lr_kwargs)
+
+    # what is asked
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """Samples in a step, in a micro-batch of a rank, and micro-batches in a step."""
+        return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
+
+    def get_data_parallel_rank(self) -> int:
+        """This rank among those that share the data."""
+        return self._sharded.mesh.data.index
+
+    def get_model_parallel_rank(self) -> int:
+        """0: models are not cut over ranks."""
+        return 0
+
+    get_tensor_parallel_rank = get_model_parallel_rank
+
+    def get_sequence_parallel_group(self) -> Any:
+        """None: sequences are not cut over ranks."""
+        return self.seq_parallel_group
+
+    @property
+    def data_parallel_group(self) -> Any:
+        """The process group over which data are shared."""
+        return self._sharded.mesh.data.process_group or dist.group.WORLD
+
+    @property
+    def seq_data_parallel_group(self) -> Any:
+        """As `data_parallel_group`."""
+        return self.data_parallel_group
+
+    @property
+    def dp_world_size(self) -> int:
+        """How many ranks share the data."""
+        return self._sharded.mesh.data.size
+
+    @property
+    def seq_dp_world_size(self) -> int:
+        """As `dp_world_size`."""
+        return self.dp_world_size
+
+    @property
+    def dist_backend(self) -> str:
+        """Of the default process group."""
+        return str(dist.get_backend())
+
+    @property
+    def param_names(self) -> dict[nn.Parameter, str]:
+        """Name of each parameter."""
+        return {parameter: name for name, parameter in self.module.named_parameters()}
+
+    @property
+    def gradient_average(self) -> bool:
+        """True: gradients are means over ranks."""
+        return True
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether `compile` was called."""
+        return bool(self._compiled)
+
+    def is_first_weights_partition_group(self) -> bool:
+        """Whether this rank is in the first group of those that have all weights together."""
+        return self._sharded.mesh.replicate.index == 0
+
+    def get_compile_time(self) -> float:
+        """0: torch compiles at the first forward, and does not tell how long it took."""
+        return 0.0
+
+    def get_wall_clock_timers(self) -> dict[str, float]:
+        """Milliseconds of each timer of `engine.timers`."""
+        return {name: timer.elapsed(reset=False) for name, timer in self.timers.timers.items()}
+
+    def get_type(self) -> list[str | None]:
+        """Of each group, the `type` that was set on it."""
+        groups = self.optimizer.param_groups if self.optimizer is not None else []
+        return [group.get("type") for group in groups]
+
+    def dump_state(self) -> None:
+        """Print the configuration."""
+        if self.global_rank == 0:
+            print(self._config.model_dump_json(indent=2, exclude_defaults=True))
+
+    # what is done
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Take another number of samples in a step, by another number of micro-batches.
+
+        Raises:
+            ConfigError: ranks times micro-batch do not divide it.
+        """
+        micro, ranks = self.train_micro_batch_size_per_gpu(), self.dp_world_size
+        if train_batch_size % (micro * ranks) or train_batch_size <= 0:
+            raise ConfigError(
+                f"train_batch_size {train_batch_size} is not a multiple of {micro} samples a micro-batch x {ranks} "
+                f"ranks = {micro * ranks}"
+            )
+        self.resize(train_batch_size, micro, train_batch_size // (micro * ranks))
+        self.config["train_batch_size"] = train_batch_size
+        self.config["gradient_accumulation_steps"] = self.gradient_accumulation_steps()
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Take another number of samples in a micro-batch, and as many micro-batches in a step."""
+        steps = self.gradient_accumulation_steps()
+        self.resize(micro_batch_size * steps * self.dp_world_size, micro_batch_size, steps)
+        self.config["train_batch_size"] = self.train_batch_size()
+        self.config["train_micro_batch_size_per_gpu"] = micro_batch_size
+
+    def compile(
+        self,
+        backend: Any = "inductor",
+        compile_kwargs: dict[str, Any] | None = None,
+        schedule: Any = None,
+        compiled_autograd_enabled: bool = False,
+    ) -> None:
+        """Compile the module in place, by torch: its forward, or at stage 3, where hooks bring and take weights between
+        blocks, the forward of each block.
+
+        Raises:
+            NotBuiltError: a schedule of DeepCompile, or compiled autograd.
+        """
+        if schedule is not None or compiled_autograd_enabled:
+            raise NotBuiltError("engine.compile: schedules of DeepCompile and compiled autograd are not built")
+        options = {"backend": backend, **(compile_kwargs or {})}
+        for module in self._sharded.compilable():
+            module.forward = torch.compile(module.forward, **options)
+            self._compiled.append(module)
+
+    def destroy(self) -> None:
+        """As `Engine.destroy`; what was compiled is as it was."""
+        for module in self._compiled:
+            module.__dict__.pop("forward", None)
+        self._compiled.clear()
+        super().destroy()
+
+    def allreduce_gradients(self, bucket_size: int = 0) -> None:
+        """Nothing: gradients are reduced as they come, and the last of them by `step`."""
+
+    def empty_partition_cache(self) -> None:
+        """Nothing: what a forward gathered is released when it ends."""
+
+    def collect_python_gc(self) -> None:
+        """Run Python's garbage collector."""
+        import gc
+
+        gc.collect()
+
+    @staticmethod
+    def is_map_style_dataset(obj: Any) -> bool:
+        """Whether a dataset has items and a length."""
+        return hasattr(obj, "__getitem__") and hasattr(obj, "__len__")
+
+    @staticmethod
+    def is_iterable_style_dataset(obj: Any) -> bool:
+        """Whether a dataset is torch's iterable one."""
+        return isinstance(obj, torch.utils.data.IterableDataset)
+
+
+def _answer(name: str, path: str) -> Callable[[DeepSpeedEngine], Any]:
+    def answer(self: DeepSpeedEngine) -> Any:
+        return ask(self._config, path)
+
+    return _named(answer, name, f"`{path}` of the configuration.")
+
+
+def _computed(name: str, make: Callable[[Any], Any]) -> Callable[[DeepSpeedEngine], Any]:
+    def answer(self: DeepSpeedEngine) -> Any:
+        return make(self._config)
+
+    return _named(answer, name, "From the configuration.")
+
+
+def _refusing(name: str, why: str) -> Callable[..., Any]:
+    def refuse(self: DeepSpeedEngine, *args: Any, **kwargs: Any) -> Any:
+        raise NotBuiltError(f"engine.{name}: {why}")
+
+    return _named(refuse, name, f"Refused: {why}.")
+
+
+def _named(function: Any, name: str, text: str) -> Any:
+    function.__name__, function.__qualname__, function.__doc__ = name, f"DeepSpeedEngine.{name}", text
+    return function
+
+
+for _name, _path in KEYS.items():
+    setattr(DeepSpeedEngine, _name, _answer(_name, _path))
+for _name, _make in ANSWERS.items():
+    setattr(DeepSpeedEngine, _name, _computed(_name, _make))
+for _name, _why in _REFUSED.items():
+    setattr(DeepSpeedEngine, _name, _refusing(_name, _why))

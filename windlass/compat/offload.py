@@ -1,0 +1,57 @@
+"""What takes the place of DeepSpeed's manager of stage-3 parameters, whose hooks scripts take off and put back."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+if TYPE_CHECKING:
+    from windlass.compat.engine import DeepSpeedEngine
+
+
+class Handle:
+    """Of a hook that is in nobody's way: inside `GatheredParameters` windlass's own use what is gathered already."""
+
+    def remove(self) -> None:
+        """Nothing."""
+
+
+class Coordinator:
+    """Windlass keeps no trace that a forward of another kind could spoil."""
+
+    def is_invalid_trace(self) -> bool:
+        """True: there is nothing to invalidate."""
+        return True
+
+    def _invalidate_trace(self) -> None:
+        return
+
+
+class ParameterOffload:
+    """`engine.optimizer.parameter_offload`: hooks that can be taken off and put back, the model, the coordinator.
+
+    Args:
+        engine: at stage 3.
+    """
+
+    def __init__(self, engine: DeepSpeedEngine) -> None:
+        self._engine = engine
+        self.module: nn.Module = engine.module
+        self.param_coordinator = Coordinator()
+        self.forward_hooks: list[Any] = []
+        self.backward_hooks: list[Any] = []
+        self._register_deepspeed_module(self.module)
+
+    def _register_deepspeed_module(self, module: nn.Module, *_: Any) -> None:
+        self.forward_hooks, self.backward_hooks = [Handle()], [Handle()]
+
+    def get_param_coordinator(self, *_: Any, **__: Any) -> Coordinator:
+        """The coordinator."""
+        return self.param_coordinator
+
+    def empty_partition_cache(self) -> None:
+        """Nothing: what a forward gathered is released when it ends."""
+
+    def partition_all_parameters(self) -> None:
+        """Nothing: parameters are released after use."""

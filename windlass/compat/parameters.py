@@ -1,0 +1,244 @@
+"""What DeepSpeed's clients ask of a parameter: `ds_id`, `ds_shape`, `ds_status`, `all_gather`, ...
+
+[Note: asked, not kept] Nothing is put on parameters: a parameter with attributes of ours could not be pickled, and a copy
+would carry them on. `install` gives `nn.Parameter` a `__getattr__`, which Python only calls for names that are not
+there; it answers for parameters that an engine or `zero.Init` has, and for no others. Parameters of stage 3 keep their
+shape in windlass, whole or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import count
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from windlass import zero
+from windlass.compat.refusal import NotBuiltError
+from windlass.zero import born
+from windlass.zero.access import Released
+from windlass.zero.gathered import GatheredParameters
+from windlass.zero.registry import Place, find
+
+_numbers = count()
+_ids: WeakKeyDictionary[Any, dict[int, int]] = WeakKeyDictionary()  # by sharded model: of its parameters
+_born_ids: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # by birth
+_active: WeakKeyDictionary[Any, dict[int, set[int]]] = WeakKeyDictionary()
+_external: WeakKeyDictionary[nn.Module, dict[str, nn.Parameter]] = WeakKeyDictionary()
+_open: dict[int, GatheredParameters] = {}  # by id of the parameter that all_gather made whole
+
+
+def install() -> None:
+    """Have parameters answer, and modules tell which parameters of others they use. Doing it again does nothing."""
+    if nn.Parameter.__dict__.get("__getattr__") is not _ask:
+        nn.Parameter.__getattr__ = _ask  # type: ignore[attr-defined]
+        nn.Module.ds_external_parameters = _external_of  # type: ignore[assignment]
+
+
+def under_stage_3(parameter: nn.Parameter) -> bool:
+    """Whether a parameter's values are spread over the ranks between uses, or would be if it were larger."""
+    place = find(parameter)
+    return place.model.policy.stage == 3 if place is not None else born.find(parameter) is not None
+
+
+def external(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters of other modules that `module` was said to use."""
+    return _external.setdefault(module, {})
+
+
+def _external_of(self: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    return iter(external(self).items())
+
+
+def _ask(self: nn.Parameter, name: str) -> Any:
+    answer = _OF_STAGE_3.get(name)
+    if answer is not None and under_stage_3(self):
+        return answer(self)
+    answer = _OF_ANY.get(name)
+    if answer is not None and find(self) is not None:
+        return answer(self)
+    raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+
+# stage 3
+
+
+def _id(parameter: nn.Parameter) -> int:
+    place = find(parameter)
+    if place is None:
+        birth = born.find(parameter)
+        return _born_ids.setdefault(birth, next(_numbers))
+    known = _ids.get(place.model)
+    if known is None:  # all at once, in model order: the same on every rank
+        known = _ids[place.model] = {id(p): next(_numbers) for p in place.model.model.parameters()}
+    return known.setdefault(id(parameter), next(_numbers))
+
+
+def _status(parameter: nn.Parameter) -> Any:
+    from windlass.compat.partition import ZeroParamStatus
+
+    return ZeroParamStatus.NOT_AVAILABLE if isinstance(parameter, Released) else ZeroParamStatus.AVAILABLE
+
+
+def _active_modules(parameter: nn.Parameter) -> set[int]:
+    holder = _holder(parameter)
+    return _active.setdefault(holder, {}).setdefault(id(parameter), set())
+
+
+def _holder(parameter: nn.Parameter) -> Any:
+    place = find(parameter)
+    return place.model if place is not None else born.find(parameter)
+
+
+def _ranks(parameter: nn.Parameter) -> Any:
+    place = find(parameter)
+    if place is not None:
+        return place.model.group
+    birth = born.find(parameter)
+    assert birth is not None
+    return birth.group
+
+
+def _tensor(parameter: nn.Parameter) -> torch.Tensor:
+    """This rank's piece, flat; it tells its own `ds_numel` as DeepSpeed's does."""
+    birth = born.find(parameter)
+    piece = (birth.cut if birth is not None else zero.local_param(parameter)).detach().view(-1)
+    piece.ds_numel = piece.numel()  # type: ignore[attr-defined]
+    return piece
+
+
+def _piece(parameter: nn.Parameter) -> int:
+    size = _ranks(parameter).size
+    return -(-parameter.numel() // size)
+
+
+def _all_gather(parameter: nn.Parameter) -> Callable[..., None]:
+    def all_gather(param_list: Any = None, async_op: bool = False, hierarchy: int = 0) -> None:
+        """Make parameters whole until `partition`. Collective."""
+        for one in [parameter] if param_list is None else list(param_list):
+            if id(one) not in _open:
+                _open[id(one)] = GatheredParameters([one]).__enter__()
+
+    return all_gather
+
+
+def _partition(parameter: nn.Parameter) -> Callable[..., None]:
+    def partition(
+        param_list: Any = None,
+        hierarchy: int = 0,
+        has_been_updated: bool = False,
+        free_data: bool = True,
+    ) -> None:
+        """Release what `all_gather` made whole; with `has_been_updated` its values (rank 0's) count. Collective."""
+        for one in [parameter] if param_list is None else list(param_list):
+            context = _open.pop(id(one), None)
+            if context is not None:
+                context._rank = 0 if has_been_updated else None
+                context.__exit__(None, None, None)
+
+    return partition
+
+
+def _summary(parameter: nn.Parameter) -> Callable[..., dict[str, Any]]:
+    def ds_summary(slice_shape: Any = None, use_debug_name: bool = False) -> dict[str, Any]:
+        """What the parameter is, as a dict."""
+        return {
+            "id": _id(parameter),
+            "status": _status(parameter).name,
+            "numel": parameter.numel(),
+            "ds_numel": parameter.numel(),
+            "shape": tuple(parameter.shape),
+            "ds_shape": tuple(parameter.shape),
+            "requires_grad": parameter.requires_grad,
+            "grad_shape": None,
+            "persist": _persists(parameter),
+            "active_sub_modules": _active_modules(parameter),
+            "ds_tensor.shape": (_piece(parameter),),
+        }
+
+    return ds_summary
+
+
+def _persists(parameter: nn.Parameter) -> bool:
+    place = find(parameter)
+    return place is not None and not place.unit.released
+
+
+def _refuse(what: str) -> Callable[[nn.Parameter], Any]:
+    def answer(parameter: nn.Parameter) -> Any:
+        raise NotBuiltError(f"parameter.{what}: windlass moves gradients by itself; use windlass.zero.full_grad")
+
+    return answer
+
+
+def _type(parameter: nn.Parameter) -> Any:
+    from windlass.compat.partition import ZeroParamType
+
+    return ZeroParamType.NORMAL
+
+
+_OF_STAGE_3: dict[str, Callable[[nn.Parameter], Any]] = {
+    "ds_id": _id,
+    "ds_shape": lambda p: p.shape,
+    "ds_numel": lambda p: p.numel(),
+    "ds_numel_aligned": lambda p: _piece(p) * _ranks(p).size,
+    "ds_status": _status,
+    "ds_tensor": _tensor,
+    "ds_persist": _persists,
+    "ds_param_type": _type,
+    "ds_process_group": lambda p: _ranks(p).process_group or dist.group.WORLD,
+    "ds_active_sub_modules": _active_modules,
+    "ds_secondary_tensor": lambda p: None,
+    "ds_zero_param_process_group": lambda p: None,
+    "ds_zero_partition_rank": lambda p: _ranks(p).index,
+    "ds_zero_partition_world_size": lambda p: _ranks(p).size,
+    "ds_enable_sanity_checks": lambda p: False,
+    "nvme_swapper": lambda p: None,
+    "is_external_param": lambda p: False,
+    "all_gather": _all_gather,
+    "all_gather_coalesced": _all_gather,
+    "partition": _partition,
+    "partition_numel": lambda p: lambda: _piece(p),
+    "aligned_size": lambda p: lambda: _piece(p) * _ranks(p).size,
+    "padding_size": lambda p: lambda: _piece(p) * _ranks(p).size - p.numel(),
+    "convert_to_zero_parameters": lambda p: lambda param_list: None,
+    "ds_summary": _summary,
+    "partition_gradients": _refuse("partition_gradients"),
+    "reduce_gradients_at_owner": _refuse("reduce_gradients_at_owner"),
+}
+
+
+# any stage: fp32 values, states and gradients behind a 16-bit parameter
+
+
+def _full_hp(parameter: nn.Parameter) -> Callable[..., Any]:
+    def get_full_hp_param(self: Any = None, optim_state_key: str | None = None) -> Any:
+        """The whole fp32 weight, or the optimizer state of that key. Collective."""
+        if optim_state_key is not None:
+            return zero.full_state(parameter, optim_state_key)
+        return zero.full_param(parameter).detach()
+
+    return get_full_hp_param
+
+
+def _set_full_hp(parameter: nn.Parameter) -> Callable[..., None]:
+    def set_full_hp_param(value: torch.Tensor, optim_state_key: str | None = None) -> None:
+        """Set the whole fp32 weight, or the optimizer state of that key. Collective."""
+        if optim_state_key is not None:
+            zero.set_full_state(parameter, optim_state_key, value)
+        else:
+            zero.set_full_param(parameter, value)
+
+    return set_full_hp_param
+
+
+_OF_ANY: dict[str, Callable[[nn.Parameter], Any]] = {
+    "get_full_hp_param": _full_hp,
+    "set_full_hp_param": _set_full_hp,
+    "get_full_hp_grad": lambda p: lambda: zero.full_grad(p),
+    "set_full_hp_grad": lambda p: lambda value: zero.set_full_grad(p, value),
+}

@@ -1,0 +1,84 @@
+"""The names of `deepspeed.runtime.zero.partition_parameters` that clients read or replace."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from windlass import zero
+from windlass.compat import parameters
+
+_orig_torch_arange = torch.arange
+_orig_torch_empty = torch.empty
+_orig_torch_zeros = torch.zeros
+_orig_torch_ones = torch.ones
+_orig_torch_full = torch.full
+_orig_torch_tensor = torch.tensor
+_orig_torch_eye = torch.eye
+_orig_torch_randn = torch.randn
+
+zero_init_context: list[Any] = []
+
+
+class ZeroParamStatus(enum.Enum):
+    """Where the values of a parameter are."""
+
+    AVAILABLE = 1  # whole, on this rank
+    NOT_AVAILABLE = 2  # spread over the ranks
+    INFLIGHT = 3  # being gathered
+
+
+class ZeroParamType(enum.Enum):
+    """What sort of parameter it is."""
+
+    NORMAL = 1
+    PARTITIONED = 2
+    REMOTE = 3
+
+
+def zero_wrapper_for_fp_tensor_constructor(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
+    """`fn` itself. DeepSpeed's `Init` wraps torch's constructors in this; windlass's leaves them alone, so a function
+    that a client puts here is never called."""
+    return fn
+
+
+class Init(zero.Init):
+    """As `windlass.zero.Init`; what is born inside can be asked as DeepSpeed's parameters can."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        parameters.install()
+        super().__init__(*args, **kwargs)
+
+
+def register_external_parameter(module: torch.nn.Module, parameter: torch.nn.Parameter) -> None:
+    """Say that `module` uses a parameter of another module. Windlass finds that out by itself; it is remembered for who
+    asks `ds_external_parameters`.
+
+    Raises:
+        RuntimeError: it is no parameter.
+    """
+    if not isinstance(parameter, torch.nn.Parameter):
+        raise RuntimeError(f"register_external_parameter takes a Parameter, not a {type(parameter).__name__}")
+    parameters.install()
+    parameters.external(module)[f"external_{len(parameters.external(module))}"] = parameter
+
+
+def unregister_external_parameter(module: torch.nn.Module, parameter: torch.nn.Parameter) -> None:
+    """Forget what `register_external_parameter` was told.
+
+    Raises:
+        RuntimeError: it is not registered.
+    """
+    known = parameters.external(module)
+    name = next((name for name, other in known.items() if other is parameter), None)
+    if name is None:
+        raise RuntimeError("unregister_external_parameter: the parameter is not registered with this module")
+    del known[name]
+
+
+def is_zero_param(parameter: Any) -> bool:
+    """Whether a parameter is under stage 3."""
+    return isinstance(parameter, torch.nn.Parameter) and parameters.under_stage_3(parameter)

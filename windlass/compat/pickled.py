@@ -1,0 +1,74 @@
+"""Classes that DeepSpeed's checkpoints hold by name: unpickled into plain holders of what they held."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Any
+
+
+class LossScalerBase:
+    """A loss scale at rest: attributes as they were saved."""
+
+    def __init__(self, cur_scale: float = 1.0) -> None:
+        self.cur_scale, self.dynamic = cur_scale, False
+
+    @property
+    def loss_scale(self) -> float:
+        """The scale."""
+        return self.cur_scale
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
+
+class LossScaler(LossScalerBase):
+    """A scale that stays."""
+
+    def __init__(self, scale: float = 1.0) -> None:
+        super().__init__(scale)
+
+
+class DynamicLossScaler(LossScalerBase):
+    """A scale that moves."""
+
+    def __init__(self, init_scale: float = 2.0**32, **others: Any) -> None:
+        super().__init__(init_scale)
+        self.dynamic = True
+        self.__dict__.update(others)
+
+
+class ZeroStageEnum(int, enum.Enum):
+    """The stages."""
+
+    disabled = 0
+    optimizer_states = 1
+    gradients = 2
+    weights = 3
+    max_stage = 3
+
+
+@dataclass
+class fragment_address:  # noqa: N801  (the name that is in files)
+    """Where a fragment lies in a flat buffer: elements."""
+
+    numel: int
+    start: int
+
+
+class OffloadDeviceEnum(str, enum.Enum):
+    """Where what is offloaded goes."""
+
+    none = "none"
+    cpu = "cpu"
+    nvme = "nvme"
+
+
+class OffloadStateTypeEnum(str, enum.Enum):
+    """What `engine.offload_states` can take off the device."""
+
+    optim_states = "optim_states"
+    hp_params = "hp_params"
+    lp_params = "lp_params"
+    lp_grads = "lp_grads"
+    contiguous_grad_buffer = "contiguous_grad_buffer"
