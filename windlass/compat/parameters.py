@@ -19,7 +19,7 @@ from torch import nn
 
 from windlass import zero
 from windlass.compat.refusal import NotBuiltError
-from windlass.zero import born
+from windlass.zero import access, born
 from windlass.zero.access import Released
 from windlass.zero.gathered import GatheredParameters
 from windlass.zero.registry import Place, find
@@ -36,7 +36,8 @@ def install() -> None:
     """Have parameters answer, and modules tell which parameters of others they use. Doing it again does nothing."""
     if nn.Parameter.__dict__.get("__getattr__") is not _ask:
         nn.Parameter.__getattr__ = _ask  # type: ignore[attr-defined]
-        nn.Module.ds_external_parameters = _external_of  # type: ignore[assignment]
+        nn.Module.ds_external_parameters = _external_of
+        access.lends_name = _is_born
 
 
 def under_stage_3(parameter: nn.Parameter) -> bool:
@@ -48,6 +49,10 @@ def under_stage_3(parameter: nn.Parameter) -> bool:
 def external(module: nn.Module) -> dict[str, nn.Parameter]:
     """Parameters of other modules that `module` was said to use."""
     return _external.setdefault(module, {})
+
+
+def _is_born(parameter: nn.Parameter) -> bool:
+    return born.find(parameter) is not None
 
 
 def _external_of(self: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

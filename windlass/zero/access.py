@@ -70,6 +70,8 @@ class Released(nn.Parameter):
         cls, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = name_of_call(function)
+        if name == "detach" and isinstance(args[0], Released) and lends_name(args[0]):
+            return Stub.of(args[0])
         if name not in HARMLESS:
             found = _tensors_in((args, kwargs))
             for parameter in found:
@@ -92,6 +94,48 @@ class Released(nn.Parameter):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise _error(self, "pickle")
+
+
+def _nobody(parameter: nn.Parameter) -> bool:
+    return False
+
+
+lends_name: Callable[[nn.Parameter], bool] = _nobody
+"""Whether a released parameter may stand in a `state_dict()` by name, shape and dtype alone (see `Stub`)."""
+
+
+class Stub(torch.Tensor):
+    """What stands for a released parameter in a `state_dict()` of which only the names are wanted, as transformers asks
+    for it while it loads: it has shape and dtype, and raises when its values are asked for."""
+
+    _error: ReleasedParameterError
+
+    @classmethod
+    def of(cls, parameter: Released) -> Stub:
+        """The stub of a released parameter."""
+        error = _error(parameter, "state_dict")
+        with torch._C.DisableTorchFunctionSubclass():
+            stub = torch.Tensor._make_subclass(cls, parameter.data, False)
+        stub._error = error
+        return stub
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if name_of_call(function) not in HARMLESS:
+            raise next(one for one in _tensors_in((args, kwargs)) if isinstance(one, Stub))._error
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **(kwargs or {}))
+
+    def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
+        return f"Stub of shape {tuple(self.shape)}, {self.dtype}: its values are spread over ranks"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise self._error
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise self._error
 
 
 def mark_released(parameter: nn.Parameter, keeper: Keeper) -> None:

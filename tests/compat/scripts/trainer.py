@@ -1,0 +1,163 @@
+"""Trains tiny Llamas by transformers' Trainer, plain or under a DeepSpeed configuration, and tells the losses.
+
+trainer.py OUT CASES       CASES: JSON, a list of {"name", "config" or null, ...}; see `Case`
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.state import AcceleratorState
+from torch.utils.data import Dataset
+import transformers.training_args
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments, set_seed
+
+WORLD_BATCH = 4
+LENGTH = 12
+VOCABULARY = 48
+
+
+@dataclass
+class Case:
+    """One run of the Trainer.
+
+    Args:
+        config: of DeepSpeed; None: the plain Trainer.
+        ranks: over how many a step's samples are spread.
+        resume: train half of the steps, and go on from the checkpoint in a new Trainer.
+    """
+
+    name: str
+    config: dict[str, Any] | None = None
+    ranks: int = 1
+    accumulation: int = 1
+    steps: int = 4
+    dtype: str = "fp32"
+    resume: bool = False
+    evaluate: bool = False
+    save: bool = False
+    generate: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+class Lines(Dataset[dict[str, torch.Tensor]]):
+    """Fixed random sequences of one length."""
+
+    def __init__(self, count: int = 64) -> None:
+        self.ids = torch.randint(2, VOCABULARY, (count, LENGTH), generator=torch.Generator().manual_seed(1))
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.ids[index], "labels": self.ids[index]}
+
+
+class Losses(TrainerCallback):
+    """Remembers what the Trainer logs."""
+
+    def __init__(self) -> None:
+        self.logs: list[dict[str, float]] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        self.logs.append({**logs, "step": state.global_step})
+
+
+def model_config() -> LlamaConfig:
+    """A Llama of two layers."""
+    return LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+        use_cache=False,
+    )
+
+
+def arguments(case: Case, out: Path, steps: int) -> TrainingArguments:
+    """Of one run."""
+    optimizer = {} if case.config and "optimizer" in case.config else {"optim": "adamw_torch"}
+    return TrainingArguments(
+        output_dir=str(out),
+        deepspeed=json.loads(json.dumps(case.config)) if case.config is not None else None,
+        per_device_train_batch_size=WORLD_BATCH // case.ranks // case.accumulation,
+        per_device_eval_batch_size=WORLD_BATCH // case.ranks,
+        gradient_accumulation_steps=case.accumulation,
+        max_steps=steps,
+        learning_rate=5e-3,
+        lr_scheduler_type="linear",
+        warmup_steps=2,
+        logging_steps=1,
+        save_strategy="steps" if case.resume else "no",
+        save_steps=steps // 2 if case.resume else 500,
+        bf16=case.dtype == "bf16",
+        report_to=[],
+        disable_tqdm=True,
+        seed=3,
+        **{"use_cpu": not torch.cuda.is_available() and case.config is None, **optimizer, **case.options},
+    )
+
+
+def train(case: Case, out: Path, start: Path) -> dict[str, Any]:
+    """Run a case; losses by step, and what else it asks for."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    set_seed(3)
+    losses = Losses()
+    told: dict[str, Any] = {}
+    folder = out / f"{case.name}-{0 if case.config is None else case.ranks}"
+    args = arguments(case, folder, case.steps)
+    model = LlamaForCausalLM.from_pretrained(start, dtype=torch.float32)
+    trainer = Trainer(model=model, args=args, train_dataset=Lines(), eval_dataset=Lines(10), callbacks=[losses])
+    trainer.train()
+    if case.resume:
+        trainer.accelerator.free_memory()
+        AcceleratorState._reset_state(reset_partial_state=True)
+        args = arguments(case, folder, case.steps)
+        model = LlamaForCausalLM.from_pretrained(start, dtype=torch.float32)
+        again = Losses()
+        trainer = Trainer(model=model, args=args, train_dataset=Lines(), eval_dataset=Lines(10), callbacks=[again])
+        trainer.train(resume_from_checkpoint=str(folder / f"checkpoint-{case.steps // 2}"))
+        told["resumed"] = {str(log["step"]): log["loss"] for log in again.logs if "loss" in log}
+    told["losses"] = [log["loss"] for log in losses.logs if "loss" in log]
+    told["norms"] = [log.get("grad_norm") for log in losses.logs if "loss" in log]
+    told["rates"] = [log["learning_rate"] for log in losses.logs if "loss" in log]
+    if case.evaluate:
+        told["eval_loss"] = trainer.evaluate()["eval_loss"]
+    if case.generate:
+        prompt = torch.arange(2, 6).view(1, 4).to(args.device)
+        trainer.model_wrapped.eval()
+        told["generated"] = trainer.model.generate(prompt, max_new_tokens=4, do_sample=False).tolist()
+    if case.save:
+        trainer.save_model(str(folder / "saved"))
+    if case.config is not None:
+        trainer.accelerator.free_memory()
+    del trainer, model
+    gc.collect()
+    return told
+
+
+# transformers takes bf16 without a GPU only where the CPU was chosen, and then leaves DeepSpeed out
+transformers.training_args.is_torch_bf16_gpu_available = lambda: True
+
+
+def main(out: Path, cases: list[Case]) -> None:
+    """Run all cases on the same start; rank 0 writes what they told."""
+    told = {case.name: train(case, out, out / "start") for case in cases}
+    if os.environ.get("RANK", "0") == "0":
+        name = f"told-{cases[0].ranks}{'-plain' if cases[0].config is None else ''}.json"
+        (out / name).write_text(json.dumps(told))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), [Case(**case) for case in json.loads(Path(sys.argv[2]).read_text())])

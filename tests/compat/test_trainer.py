@@ -1,0 +1,139 @@
+"""Law: transformers' Trainer under a DeepSpeed configuration trains as the plain Trainer does, at every stage."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.compat.conftest import start
+
+pytest.importorskip("accelerate")
+
+_AUTO: dict[str, Any] = {
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "bf16": {"enabled": "auto"},
+    "optimizer": {
+        "type": "AdamW",
+        "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
+    },
+}
+_SCHEDULE = {
+    "type": "WarmupDecayLR",
+    "params": {
+        "warmup_min_lr": "auto",
+        "warmup_max_lr": "auto",
+        "warmup_num_steps": "auto",
+        "total_num_steps": "auto",
+        "warmup_type": "linear",
+    },
+}
+_HOST = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+
+
+def _config(stage: int, zero: dict[str, Any] | None = None, **others: Any) -> dict[str, Any]:
+    section = {"stage": stage, "reduce_bucket_size": "auto", **(zero or {})}
+    if stage == 3:
+        section |= {
+            "stage3_prefetch_bucket_size": "auto",
+            "stage3_param_persistence_threshold": 0,
+            "stage3_gather_16bit_weights_on_model_save": True,
+        }
+    return {**_AUTO, "zero_optimization": section, **others}
+
+
+def _own_optimizer(config: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if key != "optimizer"}
+
+
+_ALL = {"resume": True, "evaluate": True, "save": True, "generate": True}
+_CASES: dict[str, dict[str, Any]] = {
+    **{f"stage-{stage}": {"config": _config(stage), **_ALL} for stage in range(4)},
+    "host": {"config": _config(3, _HOST), "resume": True},
+    "accumulated": {"config": _config(2), "accumulation": 2},
+    "accumulated-3": {"config": _config(3), "accumulation": 2},
+    "trainers-optimizer": {"config": _own_optimizer(_config(3, _HOST))},
+    "bf16": {"config": _config(3), "dtype": "bf16"},
+    "schedule": {"config": _config(2, scheduler=_SCHEDULE)},
+}
+Told = dict[str, dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Told]:
+    """What all cases told: on 0 ranks the plain Trainer, on 1 and 2 under DeepSpeed's configurations."""
+    from transformers import LlamaForCausalLM
+
+    from tests.compat.scripts import trainer
+
+    out = tmp_path_factory.mktemp("trainer")
+    torch.manual_seed(0)
+    LlamaForCausalLM(trainer.model_config()).save_pretrained(out / "start")
+    found: dict[int, Told] = {}
+
+    def get(ranks: int) -> Told:
+        if ranks not in found:
+            cases = [{"name": name, "ranks": ranks, **case} for name, case in _CASES.items()]
+            if ranks == 0:
+                cases = [{"name": "plain", **_ALL}]
+            (out / f"cases-{ranks}.json").write_text(json.dumps(cases))
+            start("trainer.py", out, out / f"cases-{ranks}.json", ranks=ranks, stands_in=ranks > 0)
+            found[ranks] = json.loads((out / f"told-{max(ranks, 1)}{'' if ranks else '-plain'}.json").read_text())
+            for name, one in found[ranks].items():
+                one["folder"] = out / f"{name}-{ranks}"
+        return found[ranks]
+
+    return get
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", [name for name in _CASES if name not in ("bf16", "schedule")])
+def test_losses_are_the_plain_trainers(told: Callable[[int], Told], name: str, ranks: int) -> None:
+    """Law: losses, gradient norms and learning rates, and those after a resume in a new Trainer."""
+    plain, one = told(0)["plain"], told(ranks)[name]
+    assert one["losses"] == pytest.approx(plain["losses"], abs=2e-6)
+    assert one["norms"] == pytest.approx(plain["norms"], rel=1e-5)
+    if _CASES[name].get("resume"):
+        assert one["resumed"] == pytest.approx(dict(zip("34", plain["losses"][2:], strict=True)), abs=2e-6)
+    if _CASES[name].get("evaluate"):
+        assert one["eval_loss"] == pytest.approx(plain["eval_loss"], abs=2e-6)
+    if _CASES[name].get("generate"):
+        assert one["generated"] == plain["generated"]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_bf16_trains_near_fp32(told: Callable[[int], Told], ranks: int) -> None:
+    """Law: bf16 with fp32 masters follows the fp32 losses to the precision of bf16 logits."""
+    assert told(ranks)["bf16"]["losses"] == pytest.approx(told(0)["plain"]["losses"], rel=2e-3)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_configurations_schedule_is_deepspeeds(told: Callable[[int], Told], ranks: int) -> None:
+    """DeepSpeed's warm-up has made no step when the second update is made: that one has the lowest rate, too."""
+    plain, one = told(0)["plain"], told(ranks)["schedule"]
+    assert one["losses"][:2] == pytest.approx(plain["losses"][:2], abs=2e-6)
+    assert one["rates"] == pytest.approx([0.0, 2.5e-3, 5e-3, 2.5e-3])
+    assert abs(one["losses"][2] - plain["losses"][2]) > 1e-3
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("stage", range(4))
+def test_saved_models_are_whole_and_the_same(told: Callable[[int], Told], stage: int, ranks: int) -> None:
+    """Law: `save_model` writes every weight, equal to the plain Trainer's, and checkpoints are where resume looks."""
+    plain, one = told(0)["plain"], told(ranks)[f"stage-{stage}"]
+    expected, found = (load_file(of["folder"] / "saved" / "model.safetensors") for of in (plain, one))
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(
+            found[name], value, atol=5e-5, rtol=1e-4, msg=lambda text, name=name: f"{name}: {text}"
+        )
+    assert (one["folder"] / "checkpoint-2" / "global_step2").is_dir()
+    assert (one["folder"] / "checkpoint-2" / "latest").read_text() == "global_step2"
