@@ -32,12 +32,13 @@ def recursive_setattr(model: Any, module_name: str, module: Any) -> None:
 
 @torch.no_grad()
 def convert_conv1d_to_linear(model: nn.Module, convert_type: type[nn.Module]) -> nn.Module:
-    """Replace each layer of `convert_type`, whose weight is `[in, out]`, by a `Linear` of the same result; the model."""
+    """Replace each layer of `convert_type`, whose weight is `[in, out]`, by a `Linear` of equal result; the model."""
     for name, module in list(model.named_modules()):
         if isinstance(module, convert_type):
             weight, bias = module.weight, getattr(module, "bias", None)
             assert isinstance(weight, torch.Tensor)
-            layer = nn.Linear(*weight.shape, bias=bias is not None, device=weight.device, dtype=weight.dtype)
+            rows, columns = weight.shape
+            layer = nn.Linear(rows, columns, bias=bias is not None, device=weight.device, dtype=weight.dtype)
             layer.weight.copy_(weight.t())
             if bias is not None:
                 layer.bias.copy_(bias)

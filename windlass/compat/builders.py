@@ -165,18 +165,18 @@ def _other(name: str, op: str, why: str) -> type[OpBuilder]:
     return type(name, (OpBuilder,), {"NAME": op, "WHY": why, "__module__": __name__, "__doc__": f"Refuses: {why}."})
 
 
+_OWN: tuple[type[OpBuilder], ...] = (
+    AsyncIOBuilder,
+    CPUAdagradBuilder,
+    CPUAdamBuilder,
+    CPULionBuilder,
+    FusedAdamBuilder,
+    NotImplementedBuilder,
+    UtilsBuilder,
+)
 ALL_BUILDERS: dict[str, type[OpBuilder]] = {
-    cls.__name__: cls
-    for cls in (
-        AsyncIOBuilder,
-        CPUAdagradBuilder,
-        CPUAdamBuilder,
-        CPULionBuilder,
-        FusedAdamBuilder,
-        NotImplementedBuilder,
-        UtilsBuilder,
-        *(_other(name, op, why) for name, (op, why) in _OTHERS.items()),
-    )
+    **{cls.__name__: cls for cls in _OWN},
+    **{name: _other(name, op, why) for name, (op, why) in _OTHERS.items()},
 }
 """Every builder by its class's name."""
 

@@ -177,7 +177,7 @@ def _bytes_of(buffer: torch.Tensor, filename: str) -> memoryview:
             f"the tensor for {filename} of shape {tuple(buffer.shape)} is on {buffer.device}"
             f"{'' if buffer.is_contiguous() else ' and not contiguous'}; pass a contiguous one in host memory"
         )
-    return memoryview(buffer.detach().view(-1).view(torch.uint8).numpy())
+    return buffer.detach().view(-1).view(torch.uint8).numpy().data
 
 
 def _blocks(nbytes: int, size: int) -> Iterator[tuple[int, int]]:

@@ -1,7 +1,7 @@
 """`deepspeed.utils.groups`: the process groups of each kind of parallelism; data parallelism has all ranks.
 
-What a script's model-parallel unit (`mpu`) knows of groups is its own to say. Without one, all ranks are data ranks, and
-there is no other axis: sizes are 1, places are 0, and groups that nobody made are an error.
+What a script's model-parallel unit (`mpu`) knows of groups is its own to say. Without one, all ranks are data ranks,
+and there is no other axis: sizes are 1, places are 0, and groups that nobody made are an error.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ def initialize(ep_size: int = 1, mpu: Any = None) -> NoReturn:
     Raises:
         DeprecatedException: always.
     """
-    raise DeprecatedException("groups.initialize() was taken back: experts get their groups from deepspeed.moe.layer.MoE")
+    raise DeprecatedException(
+        "groups.initialize() was taken back: experts get their groups from deepspeed.moe.layer.MoE"
+    )
 
 
 def _mpu() -> Any:

@@ -1,4 +1,4 @@
-"""Leaf modules of stage 3: marks that scripts set and ask for. windlass gathers what runs, leaf or not, and needs none."""
+"""Leaf modules of stage 3: marks that scripts set and ask for. windlass gathers what runs, and needs none."""
 
 from __future__ import annotations
 

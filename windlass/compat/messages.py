@@ -16,7 +16,9 @@ import torch.distributed as dist
 
 from windlass.base.log import logger as own_logger
 
-log_levels = {name.lower(): getattr(logging, name) for name in ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")}
+log_levels: dict[str, int] = {
+    name.lower(): getattr(logging, name) for name in ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+}
 
 
 class SharedLogger(logging.Logger):
@@ -172,9 +174,7 @@ def should_log_le(max_log_level_str: str) -> bool:
     return get_current_level() <= get_log_level_from_string(max_log_level_str)
 
 
-def required_torch_version(
-    min_version: float | str | None = None, max_version: float | str | None = None
-) -> bool:
+def required_torch_version(min_version: float | str | None = None, max_version: float | str | None = None) -> bool:
     """Whether torch is at least the one version and at most the other, by major and minor number.
 
     Raises:

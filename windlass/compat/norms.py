@@ -109,7 +109,8 @@ def combine_grad_norm_groups(norm_groups: Iterable[float | torch.Tensor], norm_t
     norms = [float(norm) for norm in norm_groups]
     if any(is_invalid_grad_norm(norm) for norm in norms):
         return torch.tensor(math.inf)
-    return torch.linalg.vector_norm(torch.tensor(norms), ord=norm_type)
+    combined: torch.Tensor = torch.linalg.vector_norm(torch.tensor(norms), ord=norm_type)
+    return combined
 
 
 def has_inf_or_nan(x: torch.Tensor) -> torch.Tensor:
@@ -205,9 +206,7 @@ def _over_model(total: torch.Tensor, mpu: Any, how: Any) -> None:
 
 
 @torch.no_grad()
-def _scale(
-    tensors: list[torch.Tensor], max_norm: float, norm: float | torch.Tensor, eps: float = 1e-6
-) -> None:
+def _scale(tensors: list[torch.Tensor], max_norm: float, norm: float | torch.Tensor, eps: float = 1e-6) -> None:
     factor = float(max_norm / (float(norm) + eps))
     if factor < 1:
         for tensor in tensors:

@@ -79,18 +79,21 @@ class Timer:
         return trim_mean(self._records, 0.1)
 
 
+_Timer = Timer
+
+
 class SynchronizedWallClockTimer:
     """Timers by name: `timers("forward").start()`."""
 
     Timer = Timer
 
     def __init__(self) -> None:
-        self.timers: dict[str, Timer] = {}
+        self.timers: dict[str, _Timer] = {}
 
-    def __call__(self, name: str) -> Timer:
-        return self.timers.setdefault(name, Timer(name))
+    def __call__(self, name: str) -> _Timer:
+        return self.timers.setdefault(name, _Timer(name))
 
-    def get_timers(self) -> dict[str, Timer]:
+    def get_timers(self) -> dict[str, _Timer]:
         """All of them by name."""
         return self.timers
 
@@ -162,7 +165,7 @@ class NoopTimer:
     def __call__(self, name: str) -> NoopTimer.Timer:
         return self.timer
 
-    def get_timers(self) -> dict[str, Timer]:
+    def get_timers(self) -> dict[str, _Timer]:
         return {}
 
     def log(self, *args: Any, **kwargs: Any) -> None: ...
@@ -229,7 +232,11 @@ class ThroughputTimer:
     def avg_samples_per_sec(self) -> float:
         """Over all steps that count; -inf before there is one."""
         steps = self.global_step_count - self.start_step
-        return self.batch_size * steps / self.total_elapsed_time if steps > 0 and self.total_elapsed_time else -float("inf")
+        return (
+            self.batch_size * steps / self.total_elapsed_time
+            if steps > 0 and self.total_elapsed_time
+            else -float("inf")
+        )
 
     def _now(self) -> float:
         return _now() if self.config.synchronized else time.perf_counter()

@@ -10,7 +10,6 @@ import torch
 
 from windlass.optim.lr_cycles import LRRangeTest as LRRangeTest
 from windlass.optim.lr_cycles import OneCycle as OneCycle
-
 from windlass.optim.lr_warmups import WarmupCosineLR as WarmupCosineLR
 from windlass.optim.lr_warmups import WarmupDecayLR as WarmupDecayLR
 from windlass.optim.lr_warmups import WarmupLR as WarmupLR
@@ -92,7 +91,9 @@ def add_tuning_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
                 continue
             added.add(name)
             if isinstance(default, bool):
-                group.add_argument(f"--{name}", type=_truth, nargs="?", const=True, default=default, help=f"of {schedule}")
+                group.add_argument(
+                    f"--{name}", type=_truth, nargs="?", const=True, default=default, help=f"of {schedule}"
+                )
             else:
                 group.add_argument(f"--{name}", type=type(default), default=default, help=f"of {schedule}")
     return parser
@@ -187,5 +188,3 @@ def get_torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
         if isinstance(found, torch.optim.Optimizer):
             return found
     raise TypeError(f"{type(optimizer).__name__} is no torch.optim.Optimizer and wraps none")
-
-

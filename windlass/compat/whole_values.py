@@ -1,7 +1,7 @@
 """`safe_get_full_fp32_param` and its kin: one parameter's weight, gradient and state, wherever they rest.
 
-`windlass.zero.values` does the work. Collective, as there: all ranks call them for the same parameters in the same order.
-A parameter that is frozen has no master weight and no state: None, as in DeepSpeed.
+`windlass.zero.values` does the work. Collective, as there: all ranks call them for the same parameters in the same
+order. A parameter that is frozen has no master weight and no state: None, as in DeepSpeed.
 """
 
 from __future__ import annotations

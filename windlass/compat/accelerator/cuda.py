@@ -88,7 +88,7 @@ class CUDA_Accelerator(DeepSpeedAccelerator):
         return torch.cuda.default_stream(_index(device_index))
 
     def is_current_stream_capturing(self) -> bool:
-        return torch.cuda.is_current_stream_capturing()
+        return bool(torch.cuda.is_current_stream_capturing())
 
     def create_graph(self) -> torch.cuda.CUDAGraph:
         return torch.cuda.CUDAGraph()
@@ -147,14 +147,14 @@ class CUDA_Accelerator(DeepSpeedAccelerator):
         return torch.cuda.is_bf16_supported()
 
     def is_fp16_supported(self) -> bool:
-        return torch.version.hip is not None or torch.cuda.get_device_capability()[0] >= 7
+        return torch.version.hip is not None or bool(torch.cuda.get_device_capability()[0] >= 7)
 
     def supported_dtypes(self) -> list[torch.dtype]:
         narrow = [(torch.float16, self.is_fp16_supported()), (torch.bfloat16, self.is_bf16_supported())]
         return [torch.float32, *(dtype for dtype, has in narrow if has)]
 
     def is_triton_supported(self) -> bool:
-        return torch.version.hip is not None or torch.cuda.get_device_capability()[0] >= 8
+        return torch.version.hip is not None or bool(torch.cuda.get_device_capability()[0] >= 8)
 
     def lazy_call(self, callback: Any) -> Any:
         return torch.cuda._lazy_call(callback)

@@ -246,6 +246,7 @@ class DeepSpeedAccelerator(ABC):
 
     def unpin_memory(self, tensor: torch.Tensor) -> None:
         """Nothing: memory is let go with its tensor."""
+        return
 
     def register_host_memory(self, address: int, num_bytes: int) -> bool:
         """Never: memory is page-locked by torch, when it is taken."""
@@ -253,6 +254,7 @@ class DeepSpeedAccelerator(ABC):
 
     def unregister_host_memory(self, address: int) -> None:
         """Nothing, since nothing was registered."""
+        return
 
     def pin_memory_alignment(self) -> int:
         """Bytes; 1 where any address will do."""

@@ -63,7 +63,7 @@ class FusedLion(_Clearing, Lion):
         set_grad_none: bool = True,
     ) -> None:
         self.set_grad_none = set_grad_none
-        Lion.__init__(self, params, lr=lr, betas=tuple(betas), weight_decay=weight_decay)
+        Lion.__init__(self, params, lr=lr, betas=betas, weight_decay=weight_decay)
 
 
 class FusedLamb(Lamb):

@@ -42,9 +42,19 @@ TABLE: dict[str, Entry] = {
     "deepspeed.ops.lamb.fused_lamb.FusedLamb": _FUSED_LAMB,
     **{
         f"deepspeed.runtime.fp16.onebit.{name}": _ONE_BIT
-        for name in ("OnebitAdam", "OnebitLamb", "ZeroOneAdam", "adam.OnebitAdam", "lamb.OnebitLamb", "zoadam.ZeroOneAdam")
+        for name in (
+            "OnebitAdam",
+            "OnebitLamb",
+            "ZeroOneAdam",
+            "adam.OnebitAdam",
+            "lamb.OnebitLamb",
+            "zoadam.ZeroOneAdam",
+        )
     },
-    **{f"deepspeed.ops.op_builder.{name}": differs(f"windlass.compat.builders:{name}", _BUILDER) for name in _BUILDERS.split()},
+    **{
+        f"deepspeed.ops.op_builder.{name}": differs(f"windlass.compat.builders:{name}", _BUILDER)
+        for name in _BUILDERS.split()
+    },
     "deepspeed.ops.op_builder.builder.OpBuilder": differs("windlass.compat.builders:OpBuilder", _BUILDER),
     "deepspeed.ops.op_builder.OpBuilder": differs("windlass.compat.builders:OpBuilder", _BUILDER),
     "deepspeed.ops.op_builder.all_ops.ALL_OPS": works("windlass.compat.builders:ALL_OPS"),

@@ -1,4 +1,4 @@
-"""`deepspeed.utils`, `deepspeed.runtime.utils`, timers, constants, the root's small names: the tools around training."""
+"""`deepspeed.utils`, `deepspeed.runtime.utils`, timers, constants, the root's small names: tools around training."""
 
 from windlass.compat.entry import Entry, State, differs, works
 
@@ -87,7 +87,9 @@ _UTILS: dict[str, Entry] = {
     "deepspeed.utils.RepeatingLoader": works("windlass.compat.repeating:RepeatingLoader"),
     "deepspeed.utils.get_numactl_cmd": works("windlass.compat.cores:get_numactl_cmd"),
     "deepspeed.utils.numa": works("windlass.compat.cores"),
-    "deepspeed.utils.timer": differs("windlass.compat.timers", "means are in milliseconds, and what is logged is windlass'"),
+    "deepspeed.utils.timer": differs(
+        "windlass.compat.timers", "means are in milliseconds, and what is logged is windlass'"
+    ),
     "deepspeed.utils.is_initialized": works("torch.distributed:is_initialized"),
     "deepspeed.utils.get_accelerator": works("windlass.compat.accelerator.choose:get_accelerator"),
 }
@@ -106,9 +108,6 @@ _RUNTIME: dict[str, Entry] = {
     "deepspeed.runtime.constants": works(_WORDS, "without the help texts"),
     **_all("deepspeed.runtime.config", _WORDS, _OPTIMIZER_NAMES),
     "deepspeed.runtime.dataloader.RepeatingLoader": works("windlass.compat.repeating:RepeatingLoader"),
-    "deepspeed.runtime.dataloader.DeepSpeedDataLoader": differs(
-        "windlass.compat.repeating:DeepSpeedDataLoader", "order and workers are windlass'; the loader can be resumed"
-    ),
 }
 
 _STANDARD = "windlass.compat.standard"
@@ -118,8 +117,9 @@ _ROOT: dict[str, Entry] = {
     **_all(
         "deepspeed",
         _STANDARD,
-        "argparse json os torch pkg_version dist version git_hash git_branch __version_major__ __version_minor__ "
-        "__version_patch__ KV MLA_KV MLA_Q QUERY NOT_HEAD_BLOCKED DeepSpeedOptimizerCallable DeepSpeedSchedulerCallable",
+        "argparse json os torch pkg_version dist git_hash git_branch __version_major__ __version_minor__ "
+        "__version_patch__ KV MLA_KV MLA_Q QUERY NOT_HEAD_BLOCKED DeepSpeedOptimizerCallable "
+        "DeepSpeedSchedulerCallable",
     ),
     "deepspeed.__git_hash__": works(f"{_STANDARD}:git_hash"),
     "deepspeed.__git_branch__": works(f"{_STANDARD}:git_branch"),
@@ -131,10 +131,7 @@ _ROOT: dict[str, Entry] = {
     "deepspeed.TORCH_DISTRIBUTED_DEFAULT_PORT": works("windlass.compat.constants:TORCH_DISTRIBUTED_DEFAULT_PORT"),
     "deepspeed.constants": works("windlass.compat.constants"),
     "deepspeed.OnDevice": differs("windlass.compat.on_device:OnDevice", "torch.Tensor(...) is left alone"),
-    "deepspeed.DeepSpeedDataLoader": differs(
-        "windlass.compat.repeating:DeepSpeedDataLoader", "order and workers are windlass'; the loader can be resumed"
-    ),
-    **_all("deepspeed", "windlass.compat.script_arguments", "add_config_arguments load_ds_config set_optimizer_flags"),
+    **_all("deepspeed", "windlass.compat.script_arguments", "load_ds_config set_optimizer_flags"),
     "deepspeed.runtime.tensor_parallel.init_utils.load_ds_config": works(
         "windlass.compat.script_arguments:load_ds_config"
     ),

@@ -23,7 +23,6 @@ _LTD = "random layer-token dropping is not built; train on all tokens"
 _CURRICULUM = "batches of varying size are not built yet; use a torch batch sampler and pass the loader's batches"
 _DOMINO = "Domino is not built; train with ZeRO, whose collectives overlap the computation"
 _DEEP_COMPILE = "DeepCompile's passes are not built; use engine.compile or torch.compile"
-_WRAPPER = "the engine itself keeps 16-bit parameters and their masters; pass the optimizer to deepspeed.initialize"
 _LINEAR = "OptimizedLinear is not built; use peft's LoRA on a model that windlass shards"
 _TUNING = "autotuning is not built yet; use windlass check, which tells what a configuration needs"
 _PROFILER = "the FLOPS profiler is not built yet; use torch.utils.flop_counter.FlopCounterMode"
@@ -92,11 +91,20 @@ TABLE: dict[str, Entry] = {
         _SPARSE,
         " ".join(
             f"ops.sparse_attention.{name}"
-            for name in (
-                "SparsityConfig DenseSparsityConfig FixedSparsityConfig VariableSparsityConfig BigBirdSparsityConfig "
-                "BSLongformerSparsityConfig LocalSlidingWindowSparsityConfig SparseSelfAttention "
-                "BertSparseSelfAttention SparseAttentionUtils MatMul Softmax"
-            ).split()
+            for name in [
+                "SparsityConfig",
+                "DenseSparsityConfig",
+                "FixedSparsityConfig",
+                "VariableSparsityConfig",
+                "BigBirdSparsityConfig",
+                "BSLongformerSparsityConfig",
+                "LocalSlidingWindowSparsityConfig",
+                "SparseSelfAttention",
+                "BertSparseSelfAttention",
+                "SparseAttentionUtils",
+                "MatMul",
+                "Softmax",
+            ]
         ),
     ),
     **_none(
@@ -131,11 +139,6 @@ TABLE: dict[str, Entry] = {
         "compile.passes.offload_adam_states.offload_adam_states_for_init "
         "compile.passes.sp_compile.prepare_autosp_inputs compile.passes.prefetch.schedule_prefetch "
         "compile.passes.selective_gather.selective_gather compile.backend.make_backend compile.init_z3.init_z3",
-    ),
-    **_none(
-        _WRAPPER,
-        "runtime.fp16.fused_optimizer.FP16_Optimizer runtime.fp16.unfused_optimizer.FP16_UnfusedOptimizer "
-        "runtime.bf16_optimizer.BF16_Optimizer",
     ),
     **_none(
         _LINEAR,
