@@ -15,7 +15,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from windlass.compat.names import NAMES, below, is_module
+from windlass.compat.names import NAMES, below, is_module, is_whole
 
 ROOT = "deepspeed"
 
@@ -26,16 +26,23 @@ class StandIn(ModuleType):
     def __getattr__(self, name: str) -> Any:
         full = f"{self.__name__}.{name}"
         entry = NAMES.get(full)
-        if is_module(full):
-            value: Any = importlib.import_module(full)
-        elif entry is not None:
-            value = entry.resolve(full)
-        elif (home := NAMES.get(self.__name__)) is not None and not name.startswith("__"):
-            value = getattr(importlib.import_module(home.home), name)
+        if entry is not None and not is_whole(full):
+            value: Any = entry.resolve(full)
+        elif is_module(full):
+            value = importlib.import_module(full)
+        elif is_whole(self.__name__) and not name.startswith("__"):
+            value = getattr(importlib.import_module(NAMES[self.__name__].home), name)
         else:
             raise AttributeError(_absent(self.__name__, name))
         self.__dict__[name] = value
         return value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Importing a submodule puts it here; a function of the same name (`z3_leaf_module`) is what scripts want here.
+        full = f"{self.__name__}.{name}"
+        if isinstance(value, StandIn) and value.__name__ == full and full in NAMES and not is_whole(full):
+            value = NAMES[full].resolve(full)
+        super().__setattr__(name, value)
 
     def __dir__(self) -> list[str]:
         return sorted({*self.__dict__, *below(self.__name__)})
@@ -68,9 +75,8 @@ class Finder(MetaPathFinder, Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         """Names that a `from x import *` takes, and those of the module that does the work, if there is one."""
-        entry = NAMES.get(module.__name__)
-        if entry is not None and entry.home:
-            home = importlib.import_module(entry.home)
+        if is_whole(module.__name__):
+            home = importlib.import_module(NAMES[module.__name__].home)
             public = getattr(home, "__all__", [name for name in vars(home) if not name.startswith("_")])
             module.__dict__.update({name: getattr(home, name) for name in public})
         module.__dict__["__all__"] = sorted(

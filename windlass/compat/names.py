@@ -26,8 +26,11 @@ def below(module: str) -> frozenset[str]:
 
 
 def is_module(name: str) -> bool:
-    """Whether a dotted name is a module: it has names below it and is no class, or its home is a whole module."""
+    """Whether a dotted name is a module: it has names below it, or its home is a whole module."""
+    return name in _below or is_whole(name)
+
+
+def is_whole(name: str) -> bool:
+    """Whether a name's home is a whole module."""
     entry = NAMES.get(name)
-    if entry is None:
-        return name in _below
-    return bool(entry.home) and ":" not in entry.home
+    return entry is not None and bool(entry.home) and ":" not in entry.home

@@ -12,9 +12,10 @@ from windlass.optim.cpu_adam import CPUAdam
 from windlass.optim.cpu_lion import CPULion
 from windlass.optim.cpu_optimizer import CPUOptimizer
 from windlass.optim.cpu_sgd import CPUSGD
+from windlass.optim.elementwise import rule_of
 from windlass.optim.lion import Lion
 
-# The exact class counts: a subclass may do something else.
+# The exact class counts (`rule_of`): a subclass may do something else.
 _NATIVE: dict[type[torch.optim.Optimizer], type[CPUOptimizer]] = {
     torch.optim.Adam: CPUAdam,
     torch.optim.AdamW: CPUAdam,
@@ -31,7 +32,7 @@ def as_native(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
     classes, for `capturable`, `differentiable`, a learning rate or beta that is a tensor, `foreach=True` or
     `fused=False` (the user chose an implementation), complex parameters, or where the native module is missing.
     """
-    native = _NATIVE.get(type(optimizer))
+    native = _NATIVE.get(rule_of(optimizer))
     if native is None or not path_in_use().native or not all(map(_is_plain, optimizer.param_groups)):
         return None
     make: Any = native

@@ -50,9 +50,17 @@ _FUSED: tuple[type[torch.optim.Optimizer], ...] = (
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     """Whether stepping flat spans of a parameter one by one gives what stepping the whole of it gives.
 
-    The exact class counts: a subclass may look at a whole tensor where its parent does not.
+    The exact class counts: a subclass may look at a whole tensor where its parent does not, unless it says itself
+    that it does not (`rule_of`).
     """
-    return type(optimizer) in _ELEMENTWISE
+    return rule_of(optimizer) in _ELEMENTWISE
+
+
+def rule_of(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer]:
+    """The class whose step `optimizer` takes: its own, or the one that its own names in `same_rule_as`."""
+    own = type(optimizer)
+    rule: type[torch.optim.Optimizer] = vars(own).get("same_rule_as", own)
+    return rule
 
 
 def prefer_fused(optimizer: torch.optim.Optimizer) -> bool:
@@ -64,7 +72,7 @@ def prefer_fused(optimizer: torch.optim.Optimizer) -> bool:
     Returns:
         Whether every group has a fused step now.
     """
-    cls: Any = type(optimizer)
+    cls: Any = rule_of(optimizer)
     if cls not in _FUSED:
         return False
     for group in optimizer.param_groups:
@@ -80,7 +88,7 @@ def supports_grad_scale(optimizer: torch.optim.Optimizer) -> bool:
     Both are one-element fp32 tensors on the parameters' device: gradients are divided by `grad_scale` (and written back
     so), and where `found_inf` is 1 nothing is updated, moments and `step` included. Only fused steps read them.
     """
-    return isinstance(optimizer, CPUOptimizer) or type(optimizer) in _FUSED and _all_fused(optimizer)
+    return isinstance(optimizer, CPUOptimizer) or rule_of(optimizer) in _FUSED and _all_fused(optimizer)
 
 
 def state_bytes(optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> int:

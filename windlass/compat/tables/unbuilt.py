@@ -1,5 +1,168 @@
 """What is not built in windlass: importable, and one sentence where it is used."""
 
-from windlass.compat.entry import Entry
+from windlass.compat.entry import Entry, refused
 
-TABLE: dict[str, Entry] = {}
+
+def _none(why: str, names: str) -> dict[str, Entry]:
+    """One row for each dotted name below `deepspeed`."""
+    return {f"deepspeed.{name}": refused(why) for name in names.split()}
+
+
+_PIPE = "pipeline parallelism is not built yet; train with ZeRO stage 3 instead, which needs no stages"
+_MOE = "experts over ranks (MoE) are not built yet; use the model's own experts, which every stage trains"
+_SEQUENCE = "sequence parallelism (Ulysses) is not built yet; use activation checkpointing for long sequences"
+_TENSOR = "tensor parallelism is not built yet; train with ZeRO stage 3, which cuts every parameter too"
+_SERVING = "serving is not built yet; use model.generate, which works at stage 3 too"
+_INJECT = "layers are not replaced: they stay the model's own; load the model as it is"
+_LAYER = "layers stay your own; use torch.nn.TransformerEncoderLayer, or a model of transformers"
+_HYBRID = "the hybrid engine is not built yet; use engine.module.generate, which works at stage 3 too"
+_COMPRESSION = "compression is not built yet; prune or quantise after training, with torchao or torch.nn.utils.prune"
+_SPARSE = "block-sparse attention is not built; use torch.nn.attention.flex_attention with a block mask"
+_DATA = "the data pipeline of DeepSpeed is not built yet; use windlass.data, or a torch DataLoader"
+_LTD = "random layer-token dropping is not built; train on all tokens"
+_CURRICULUM = "batches of varying size are not built yet; use a torch batch sampler and pass the loader's batches"
+_DOMINO = "Domino is not built; train with ZeRO, whose collectives overlap the computation"
+_DEEP_COMPILE = "DeepCompile's passes are not built; use engine.compile or torch.compile"
+_LINEAR = "OptimizedLinear is not built; use peft's LoRA on a model that windlass shards"
+_TUNING = "autotuning is not built yet; use windlass check, which tells what a configuration needs"
+_PROFILER = "the FLOPS profiler is not built yet; use torch.utils.flop_counter.FlopCounterMode"
+_MONITOR = "the engine writes its own numbers; set tensorboard, wandb or csv_monitor in the configuration"
+_STATES = "DataStates checkpoints are not built; use the checkpoint section with async saving"
+_GONE = "this was taken out of DeepSpeed itself and is not built here; leave it out of the configuration"
+
+TABLE: dict[str, Entry] = {
+    **_none(
+        _PIPE,
+        "PipelineEngine PipelineModule DualPipeVEngine DualPipeVModule pipe.PipelineModule pipe.LayerSpec "
+        "pipe.TiedLayerSpec pipe.ProcessTopology pipe.PipelineEngine runtime.pipe.PipelineModule runtime.pipe.LayerSpec "
+        "runtime.pipe.TiedLayerSpec runtime.pipe.ProcessTopology runtime.pipe.module.PipelineModule "
+        "runtime.pipe.module.LayerSpec runtime.pipe.module.TiedLayerSpec runtime.pipe.engine.PipelineEngine "
+        "runtime.pipe.topology.ProcessTopology runtime.pipe.topology.PipeDataParallelTopology "
+        "runtime.pipe.topology.PipeModelDataParallelTopology runtime.pipe.topology.PipelineParallelGrid "
+        "runtime.utils.PartitionedTensor",
+    ),
+    **_none(
+        _MOE,
+        "moe.layer.MoE moe.experts.Experts moe.sharded_moe.MOELayer moe.sharded_moe.TopKGate "
+        "moe.utils.split_params_into_different_moe_groups_for_optimizer moe.utils.configure_moe_param_groups "
+        "moe.utils.split_params_into_shared_and_expert_params",
+    ),
+    **_none(
+        _SEQUENCE,
+        "sequence.layer.DistributedAttention sequence.fpdt_layer.FPDT_Attention sequence.cross_entropy."
+        "vocab_sequence_parallel_cross_entropy runtime.sequence_parallel.ulysses_sp.UlyssesSPAttentionHF "
+        "runtime.sequence_parallel.ulysses_sp.UlyssesSPDataLoaderAdapter "
+        "runtime.sequence_parallel.ulysses_sp.SequenceTiledCompute "
+        "runtime.sequence_parallel.ulysses_sp.TiledMLP runtime.sequence_parallel.ulysses_sp.TiledFusedLogitsLoss",
+    ),
+    **_none(
+        _TENSOR,
+        "tp_model_init record_tp_model_init_args merge_tp_model_init_into_config set_autotp_mode "
+        "resolve_per_head_muon_after_sharding runtime.tensor_parallel.TpTrainingManager",
+    ),
+    **_none(
+        _SERVING,
+        "init_inference default_inference_config InferenceEngine DeepSpeedInferenceConfig inference.DeepSpeedTPConfig "
+        "inference.RaggedInferenceEngineConfig inference.engine.InferenceEngine inference.config.DeepSpeedInferenceConfig "
+        "inference.config.DeepSpeedTPConfig inference.InferenceEngineV2 inference.build_hf_engine "
+        "inference.v2.ragged.DSStateManagerConfig inference.v2.config_v2.RaggedInferenceEngineConfig "
+        "inference.v2.engine_v2.InferenceEngineV2 inference.v2.engine_factory.build_hf_engine "
+        "model_implementations.DeepSpeedTransformerInference model_implementations.DeepSpeedInferenceConfig",
+    ),
+    **_none(
+        _INJECT,
+        "replace_transformer_layer module_inject.replace_transformer_layer module_inject.revert_transformer_layer "
+        "module_inject.ReplaceWithTensorSlicing module_inject.LinearLayer module_inject.LinearAllreduce "
+        "module_inject.replace_module.replace_transformer_layer module_inject.layers.LinearLayer "
+        "module_inject.layers.LinearAllreduce module_inject.layers.set_autotp_mode "
+        "module_inject.replace_policy.HFGPT2LayerPolicy module_inject.replace_policy.HFBertLayerPolicy "
+        "module_inject.HFGPT2LayerPolicy module_inject.HFBertLayerPolicy module_inject.auto_tp.AutoTP",
+    ),
+    **_none(_LAYER, "DeepSpeedTransformerLayer DeepSpeedTransformerConfig"),
+    **_none(_HYBRID, "DeepSpeedHybridEngine runtime.hybrid_engine.DeepSpeedHybridEngine"),
+    **_none(
+        _COMPRESSION,
+        "compression.compress.init_compression compression.compress.redundancy_clean "
+        "compression.compress.student_initialization compression.scheduler.compression_scheduler "
+        "compression.helper.module_replacement compression.helper.compression_preparation "
+        "compression.helper.fix_compression compression.basic_layer.LinearLayer_Compress",
+    ),
+    **_none(
+        _SPARSE,
+        " ".join(
+            f"ops.sparse_attention.{name}"
+            for name in [
+                "SparsityConfig",
+                "DenseSparsityConfig",
+                "FixedSparsityConfig",
+                "VariableSparsityConfig",
+                "BigBirdSparsityConfig",
+                "BSLongformerSparsityConfig",
+                "LocalSlidingWindowSparsityConfig",
+                "SparseSelfAttention",
+                "BertSparseSelfAttention",
+                "SparseAttentionUtils",
+                "MatMul",
+                "Softmax",
+            ]
+        ),
+    ),
+    **_none(
+        _DATA,
+        "runtime.data_pipeline.data_sampling.data_analyzer.DataAnalyzer "
+        "runtime.data_pipeline.data_sampling.data_analyzer.DistributedDataAnalyzer "
+        "runtime.data_pipeline.data_sampling.data_sampler.DeepSpeedDataSampler "
+        "runtime.data_pipeline.data_sampling.indexed_dataset.MMapIndexedDataset "
+        "runtime.data_pipeline.data_sampling.indexed_dataset.MMapIndexedDatasetBuilder "
+        "runtime.data_pipeline.data_sampling.indexed_dataset.make_dataset "
+        "runtime.data_pipeline.data_sampling.indexed_dataset.make_builder "
+        "runtime.data_pipeline.curriculum_scheduler.CurriculumScheduler",
+    ),
+    **_none(
+        _LTD,
+        "runtime.data_pipeline.data_routing.helper.convert_to_random_ltd "
+        "runtime.data_pipeline.data_routing.helper.save_without_random_ltd "
+        "runtime.data_pipeline.data_routing.basic_layer.RandomLayerTokenDrop "
+        "runtime.data_pipeline.data_routing.scheduler.RandomLTDScheduler",
+    ),
+    **_none(
+        _CURRICULUM,
+        "runtime.data_pipeline.data_sampling.variable_batch_size_and_lr."
+        "get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed "
+        "runtime.data_pipeline.data_sampling.variable_batch_size_and_lr.batch_by_seqlens",
+    ),
+    **_none(_DOMINO, "runtime.domino.transformer.DominoTransformer runtime.domino.transformer.DominoTransformerLayer"),
+    **_none(
+        _DEEP_COMPILE,
+        "compile.passes.zero3_compile.add_z3_gather_release compile.passes.offload_adam_states.move_opt_states "
+        "compile.passes.offload_adam_states.move_opt_states_sync "
+        "compile.passes.offload_adam_states.offload_adam_states_for_init "
+        "compile.passes.sp_compile.prepare_autosp_inputs compile.passes.prefetch.schedule_prefetch "
+        "compile.passes.selective_gather.selective_gather compile.backend.make_backend compile.init_z3.init_z3",
+    ),
+    **_none(
+        _LINEAR,
+        "linear.OptimizedLinear linear.LoRAConfig linear.QuantizationConfig linear.Init linear.LoRAOptimizedLinear "
+        "linear.QuantizedParameter linear.QuantizedLinear",
+    ),
+    **_none(_TUNING, "autotuning.Autotuner autotuning.autotuner.Autotuner autotuning.config.DeepSpeedAutotuningConfig"),
+    **_none(
+        _PROFILER,
+        "profiling.flops_profiler.FlopsProfiler profiling.flops_profiler.get_model_profile "
+        "profiling.flops_profiler.profiler.FlopsProfiler profiling.flops_profiler.profiler.get_model_profile "
+        "profiling.config.DeepSpeedFlopsProfilerConfig",
+    ),
+    **_none(
+        _MONITOR,
+        "monitor.monitor.MonitorMaster monitor.monitor.Monitor monitor.tensorboard.TensorBoardMonitor "
+        "monitor.wandb.WandbMonitor monitor.csv_monitor.csvMonitor monitor.comet.CometMonitor "
+        "monitor.config.DeepSpeedMonitorConfig monitor.config.get_monitor_config",
+    ),
+    **_none(_STATES, "datastates.config.DeepSpeedDataStatesConfig datastates.DeepSpeedDataStatesConfig"),
+    **_none(
+        _GONE,
+        "elasticity.compute_elastic_config elasticity.elasticity_enabled nebula.config.DeepSpeedNebulaConfig "
+        "runtime.eigenvalue.Eigenvalue runtime.progressive_layer_drop.ProgressiveLayerDrop "
+        "runtime.quantize.Quantizer",
+    ),
+}

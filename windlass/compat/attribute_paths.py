@@ -1,0 +1,46 @@
+"""Submodules by their dotted names, read and replaced; and GPT-2's transposed layers as ordinary ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def recursive_getattr(model: Any, module_name: str) -> Any:
+    """`model.layers[0].mlp` by `layers.0.mlp`.
+
+    Raises:
+        AttributeError, IndexError: there is no such thing.
+    """
+    found = model
+    for part in module_name.split("."):
+        found = found[int(part)] if part.isdigit() and not hasattr(found, part) else getattr(found, part)
+    return found
+
+
+def recursive_setattr(model: Any, module_name: str, module: Any) -> None:
+    """Put `module` where `recursive_getattr` would find it."""
+    outer, _, name = module_name.rpartition(".")
+    owner = recursive_getattr(model, outer) if outer else model
+    if name.isdigit() and not hasattr(owner, name):
+        owner[int(name)] = module
+    else:
+        setattr(owner, name, module)
+
+
+@torch.no_grad()
+def convert_conv1d_to_linear(model: nn.Module, convert_type: type[nn.Module]) -> nn.Module:
+    """Replace each layer of `convert_type`, whose weight is `[in, out]`, by a `Linear` of equal result; the model."""
+    for name, module in list(model.named_modules()):
+        if isinstance(module, convert_type):
+            weight, bias = module.weight, getattr(module, "bias", None)
+            assert isinstance(weight, torch.Tensor)
+            rows, columns = weight.shape
+            layer = nn.Linear(rows, columns, bias=bias is not None, device=weight.device, dtype=weight.dtype)
+            layer.weight.copy_(weight.t())
+            if bias is not None:
+                layer.bias.copy_(bias)
+            recursive_setattr(model, name, layer)
+    return model

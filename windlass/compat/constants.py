@@ -1,0 +1,11 @@
+"""`deepspeed.constants`: variables of the launcher, and where ranks meet."""
+
+from datetime import timedelta
+
+TORCH_DISTRIBUTED_DEFAULT_PORT = 29500
+default_pg_timeout = timedelta(minutes=10)
+LOCAL_RANK = "LOCAL_RANK"
+CROSS_RANK = "CROSS_RANK"
+CROSS_SIZE = "CROSS_SIZE"
+INFERENCE_GENERIC_MODE = "generic"
+INFERENCE_SPECIALIZED_MODE = "specialized"

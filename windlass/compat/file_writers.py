@@ -1,0 +1,184 @@
+"""`deepspeed.io`: files to hand to `torch.save`, that count what goes through them."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_NO_DESCRIPTOR = -1  # keeps torch from writing past the counters
+
+
+class BaseFileWriter:
+    """What is counted: calls of each method, bytes, seconds."""
+
+    def __init__(self, file_path: str | Path) -> None:
+        self._file_path = file_path
+        self._stats: dict[str, Any] = {
+            "close": 0,
+            "fileno": 0,
+            "flush": 0,
+            "write": 0,
+            "bytes": 0,
+            "write_secs": 0.0,
+            "write_GB/s": 0.0,
+        }
+
+    def file_path(self) -> str | Path:
+        """Where it writes to."""
+        return self._file_path
+
+    def fileno(self) -> int:
+        """-1: data are to come through `write`."""
+        self._stats["fileno"] += 1
+        return _NO_DESCRIPTOR
+
+    def write(self, buffer: Any) -> int:
+        """Take bytes; how many."""
+        data = memoryview(buffer).cast("B")
+        begun = time.perf_counter()
+        self._take(data)
+        self._stats["write_secs"] += time.perf_counter() - begun
+        self._stats["write"] += 1
+        self._stats["bytes"] += len(data)
+        return len(data)
+
+    def flush(self) -> None:
+        """Hand to the system what is still here."""
+        self._stats["flush"] += 1
+
+    def close(self) -> None:
+        """Write the rest; nothing is written after."""
+        self._stats["close"] += 1
+
+    def __enter__(self) -> BaseFileWriter:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self.close()
+
+    def _take(self, data: memoryview) -> None:
+        """Do what there is to do with bytes that are valid only now."""
+
+    def _dump_state(self) -> None:
+        """Print what was counted."""
+        if self._stats["write_secs"] > 0:
+            self._stats["write_GB/s"] = self._stats["bytes"] / self._stats["write_secs"] / (1 << 30)
+        print(f"stats = {self._stats | {'path': str(self._file_path)}}")
+
+
+class PyFileWriter(BaseFileWriter):
+    """A file, as Python writes it."""
+
+    def __init__(self, file_path: str | Path) -> None:
+        super().__init__(file_path)
+        self._file = open(file_path, "wb")  # noqa: SIM115  closed by close()
+
+    def _take(self, data: memoryview) -> None:
+        self._file.write(data)
+
+    def flush(self) -> None:
+        super().flush()
+        self._file.flush()
+
+    def close(self) -> None:
+        super().close()
+        self._file.close()
+
+
+class MockFileWriter(BaseFileWriter):
+    """An empty file: what is written is counted and dropped, which shows what serialising alone costs."""
+
+    def __init__(self, file_path: str | Path) -> None:
+        super().__init__(file_path)
+        Path(file_path).write_bytes(b"")
+        self._stats |= {"save_storage": 0, "save_storage_bytes": 0}
+
+    def save_torch_storage_object_list(self, storage_obj_list: list[Any], save_size: bool) -> int:
+        """Count storages as if they were written; how many bytes that makes."""
+        total = 0
+        for storage in storage_obj_list:
+            nbytes = storage.nbytes()
+            self._stats["save_storage"] += 1
+            self._stats["save_storage_bytes"] += nbytes
+            total += nbytes + (8 if save_size else 0)
+        self._stats["bytes"] += total
+        return total
+
+
+@dataclass
+class FastFileWriterConfig:
+    """How a `FastFileWriter` writes.
+
+    Args:
+        dnvme_handle: an `aio_handle`.
+        pinned_tensor: host memory that bytes are gathered in.
+        double_buffer: fill one half of it while the other is written.
+        num_parallel_writers, writer_rank, global_rank: kept; each writer writes its whole file.
+    """
+
+    dnvme_handle: Any
+    pinned_tensor: torch.Tensor
+    double_buffer: bool = True
+    num_parallel_writers: int = 1
+    writer_rank: int = 0
+    global_rank: int = 0
+
+
+class FastFileWriter(BaseFileWriter):
+    """A file that an `aio_handle` writes, from the configured memory, while that is being filled again."""
+
+    def __init__(self, file_path: str | Path, config: FastFileWriterConfig) -> None:
+        super().__init__(file_path)
+        Path(file_path).write_bytes(b"")
+        self._handle = config.dnvme_handle
+        memory = config.pinned_tensor.view(-1).view(torch.uint8)
+        self._halves = list(memory.chunk(2)) if config.double_buffer and memory.numel() > 1 else [memory]
+        self._now, self._filled, self._offset, self._under_way = 0, 0, 0, False
+        self._stats |= {"aio_bytes": 0, "aio_write_secs": 0.0, "fill_buffer_count": 0}
+
+    def _take(self, data: memoryview) -> None:
+        place = 0
+        while place < len(data):
+            half = self._halves[self._now]
+            size = min(len(data) - place, half.numel() - self._filled)
+            half[self._filled : self._filled + size].copy_(_tensor(data[place : place + size]))
+            self._filled, place = self._filled + size, place + size
+            if self._filled == half.numel():
+                self._drain()
+
+    def _drain(self) -> None:
+        """Begin to write what was gathered, once what was written before is done."""
+        begun = time.perf_counter()
+        self._settle()
+        if self._filled:
+            full = self._halves[self._now][: self._filled]
+            self._handle.async_pwrite(full, str(self._file_path), self._offset)
+            self._under_way, self._offset = True, self._offset + self._filled
+            self._stats["aio_bytes"] += self._filled
+            self._stats["fill_buffer_count"] += 1
+            self._filled, self._now = 0, (self._now + 1) % len(self._halves)
+            if len(self._halves) == 1:
+                self._settle()
+        self._stats["aio_write_secs"] += time.perf_counter() - begun
+
+    def _settle(self) -> None:
+        if self._under_way:
+            self._handle.wait()
+            self._under_way = False
+
+    def flush(self) -> None:
+        super().flush()
+
+    def close(self) -> None:
+        """Write what is left, and wait for it."""
+        super().close()
+        self._drain()
+        self._settle()
+
+
+def _tensor(data: memoryview) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)

@@ -1,0 +1,48 @@
+"""OnDevice: modules that are built with their tensors on a device and in a dtype, whatever they would choose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._device import _device_constructors
+
+
+class _Casting(TorchFunctionMode):
+    """Makes floating-point tensors that are constructed of one dtype."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._dtype, self._makers = dtype, _device_constructors()
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        made = function(*args, **(kwargs or {}))
+        if function in self._makers and isinstance(made, torch.Tensor) and made.is_floating_point():
+            return made.to(self._dtype)
+        return made
+
+
+class OnDevice:
+    """A context: tensors that torch's constructors make are on `device`, floating-point ones of `dtype`.
+
+    `torch.Tensor(...)` and its kin, which take no device, stay as they are.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: str | torch.device = "meta", enabled: bool = True) -> None:
+        self.dtype, self.device, self.enabled = dtype, device, enabled
+        self._entered: list[Any] = []
+
+    def __enter__(self) -> OnDevice:
+        if self.enabled:
+            self._entered = [_Casting(self.dtype), torch.device(self.device)]
+            for context in self._entered:
+                context.__enter__()
+        return self
+
+    def __exit__(self, *failure: Any) -> None:
+        while self._entered:
+            self._entered.pop().__exit__(*failure)
