@@ -18,7 +18,8 @@ from windlass.base.device import keep_freed_memory, local_device
 from windlass.base.dtypes import parse_dtype
 from windlass.base.errors import ConfigError, ModelError, StorageError
 from windlass.base.log import logger, set_level_of_config
-from windlass.comm.bootstrap import DEFAULT_TIMEOUT, init_distributed
+from windlass.collectives.comms_log import comms_logger
+from windlass.comm.bootstrap import DEFAULT_TIMEOUT, default_timeout, init_distributed
 from windlass.comm.groups import build_data_mesh
 from windlass.comm.transport import Ways
 from windlass.config import Config, load
@@ -135,6 +136,8 @@ def build(
         report_after=limits.report_after if limits is not None else None,
     )
     watchdog.start(limits)
+    if "comms_logger" in settings_of.model_fields_set:
+        comms_logger.configure(settings_of.comms_logger)
     world = dist.get_world_size()
     source = "torch.distributed" if "WORLD_SIZE" in os.environ else "one process, no launcher"
     progress = Progress(settings_of.resolve_batch(world, source))
@@ -170,7 +173,8 @@ def _limits(config: Config) -> watchdog.Limits | None:
 def _patience(config: Config) -> timedelta:
     """How long a collective waits for a peer: longer than the watchdog does, which knows the cause and tells it."""
     section = config.watchdog
-    return max(DEFAULT_TIMEOUT, timedelta(seconds=1.5 * section.timeout_s)) if section.enabled else DEFAULT_TIMEOUT
+    patience = timedelta(seconds=1.5 * section.timeout_s) if section.enabled else DEFAULT_TIMEOUT
+    return default_timeout(max(DEFAULT_TIMEOUT, patience))
 
 
 def source_of(args: Any, config: Any, config_params: Any) -> Any:

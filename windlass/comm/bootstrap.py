@@ -4,77 +4,208 @@ from __future__ import annotations
 
 import atexit
 import os
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import _get_default_store
 
 from windlass.base.device import local_device
 from windlass.base.errors import CommunicationError
 from windlass.base.log import logger
+from windlass.comm.launchers import Place, half, place_of
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
-# How MPI and Slurm tell the processes that they start how many there are.
-_COUNTS_OF_OTHERS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
+_DEFAULT_PORT = 29500
+_ENVIRONMENT = ("", "env://")  # torch's names of a meeting at MASTER_ADDR
+
+
+def default_timeout(otherwise: timedelta = DEFAULT_TIMEOUT) -> timedelta:
+    """How long a collective waits for a peer: `DEEPSPEED_TIMEOUT` in minutes where it is set.
+
+    Raises:
+        CommunicationError: it is no positive number.
+    """
+    text = os.environ.get("DEEPSPEED_TIMEOUT", "")
+    if not text:
+        return otherwise
+    try:
+        minutes = float(text)
+    except ValueError:
+        minutes = 0.0
+    if not 0 < minutes < 1e6:
+        raise CommunicationError(
+            f"DEEPSPEED_TIMEOUT = {text!r} is no number of minutes; write one above 0, or unset it"
+        )
+    return timedelta(minutes=minutes)
 
 
 def init_distributed(
     backend: str | None = None,
-    timeout: timedelta = DEFAULT_TIMEOUT,
+    timeout: timedelta | None = None,
     *,
     port: int | None = None,
     report_after: float | None = None,
+    discover: bool = True,
+    init_method: str | None = None,
+    rank: int = -1,
+    world_size: int = -1,
 ) -> None:
     """Start the default process group unless there is one.
 
-    Reads `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `MASTER_ADDR` and `MASTER_PORT` as torchrun sets them. Without them the
-    group is this process alone, through no socket at all.
+    Reads who this process is from the environment of its launcher (`comm/launchers`): torchrun, DeepSpeed's launcher,
+    Open MPI, MVAPICH, MPICH, Intel MPI, Slurm, Azure ML, SageMaker. Without any the group is this process alone,
+    through no socket at all. Where a launcher started several processes they form a group, or this raises.
+    Afterwards `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `MASTER_ADDR` and `MASTER_PORT` are set.
 
     Args:
         backend: torch's name; by default gloo for CPU tensors and, where CUDA is there, nccl for its tensors.
-        timeout: after which a collective that a peer never joined fails.
+        timeout: after which a collective that a peer never joined fails; None: `default_timeout()`.
         port: used for `MASTER_PORT` when the environment has none.
         report_after: seconds after which it is said who has not come; None: never.
+        discover: False: `RANK` and its like count, other launchers' variables do not.
+        init_method: a torch URL at which the ranks meet.
+        rank, world_size: go before the environment where both are given.
 
     Raises:
         CommunicationError: the environment is half there, or the ranks could not meet.
     """
     if dist.is_initialized():
         return
+    timeout = timeout if timeout is not None else default_timeout()
     if backend is None:
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    if torch.cuda.is_available():
+    place = _place(discover, init_method, rank, world_size)
+    if torch.cuda.is_available() and (place is None or place.local_rank is not None):
         torch.cuda.set_device(local_device())
-    if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
-        _warn_of_other_launchers()
+    if init_method is not None and init_method not in _ENVIRONMENT:
+        _meet_at(init_method, place, backend, timeout)
+    elif place is None or (place.world == 1 and place.master is None):
+        if place is None:
+            _warn_of_an_allocation()
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
-        atexit.register(_end)
-        return
-    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR") if name not in os.environ]
-    if "MASTER_PORT" not in os.environ and port is not None:
-        os.environ["MASTER_PORT"] = str(port)
-    if "MASTER_PORT" not in os.environ:
-        missing.append("MASTER_PORT")
-    if missing:
+    else:
+        _meet(_with_master(place, port), backend, timeout, report_after)
+    atexit.register(_end)
+    if "LOCAL_RANK" not in os.environ and dist.get_world_size() > 1:
+        _learn_local_rank()
+
+
+def _place(discover: bool, init_method: str | None, rank: int, world_size: int) -> Place | None:
+    """Who this process is, and the environment says so afterwards."""
+    if rank >= 0 and world_size > 0:
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
+    elif init_method is not None and init_method not in _ENVIRONMENT and "?" in init_method:
+        return None  # the URL says it
+    place = place_of(os.environ, others=discover)
+    if place is None:
+        return None
+    if place.warning:
+        logger.warning("%s", place.warning)
+    os.environ.update(RANK=str(place.rank), WORLD_SIZE=str(place.world))
+    if place.local_rank is not None:
+        os.environ["LOCAL_RANK"] = str(place.local_rank)
+    if place.local_world is not None:
+        os.environ["LOCAL_WORLD_SIZE"] = str(place.local_world)
+    if place.source == "Azure ML":
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "^docker0,lo")  # its containers' bridge leads nowhere
+    return place
+
+
+def _with_master(place: Place, port: int | None) -> Place:
+    """The place with where rank 0 is; asked of MPI where the environment does not say it."""
+    if place.source == "the environment":
+        missing = [] if place.master is not None else ["MASTER_ADDR"]
+        if place.port is None and port is None:
+            missing.append("MASTER_PORT")
+        if missing:
+            raise CommunicationError(half(missing))
+    if place.master is None:
+        place = replace(place, master=_master_by_mpi(place))
+    reckoned = place.source == "Slurm" and "MASTER_PORT" not in os.environ
+    if place.port is None or (reckoned and port not in (None, _DEFAULT_PORT)):
+        place = replace(place, port=port or _DEFAULT_PORT)
+    os.environ.update(MASTER_ADDR=str(place.master), MASTER_PORT=str(place.port))
+    return place
+
+
+def _master_by_mpi(place: Place) -> str:
+    """Rank 0's address, told by itself over MPI."""
+    try:
+        from mpi4py import MPI
+    except ImportError as error:
         raise CommunicationError(
-            f"the environment names some ranks but not all it takes: {', '.join(missing)} is missing; "
-            "start the script with `windlass run --nproc N script.py` or torchrun"
+            f"{place.source} started {place.world} ranks on several hosts and does not say where rank 0 is: set "
+            "MASTER_ADDR to its host on every rank (mpirun -x MASTER_ADDR=host, srun --export=ALL,MASTER_ADDR=host), "
+            f"or install mpi4py; importing it said: {error}"
+        ) from error
+    world = MPI.COMM_WORLD
+    if (world.Get_rank(), world.Get_size()) != (place.rank, place.world):
+        raise CommunicationError(
+            f"{place.source} says rank {place.rank} of {place.world}, mpi4py says {world.Get_rank()} of "
+            f"{world.Get_size()}: mpi4py was built for another MPI; set MASTER_ADDR instead"
         )
+    return str(world.bcast(_own_address() if place.rank == 0 else None, root=0))
+
+
+def _own_address() -> str:
+    """The address under which this host goes out; no packet is sent to find it."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("10.255.255.255", 1))
+            return str(probe.getsockname()[0])
+        except OSError:  # no route: one host, or a network of names only
+            return socket.gethostname()
+
+
+def _meet(place: Place, backend: str, timeout: timedelta, report_after: float | None) -> None:
     try:
         with _saying_who_is_missing(report_after):
             dist.init_process_group(backend, timeout=timeout)
     except (RuntimeError, ValueError) as error:  # torch.distributed has kinds of its own for every way to fail
-        place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise CommunicationError(
-            f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} could not meet the others at {place}: "
+            f"rank {place.rank} of {place.world} could not meet the others at {place.master}:{place.port}: "
             f"{str(error).strip().splitlines()[0]}; check RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT on every rank, "
             "and that rank 0 can be reached there"
         ) from error
-    atexit.register(_end)
+
+
+def _meet_at(url: str, place: Place | None, backend: str, timeout: timedelta) -> None:
+    rank, world = (-1, -1) if place is None else (place.rank, place.world)
+    try:
+        dist.init_process_group(backend, init_method=url, rank=rank, world_size=world, timeout=timeout)
+    except (RuntimeError, ValueError) as error:  # torch.distributed has kinds of its own for every way to fail
+        raise CommunicationError(
+            f"the ranks could not meet at init_method = {url!r} (rank {rank} of {world}; -1: not said): "
+            f"{str(error).strip().splitlines()[0]}; check the URL, and rank and world_size or RANK and WORLD_SIZE"
+        ) from error
+
+
+def _learn_local_rank() -> None:
+    """No launcher said it: ranks of one host are counted in the store at which all met."""
+    store = PrefixStore("windlass hosts", _get_default_store())
+    rank = dist.get_rank()
+    store.set(str(rank), host_name())
+    before = [store.get(str(other)).decode() for other in range(rank)]
+    os.environ["LOCAL_RANK"] = str(before.count(host_name()))
+    if torch.cuda.is_available():
+        torch.cuda.set_device(local_device())
+
+
+def host_name() -> str:
+    """What tells this host from others: its name and the identity of its boot, since containers share names."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:  # not Linux
+        boot = ""
+    return f"{socket.gethostname()} {boot}"
 
 
 @contextmanager
@@ -113,17 +244,15 @@ def _await_all(seconds: float, met: threading.Event) -> None:
     )
 
 
-def _warn_of_other_launchers() -> None:
-    """Processes that another launcher started would each train alone, which nobody notices by the loss."""
-    for name in _COUNTS_OF_OTHERS:
-        if os.environ.get(name, "1") not in ("", "0", "1"):
-            logger.warning(
-                "%s is %s, but RANK and WORLD_SIZE are not set: this process trains alone. Have each host start "
-                "its ranks with torchrun, or set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT",
-                name,
-                os.environ[name],
-            )
-            return
+def _warn_of_an_allocation() -> None:
+    """Within an allocation of several tasks, a process that srun did not start is alone; that may be a slip."""
+    tasks = os.environ.get("SLURM_NTASKS", "1")
+    if tasks not in ("", "0", "1"):
+        logger.warning(
+            "SLURM_NTASKS is %s, but this process is no task of Slurm's: it trains alone; start it with srun or "
+            "`windlass run`",
+            tasks,
+        )
 
 
 def _end() -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
-from windlass.config.section import Section
-from windlass.config.verdict import honoured, refused
+from windlass.config.section import Names, Section
+from windlass.config.verdict import honoured
 
 
 class Comm(Section):
@@ -17,13 +17,16 @@ class Comm(Section):
 
 
 class CommsLogger(Section):
-    """A log line for every collective."""
+    """A log of the collectives that a script calls through `deepspeed.comm` or `windlass.collectives`, and of how much
+    the engines moved; `log_summary()` shows it."""
 
-    refusal = "not yet built: the log of single collectives; engine.report() counts their bytes; write false"
-    switch = "enabled"
-
-    enabled: bool = refused(False, "")
-    prof_all: bool = refused(True, "")
-    prof_ops: list[Any] = refused(list, "")
-    verbose: bool = refused(False, "")
-    debug: bool = refused(False, "")
+    enabled: bool = honoured(False)
+    """Off, nothing is recorded, whatever the other keys say."""
+    prof_all: bool = honoured(True)
+    """Record every collective; else those in `prof_ops` and calls with `prof=True`."""
+    prof_ops: Names = honoured(list)
+    """Names of collectives, or the `log_name` of calls."""
+    verbose: bool = honoured(False)
+    """A line for each of them as it ends."""
+    debug: bool = honoured(False)
+    """Tell calls apart by the function that called."""

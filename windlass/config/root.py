@@ -147,7 +147,8 @@ class Config(Section):
     """Tuning of file I/O."""
 
     comet: Comet = refused(Comet, "")
-    comms_logger: CommsLogger = refused(CommsLogger, "")
+    comms_logger: CommsLogger = honoured(CommsLogger)
+    """A log of collectives."""
     flops_profiler: FlopsProfiler = refused(FlopsProfiler, "")
     pipeline: Pipeline = refused(Pipeline, "")
     tensor_parallel: TensorParallel = refused(TensorParallel, "")
