@@ -1,17 +1,33 @@
-"""What clients of the stand-in have to be told, since they only know GPUs."""
+"""The start of the process group, and what clients have to be told at it, since they only know GPUs."""
 
 from __future__ import annotations
 
 import sys
+from functools import wraps
+from typing import Any
 
 import torch.distributed as dist
 
+from windlass import collectives
 
-def tell_accelerate() -> None:
-    """Name the back end to accelerate's state where that is asking DeepSpeed to choose it.
 
-    Without a GPU accelerate leaves the choice to DeepSpeed, and then takes "no name" for "one process". Its state is
-    being made while `init_distributed` runs, and reads its own attribute afterwards.
+@wraps(collectives.init_distributed)
+def init_distributed(*args: Any, **kwargs: Any) -> None:
+    collectives.init_distributed(*args, **kwargs)
+    _tell_accelerate()
+
+
+def is_initialized() -> bool:
+    """Whether there is a process group."""
+    _tell_accelerate()
+    return dist.is_initialized()
+
+
+def _tell_accelerate() -> None:
+    """Name the back end to accelerate's state where that leaves it to DeepSpeed.
+
+    Without a GPU accelerate does so, and then takes "no name" for "one process", so that ranks on CPU would be told
+    different sizes of the world. Its state is being made while it asks us, and reads its own attribute afterwards.
     """
     state = getattr(sys.modules.get("accelerate.state"), "PartialState", None)
     if state is None or not dist.is_initialized():

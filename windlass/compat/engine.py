@@ -14,6 +14,7 @@ from windlass.base.errors import ConfigError
 from windlass.compat.accessors import ANSWERS, KEYS, ask
 from windlass.compat.offload import ParameterOffload
 from windlass.compat.refusal import NotBuiltError
+from windlass.compat.timers import SynchronizedWallClockTimer, ThroughputTimer
 from windlass.config import Config
 from windlass.engine.train import Engine
 
@@ -50,6 +51,8 @@ class DeepSpeedEngine(Engine):
         self.client_optimizer, self.training_data, self.collate_fn = client_optimizer, training_data, collate_fn
         self.basic_optimizer = self.optimizer.optimizer if self.optimizer is not None else None
         self.losses: Any = None
+        self.timers = SynchronizedWallClockTimer()
+        self.tput_timer = ThroughputTimer(self._config.timers.throughput, batch_size=self.train_batch_size())
         self._compiled: list[nn.Module] = []
         if self.zero_optimization_stage() == 3:
             offload = ParameterOffload(self)
