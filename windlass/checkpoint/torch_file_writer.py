@@ -55,7 +55,7 @@ class TorchFileWriter:
         self._left = set(self._numbers)
         self._needed = len(text) + sum(tensor.numel * tensor.dtype.itemsize for tensor in self.tensors)
         with disk_errors(path, self._needed):
-            self._raw = open(path, "wb")  # noqa: SIM115: closed by `__exit__`
+            self._raw = open(path, "wb")  # noqa: SIM115 closed by `__exit__`
             self._zip = zipfile.ZipFile(self._raw, "w", zipfile.ZIP_STORED)
             self._record("data.pkl", [text], len(text))
             order = sys.byteorder.encode()
