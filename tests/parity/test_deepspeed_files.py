@@ -26,7 +26,12 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def make(out: Path, stage: int, precision: str, ranks: int) -> None:
-    """Run DeepSpeed on so many ranks."""
+    """Have DeepSpeed train and save on so many ranks."""
+    run_deepspeed("tests.deepspeed_maker", out, stage, precision, ranks)
+
+
+def run_deepspeed(module: str, out: Path, stage: int, precision: str, ranks: int) -> None:
+    """Run a module on so many ranks, as DeepSpeed's own launcher would."""
     shared = {
         **os.environ,
         "DS_ACCELERATOR": "cpu",
@@ -39,7 +44,7 @@ def make(out: Path, stage: int, precision: str, ranks: int) -> None:
         "OMP_NUM_THREADS": "1",
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
     }
-    command = [sys.executable, "-m", "tests.deepspeed_maker", str(out), str(stage), precision]
+    command = [sys.executable, "-m", module, str(out), str(stage), precision]
     logs = [out / f"log_{rank}" for rank in range(ranks)]
     started = []
     for rank, log in enumerate(logs):

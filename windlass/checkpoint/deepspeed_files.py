@@ -339,7 +339,8 @@ def _numbered(path: Path, pattern: str) -> list[Path]:
 
 
 def _stage_of(saved: Mapping[str, Any]) -> int:
-    given = getattr(saved.get("zero_stage"), "given", (1,))
+    said = saved.get("zero_stage")
+    given = (said,) if isinstance(said, int) else getattr(said, "given", (1,))
     return int(given[0]) if given else 1
 
 

@@ -128,13 +128,13 @@ def _states(stored: Stored, name: str) -> dict[str, Any]:
             number = key in COUNTS and isinstance(value, int | float)
             found[key] = torch.tensor(float(value), dtype=torch.float32, device="cpu") if number else value
         elif form in ("signed", "unsigned"):
-            found[key] = _decoded(stored, name, key, signed=form == "signed")
+            found[key] = state_decoded(stored, name, key, signed=form == "signed")
         else:
             found[key] = stored.whole(where)
     return found
 
 
-def _decoded(stored: Stored, name: str, key: str, *, signed: bool) -> torch.Tensor:
+def state_decoded(stored: Stored, name: str, key: str, *, signed: bool) -> torch.Tensor:
     """A state that was kept in 8 bits, in float32."""
     codes = stored.whole(f"state/{name}/{key}")
     scales = [

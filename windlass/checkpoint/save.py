@@ -74,6 +74,8 @@ class Begun:
         then: called on the first rank once it is there, and `latest` names it: the save was fine, whatever becomes of
             that, so what goes wrong with files is told and no error.
         later: plain data beside that of the state.
+        beside: called on every rank with the draft's directory once the whole checkpoint is in it, to write files of
+            its own there.
 
     Raises:
         CheckpointError: as `save`, the same on all ranks.
@@ -88,15 +90,16 @@ class Begun:
         save_latest: bool,
         then: Callable[[], object] = lambda: None,
         later: Later | None = None,
+        beside: Callable[[Path], object] | None = None,
     ) -> None:
-        self._then, self._later = then, later
+        self._then, self._later, self._beside = then, later, beside
         self._root, self._tag, self._save_latest = Path(directory), tag, save_latest
         self._draft: Draft | None = None
         held: dict[str, Holding] = {}
         told = ranks.each("preparing to save", lambda: _prepare(held, self._root, tag, state, ranks.rank))
         _check_same(told)
         try:
-            path = ranks.first("preparing to save", self._begin)
+            self._place = path = ranks.first("preparing to save", self._begin)
             # Imported here: the first import of torch.distributed.checkpoint costs as much as torch's own.
             from windlass.checkpoint import transfer
 
@@ -129,7 +132,12 @@ class Begun:
         """
         try:
             results = ranks.to_first("saving", lambda: self._write(refused))
-            return ranks.first("finishing the save", lambda: self._commit(results))
+            if self._beside is None:
+                return ranks.first("finishing the save", lambda: self._commit(results))
+            beside = self._beside
+            ranks.first("finishing the save", lambda: self._index(results))
+            ranks.each("writing the files of another format", lambda: beside(self._place) and None)
+            return ranks.first("finishing the save", self._commit)
         except BaseException:
             self._discard()
             raise
@@ -150,11 +158,15 @@ class Begun:
         self._draft = Draft(self._root, self._tag)
         return self._draft.path
 
-    def _commit(self, written: list[tuple[list[Any], Any]]) -> Path:
-        assert self._draft is not None
+    def _index(self, written: list[tuple[list[Any], Any]]) -> None:
         if self._later is not None:
             self._writer.add_plain(self._later.key, self._later.whole([part for _, part in written]))
         self._writer.finish_with([results for results, _ in written])
+
+    def _commit(self, written: list[tuple[list[Any], Any]] | None = None) -> Path:
+        assert self._draft is not None
+        if written is not None:
+            self._index(written)
         path = self._draft.commit()
         if self._save_latest:
             write_latest(self._root, self._tag)

@@ -51,7 +51,17 @@ class Stored:
     """
 
     def __init__(self, directory: str | os.PathLike[str], tag: str | None = None, order: Order | None = None) -> None:
-        self.tag, self.path = find(directory, tag)
+        self._open(*find(directory, tag), order)
+
+    @classmethod
+    def at(cls, path: Path, order: Order | None = None) -> Stored:
+        """The checkpoint whose files lie in `path`, which may be a draft."""
+        stored = cls.__new__(cls)
+        stored._open(path.name, path, order)
+        return stored
+
+    def _open(self, tag: str, path: Path, order: Order | None) -> None:
+        self.tag, self.path = tag, path
         self.index: Index = index_of(self.path, order)
         self._files = OpenFiles(self.path)
         with self:
@@ -119,6 +129,22 @@ class Stored:
                 crc32 = crc32_of(file.read_part(chunk.entry, first * buffer.element_size(), part), crc32)
                 yield part
             file.check_sum(chunk.entry, crc32, chunk.crc32)
+
+    def span(self, name: str, start: int, stop: int, at_once: int = _AT_ONCE) -> Iterator[torch.Tensor]:
+        """Elements `[start, stop)` of the flat tensor as parts that follow each other, as `parts`. Checksums are not
+        compared: they are of boxes, and this reads a part of some."""
+        record = self._record(name)
+        if not all(is_contiguous(record.shape, chunk.sizes) for chunk in record.chunks):
+            yield from self.whole(name).view(-1)[start:stop].split(at_once)
+            return
+        buffer = torch.empty(min(at_once, stop - start), dtype=dtype_of(record.dtype), device="cpu")
+        for chunk in sorted(record.chunks, key=lambda chunk: flat_start(record.shape, chunk.offsets)):
+            begin = flat_start(record.shape, chunk.offsets)
+            first, last = max(start, begin), min(stop, begin + math.prod(chunk.sizes))
+            for at in range(first, last, at_once):
+                part = buffer[: min(at_once, last - at)]
+                self._file(chunk.file).read_part(chunk.entry, (at - begin) * buffer.element_size(), part)
+                yield part
 
     def _record(self, name: str) -> TensorRecord:
         if name not in self.index.tensors:

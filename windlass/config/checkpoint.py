@@ -42,6 +42,8 @@ class ParallelWrite(Section):
 class Checkpoint(Section):
     """Saving and loading."""
 
+    format: Literal["windlass", "deepspeed"] = honoured("windlass", native=True)
+    """`deepspeed`: beside its own files a save writes those that DeepSpeed writes, for tools that read them."""
     asynchronous: bool = honoured(False, also=("async",), native=True)
     """Also `async`: `save_checkpoint` returns as soon as a copy is taken and writes while training goes on, unless the
     call says `blocking=True`."""

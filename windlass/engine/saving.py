@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,10 +14,13 @@ from windlass.base.log import logger
 from windlass.checkpoint import Drawer, FlatShard, LoadedState, SavedState, load, read_latest, read_outline
 from windlass.checkpoint.agree import Ranks
 from windlass.checkpoint.deepspeed_files import Order, names_in_order
+from windlass.checkpoint.deepspeed_out import write_deepspeed_files
 from windlass.checkpoint.retention import retire
 from windlass.checkpoint.save import Begun
+from windlass.checkpoint.scripts import write_scripts
 from windlass.engine import averages
 from windlass.engine.away import ChunkAway
+from windlass.engine.deepspeed_target import target_of
 from windlass.engine.extra_state import plain_extra_states, set_extra_states
 from windlass.engine.filling import ChunkToFill, incoming
 from windlass.engine.fingerprint import Written, fingerprint
@@ -55,8 +59,9 @@ def save_engine(
     model = engine._sharded
     if not isinstance(client, Mapping):
         raise CheckpointError(f"client_state is a {type(client).__name__}; give a dict of plain data")
-    if trainable_only is None:
-        trainable_only = trains_adapters(model)
+    deepspeed = engine._config.checkpoint.format == "deepspeed"
+    if trainable_only is None:  # DeepSpeed's tools look for whole models
+        trainable_only = not deepspeed and trains_adapters(model)
     require_all_known(model)
     engine._saves.finish()
     model.finish_update()
@@ -132,12 +137,28 @@ def save_engine(
     keep = engine._config.checkpoint.keep_last
     written = engine.saved_tags | {name}
 
-    def make_room() -> None:
+    def afterwards() -> None:
+        write_scripts(Path(directory))
         if keep is not None:
             retire(directory, keep, name, written)
 
+    target = target_of(engine) if deepspeed else None
+
+    def beside(place: Path) -> None:
+        assert target is not None
+        write_deepspeed_files(place, target, ranks.rank)
+
     try:
-        begun = Begun(directory, name, state, ranks, save_latest, make_room, None if blocking else later[0])
+        begun = Begun(
+            directory,
+            name,
+            state,
+            ranks,
+            save_latest,
+            afterwards,
+            None if blocking else later[0],
+            None if target is None else beside,
+        )
         if blocking:
             begun.finish(ranks)
         else:

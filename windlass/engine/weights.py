@@ -40,7 +40,8 @@ def said_of_weights(model: ShardedModel, absent: Collection[str]) -> dict[str, A
     """What a checkpoint says of weights beside their values, as plain data.
 
     `tied`: other names of what is stored once, and the name under which it is; `dtypes`: in which dtype the model
-    computes, where that is not float32; `absent`: which parameters are left out, in model order.
+    computes, where that is not float32; `absent`: which parameters are left out, in model order; `frozen`: which of
+    those that are there are not trained.
     """
     tied: dict[str, str] = {}
     first: dict[int, str] = {}
@@ -51,7 +52,8 @@ def said_of_weights(model: ShardedModel, absent: Collection[str]) -> dict[str, A
     units = [unit for unit in model.units if unit.dtype is not torch.float32]
     dtypes = {name: str(unit.dtype).removeprefix("torch.") for unit in units for name in unit.names}
     left_out = [name for unit in model.units for name in unit.names if name in absent]
-    return {"tied": tied, "dtypes": dtypes, "absent": left_out}
+    frozen = [name for unit in model.units if not unit.trainable for name in unit.names if name not in absent]
+    return {"tied": tied, "dtypes": dtypes, "absent": left_out, "frozen": frozen}
 
 
 def load_whole(model: ShardedModel, state: Mapping[str, torch.Tensor], *, strict: bool) -> tuple[list[str], list[str]]:

@@ -1,0 +1,301 @@
+"""Whole weights out of checkpoints, by the names of DeepSpeed's `zero_to_fp32`: of its files and of our own.
+
+Values come as there: trained parameters from their float32 masters, buffers of floating point in float32, frozen
+parameters as they were saved. Where files are written, a few megabytes are in memory, whatever the model's size.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import re
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from windlass.base.errors import CheckpointError, WindlassError
+from windlass.base.log import logger
+from windlass.checkpoint.consolidated_files import Weight, require_dtype, shard_bytes, write_weights
+from windlass.checkpoint.directory import LATEST, METADATA, read_latest
+from windlass.checkpoint.export import absent_from, dtype_in_use, tensors_of
+from windlass.checkpoint.stored import Stored
+from windlass.checkpoint.torch_file import read_torch_file
+
+
+class NotZeroError(CheckpointError, ValueError):
+    """A file that is not what DeepSpeed's ZeRO writes, or no tag to look for."""
+
+
+@dataclass(frozen=True)
+class LazyTensor:
+    """A tensor that is read when it is asked for.
+
+    Attributes:
+        dtype, shape: its own.
+    """
+
+    dtype: torch.dtype
+    shape: torch.Size
+    _read: Callable[[], torch.Tensor]
+
+    def contiguous(self) -> torch.Tensor:
+        """The tensor, whole, on the CPU."""
+        return self._read()
+
+    def numel(self) -> int:
+        """How many elements it has."""
+        return self.shape.numel()
+
+
+def get_model_state_file(checkpoint_dir: str | os.PathLike[str], zero_stage: int) -> str:
+    """DeepSpeed's file of model states in a tag's directory.
+
+    Raises:
+        FileNotFoundError: there is no such directory or file.
+        ValueError: there is no such stage.
+    """
+    if zero_stage not in (0, 1, 2, 3):
+        raise ValueError(f"unknown zero stage {zero_stage}: it is 0, 1, 2 or 3")
+    name = "zero_pp_rank_0_mp_rank_00_model_states.pt" if zero_stage == 3 else "mp_rank_00_model_states.pt"
+    path = _require_directory(checkpoint_dir) / name
+    if not path.is_file():
+        raise FileNotFoundError(f"can't find the model states file {str(path)!r}")
+    return str(path)
+
+
+def get_checkpoint_files(checkpoint_dir: str | os.PathLike[str], glob_pattern: str) -> list[str]:
+    """Files of a tag's directory, by the numbers in their names. Raises FileNotFoundError where there is none."""
+    root = _require_directory(checkpoint_dir)
+    found = sorted((str(path) for path in root.glob(glob_pattern)), key=_by_numbers)
+    if not found:
+        raise FileNotFoundError(f"can't find {glob_pattern} files in the directory {str(root)!r}")
+    return found
+
+
+def get_optim_files(checkpoint_dir: str | os.PathLike[str]) -> list[str]:
+    """DeepSpeed's files of optimizer states, by rank. Raises FileNotFoundError where there is none."""
+    return get_checkpoint_files(checkpoint_dir, "*_optim_states.pt")
+
+
+def get_model_state_files(checkpoint_dir: str | os.PathLike[str]) -> list[str]:
+    """DeepSpeed's files of model states, by rank. Raises FileNotFoundError where there is none."""
+    return get_checkpoint_files(checkpoint_dir, "*_model_states.pt")
+
+
+def get_fp32_state_dict_from_zero_checkpoint(
+    checkpoint_dir: str | os.PathLike[str],
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+    lazy_mode: bool = False,
+) -> dict[str, Any]:
+    """What `model.load_state_dict` takes, on the CPU; tied parameters under each of their names.
+
+    Args:
+        tag: in that directory; None for the one that `latest` names.
+        exclude_frozen_parameters: without parameters that are not trained.
+        lazy_mode: a `LazyTensor` for each tensor, which reads it when `.contiguous()` is called.
+
+    Raises:
+        ValueError: there is no `latest` and no tag is given; a file is not one of ZeRO's, or of an unknown stage.
+        FileNotFoundError: there is no such directory, or a file of DeepSpeed's is missing.
+        CheckpointError: a file is damaged.
+    """
+    path = _found(checkpoint_dir, tag)
+    found: dict[str, Any] = OrderedDict()
+    for name, weight in _weights(path, exclude_frozen_parameters).items():
+        # one object for all names of a tied parameter
+        first = next((known for known in found if weight.name == known), None)
+        if first is not None:
+            found[name] = found[first]
+        elif lazy_mode:
+            found[name] = LazyTensor(weight.dtype, torch.Size(weight.shape), weight.whole)
+        else:
+            found[name] = weight.whole()
+    return found
+
+
+def convert_zero_checkpoint_to_state_dict(
+    checkpoint_dir: str | os.PathLike[str],
+    output_dir: str | os.PathLike[str],
+    dtype: torch.dtype | str = torch.float32,
+    max_shard_size: str | int | None = "5GB",
+    safe_serialization: bool = False,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+) -> None:
+    """Writes `pytorch_model.bin`, or `model.safetensors`, to `output_dir`; numbered files and an index beyond
+    `max_shard_size`. A tied parameter is in the files once; in a `.bin` under each of its names.
+
+    Args:
+        dtype: of all floating-point tensors: float32, float16 or bfloat16, as such or by name.
+        max_shard_size: most bytes of a file that holds more than one tensor, as "5GB"; None: one file.
+        safe_serialization: safetensors.
+
+    Raises:
+        ValueError, FileNotFoundError, CheckpointError: as `get_fp32_state_dict_from_zero_checkpoint`; or a dtype or
+            size that is none.
+    """
+    chosen, most = require_dtype(dtype), shard_bytes(max_shard_size)
+    path = _found(checkpoint_dir, tag)
+    write_weights(
+        Path(output_dir), _weights(path, exclude_frozen_parameters), chosen, most, safetensors=safe_serialization
+    )
+
+
+def convert_zero_checkpoint_to_fp32_state_dict(
+    checkpoint_dir: str | os.PathLike[str],
+    output_dir: str | os.PathLike[str],
+    max_shard_size: str | int | None = "5GB",
+    safe_serialization: bool = False,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+) -> None:
+    """`convert_zero_checkpoint_to_state_dict` in float32."""
+    convert_zero_checkpoint_to_state_dict(
+        checkpoint_dir,
+        output_dir,
+        max_shard_size=max_shard_size,
+        safe_serialization=safe_serialization,
+        tag=tag,
+        exclude_frozen_parameters=exclude_frozen_parameters,
+    )
+
+
+def load_state_dict_from_zero_checkpoint(
+    model: nn.Module, checkpoint_dir: str | os.PathLike[str], tag: str | None = None
+) -> nn.Module:
+    """Puts `model`, a plain one, on the CPU and loads a checkpoint's weights into it; returns it."""
+    state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
+    model = model.cpu()
+    model.load_state_dict(state, strict=False)
+    return model
+
+
+def zero_to_fp32(argv: Sequence[str] | None = None, prog: str = "zero_to_fp32.py") -> int:
+    """The command of that name; the exit code."""
+    return _command(prog, argv, with_dtype=False)
+
+
+def zero_to_torch(argv: Sequence[str] | None = None, prog: str = "zero_to_torch.py") -> int:
+    """The command of that name; the exit code."""
+    return _command(prog, argv, with_dtype=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """`zero_to_fp32`."""
+    return zero_to_fp32(argv)
+
+
+def _command(prog: str, argv: Sequence[str] | None, *, with_dtype: bool) -> int:
+    parser = argparse.ArgumentParser(prog, description="Write whole weights of a checkpoint.")
+    parser.add_argument("checkpoint_dir", help="the directory that the checkpoints lie in, with `latest`")
+    parser.add_argument("output_dir", help="where to write")
+    if with_dtype:
+        names = ("float32", "fp32", "float16", "fp16", "bfloat16", "bf16")
+        parser.add_argument("--dtype", required=True, choices=sorted(names), help="of floating-point tensors")
+    parser.add_argument("--max_shard_size", default="5GB", help="most bytes of a file, as 5GB or 500MB (%(default)s)")
+    parser.add_argument("--safe_serialization", action="store_true", help="write safetensors, not .bin")
+    parser.add_argument("-t", "--tag", help="of the checkpoint; by default the one that `latest` names")
+    parser.add_argument("--exclude_frozen_parameters", action="store_true", help="leave out what is not trained")
+    parser.add_argument("-d", "--debug", action="store_true", help="say more, and show tracebacks")
+    args = parser.parse_args(argv)
+    if args.debug:
+        logger.setLevel(logging.DEBUG)
+    try:
+        convert_zero_checkpoint_to_state_dict(
+            args.checkpoint_dir,
+            args.output_dir,
+            dtype=args.dtype if with_dtype else torch.float32,
+            max_shard_size=args.max_shard_size,
+            safe_serialization=args.safe_serialization,
+            tag=args.tag,
+            exclude_frozen_parameters=args.exclude_frozen_parameters,
+        )
+    except (WindlassError, ValueError, OSError) as error:
+        if args.debug:
+            raise
+        print(f"{prog}: {error}", file=sys.stderr)
+        return 1
+    print(f"{args.output_dir}: weights of {args.checkpoint_dir}")
+    return 0
+
+
+def _found(checkpoint_dir: str | os.PathLike[str], tag: str | None) -> Path:
+    """The tag's directory."""
+    root = Path(checkpoint_dir)
+    tag = read_latest(root) if tag is None else tag
+    if tag is None:
+        raise NotZeroError(f"unable to find the file {LATEST!r} at {root / LATEST}; give a tag")
+    return _require_directory(root / tag)
+
+
+def _require_directory(path: str | os.PathLike[str]) -> Path:
+    root = Path(path)
+    if not root.is_dir():
+        raise FileNotFoundError(f"the directory {str(root)!r} does not exist")
+    return root
+
+
+def _by_numbers(text: str) -> list[tuple[int, str]]:
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", text)]
+
+
+def _weights(path: Path, exclude_frozen: bool) -> dict[str, Weight]:
+    """Parameters and buffers of a checkpoint by all their names."""
+    if not (path / METADATA).is_file():
+        _require_zero(path)
+    stored = Stored.at(path)
+    if absent := absent_from(stored) if not exclude_frozen else ():
+        logger.warning("%s holds trained parameters alone; absent: %s", path, ", ".join(absent))
+    held = tensors_of(stored)
+    trained = _trained(stored, held)
+    found: dict[str, Weight] = OrderedDict()
+    for name, where in sorted(held.items(), key=lambda item: item[1].startswith("param/")):
+        is_buffer, like = where.startswith("buffer/"), stored.described(where)
+        if exclude_frozen and not is_buffer and name not in trained:
+            continue
+        widened = like.is_floating_point() and (is_buffer or name in trained)
+        dtype = torch.float32 if widened else dtype_in_use(stored, where)
+        found[name] = Weight(name, dtype, tuple(like.shape), stored, where)
+    for alias, name in stored.plain.get("tied", {}).items():
+        if name in found and alias not in found:
+            found[alias] = found[name]
+    return found
+
+
+def _trained(stored: Stored, held: Mapping[str, str]) -> set[str]:
+    """Names of the parameters that are trained; in checkpoints that do not say, those of the optimizer's groups."""
+    if (frozen := stored.plain.get("frozen")) is not None:
+        return set(held) - set(frozen)
+    return {name for group in stored.plain.get("groups", []) for name in group["parameters"]}
+
+
+def _require_zero(path: Path) -> None:
+    """Raises unless a directory has what DeepSpeed's stages 1 to 3 write."""
+    for file in get_model_state_files(path)[:1]:
+        value = read_torch_file(Path(file))
+        if not isinstance(value, dict) or "buffer_names" not in value:
+            raise NotZeroError(f"{file} is not a model state checkpoint of DeepSpeed's")
+    files = get_optim_files(path)
+    value = read_torch_file(Path(files[0]))
+    inner = value.get("optimizer_state_dict") if isinstance(value, dict) else None
+    if not isinstance(inner, dict) or not ({"zero_stage", "single_partition_of_fp32_groups"} & set(inner)):
+        raise NotZeroError(f"{files[0]} is not a zero checkpoint")
+    said = inner.get("zero_stage", 1)
+    stage = said if isinstance(said, int) else (getattr(said, "given", None) or (1,))[0]
+    if stage not in (1, 2, 3):
+        raise NotZeroError(f"{files[0]}: unknown zero stage {stage}")
+    count = inner.get("partition_count", len(files))
+    ranks = max(count) if isinstance(count, list) else count
+    if ranks != len(files):
+        raise NotZeroError(
+            f"{ranks} '*_optim_states.pt' files are expected in {path} and {len(files)} are there: some ranks did not "
+            "save, or another checkpoint was written over"
+        )

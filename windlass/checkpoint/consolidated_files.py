@@ -1,0 +1,159 @@
+"""Weights of a checkpoint as the files that `from_pretrained` and `torch.load` know, a part of a tensor at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from windlass.checkpoint.directory import disk_errors, require_space
+from windlass.checkpoint.pickled import Planned
+from windlass.checkpoint.stored import Stored
+from windlass.checkpoint.streamed_file import write_tensors
+from windlass.checkpoint.tensor_file import Entry
+from windlass.checkpoint.torch_file_writer import write_torch_file
+
+_DTYPES = {
+    "float32": torch.float32,
+    "fp32": torch.float32,
+    "float16": torch.float16,
+    "fp16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+}
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A parameter or buffer that is to be read.
+
+    Attributes:
+        name: the first of its names.
+        dtype: in which it is given.
+        where: its name in `stored`.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stored: Stored
+    where: str
+
+    def whole(self) -> torch.Tensor:
+        """All of it, on the CPU."""
+        with self.stored:
+            return self.stored.whole(self.where).to(self.dtype)
+
+    def dtype_as(self, dtype: torch.dtype) -> torch.dtype:
+        """`dtype`, where it is of floating point."""
+        return dtype if self.dtype.is_floating_point else self.dtype
+
+
+def require_dtype(dtype: torch.dtype | str) -> torch.dtype:
+    """The dtype of that name. Raises ValueError for another than float32, float16 and bfloat16."""
+    found = _DTYPES.get(dtype.removeprefix("torch.").lower()) if isinstance(dtype, str) else dtype
+    if found not in _DTYPES.values():
+        raise ValueError(f"unsupported output dtype {dtype!r}; give one of {', '.join(sorted(_DTYPES))}")
+    assert found is not None
+    return found
+
+
+def shard_bytes(size: str | int | None) -> int | None:
+    """Bytes, from "5GB" (10^9), "2GiB" (2^30), a number, or None. Raises ValueError for anything else."""
+    if size is None or isinstance(size, int):
+        return size
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size)
+    unit = _UNITS.get(found[2].upper()) if found else None
+    if found is None or unit is None or float(found[1]) * unit < 1:
+        raise ValueError(f"max_shard_size {size!r} is no size; write one as 5GB, 500MB or 2GiB")
+    return int(float(found[1]) * unit)
+
+
+def write_weights(
+    target: Path, weights: Mapping[str, Weight], dtype: torch.dtype, most: int | None, *, safetensors: bool
+) -> None:
+    """Writes them to the directory `target`; each file appears whole, the index of several last.
+
+    Args:
+        weights: by all their names.
+        dtype: of all floating-point tensors.
+        most: bytes of a file that holds more than one tensor.
+    """
+    stem, suffix = ("model", "safetensors") if safetensors else ("pytorch_model", "bin")
+    shards = _shards(weights, dtype, most)
+    total = sum(_nbytes(weight, dtype) for name, weight in weights.items() if weight.name == name)
+    with disk_errors(target, total):
+        target.mkdir(parents=True, exist_ok=True)
+    require_space(target, total)
+    count = len(shards)
+    names = [f"{stem}-{n:05d}-of-{count:05d}.{suffix}" for n in range(1, count + 1)]
+    names = names if count > 1 else [f"{stem}.{suffix}"]
+    write = _write_safetensors if safetensors else _write_torch
+    for file_name, shard in zip(names, shards, strict=True):
+        _whole(target / file_name, lambda path, shard=shard: write(path, shard, dtype))  # type: ignore[misc]
+    if count > 1:
+        of = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
+        text = json.dumps({"metadata": {"total_size": total}, "weight_map": of}, indent=2, sort_keys=True) + "\n"
+        _whole(target / f"{stem}.{suffix}.index.json", lambda path: path.write_text(text, encoding="utf-8"))
+
+
+def _whole(path: Path, write: Callable[[Path], object]) -> None:
+    """A file that has its name once it is whole."""
+    temporary = path.with_name(f".{path.stem}.{os.getpid()}.part")
+    try:
+        write(temporary)
+        with disk_errors(path, 0):
+            temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _write_safetensors(path: Path, shard: Mapping[str, Weight], dtype: torch.dtype) -> None:
+    once = {name: weight for name, weight in shard.items() if weight.name == name}
+    entries = {name: Entry(weight.dtype_as(dtype), weight.shape) for name, weight in once.items()}
+    entries = dict(sorted(entries.items(), key=lambda item: -item[1].dtype.itemsize))  # so that each is aligned
+    tied = {name: weight.name for name, weight in shard.items() if weight.name != name}
+    write_tensors(path, entries, (_parts(once[name]) for name in entries), tied)
+
+
+def _write_torch(path: Path, shard: Mapping[str, Weight], dtype: torch.dtype) -> None:
+    planned = {
+        weight.name: Planned(weight.dtype_as(dtype), weight.shape, lambda weight=weight: _parts(weight))  # type: ignore[misc]
+        for weight in shard.values()
+    }
+    write_torch_file(path, {name: planned[weight.name] for name, weight in shard.items()})
+
+
+def _parts(weight: Weight) -> Iterator[torch.Tensor]:
+    with weight.stored:
+        for part in weight.stored.parts(weight.where):
+            yield part.to(weight.dtype)  # as it is given, whatever it is written in
+
+
+def _nbytes(weight: Weight, dtype: torch.dtype) -> int:
+    return Entry(weight.dtype_as(dtype), weight.shape).nbytes
+
+
+def _shards(weights: Mapping[str, Weight], dtype: torch.dtype, most: int | None) -> list[dict[str, Weight]]:
+    """Neighbours together, as many as `most` bytes hold, and at least one; other names with the first."""
+    shards: list[dict[str, Weight]] = [{}]
+    size, place = 0, dict[str, int]()
+    for name, weight in weights.items():
+        if weight.name in place:
+            shards[place[weight.name]][name] = weight
+            continue
+        nbytes = _nbytes(weight, dtype)
+        if most is not None and shards[-1] and size + nbytes > most:
+            shards.append({})
+            size = 0
+        shards[-1][name] = weight
+        place[weight.name] = len(shards) - 1
+        size += nbytes
+    return shards

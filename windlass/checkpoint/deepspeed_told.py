@@ -1,0 +1,100 @@
+"""What DeepSpeed's files say beside tensors, from our own plain data: the way back of `deepspeed_plain`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from windlass.checkpoint.pickled import Named
+
+VERSION = "0.19.8"  # whose layout the files have
+_SCALERS = "deepspeed.runtime.fp16.loss_scaler"
+_COMPUTED = ("fused", "foreach")  # of a group: how it is computed, which each run decides by itself
+
+
+def said_of_run(plain: Mapping[str, Any], ranks: int) -> dict[str, Any]:
+    """Counters, and how many ranks there were."""
+    engine = plain["engine"]
+    return {
+        "data_sampler": None,
+        "random_ltd": None,
+        "skipped_steps": int(engine["skipped_steps"]),
+        "global_steps": int(engine["global_steps"]),
+        "global_samples": int(engine["global_samples"]),
+        "dp_world_size": ranks,
+        "mp_world_size": 1,
+        "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},
+    }
+
+
+def hyper(values: Mapping[str, Any], numbers: Sequence[int], step: int) -> dict[str, Any]:
+    """A group of the optimizer's state dictionary.
+
+    Args:
+        values: its hyper-parameters.
+        numbers: of its parameters.
+        step: done so far; optimizers of DeepSpeed's that are fused count it in the group.
+    """
+    kept = {key: plainly(value) for key, value in values.items() if key != "state_dtype"}
+    kept |= {key: None for key in _COMPUTED if key in kept}
+    if "betas" in kept:
+        kept.setdefault("bias_correction", True)  # without which DeepSpeed's Adams can't step
+    if step:
+        kept["step"] = step
+    return {**kept, "params": list(numbers)}
+
+
+def own_scaling(scaling: Mapping[str, Any], plain: Mapping[str, Any]) -> dict[str, Any]:
+    """The loss scale as stage 0 has it, among the optimizer's own.
+
+    Args:
+        scaling: `dynamic`, and of a dynamic one `window`, `min_scale`, `hysteresis`, `consecutive_hysteresis` and
+            `raises`.
+    """
+    saved = plain.get("loss_scale", {})
+    steps = int(plain["engine"]["global_steps"])
+    facts = {
+        "dynamic_loss_scale": bool(scaling["dynamic"]),
+        "cur_scale": float(saved.get("scale", 1.0)),
+        "cur_iter": steps,
+    }
+    if scaling["dynamic"]:
+        facts |= {
+            "last_overflow_iter": steps - int(saved.get("good_steps", 0)) - 1,
+            "scale_factor": 2.0,
+            "scale_window": int(scaling["window"]),
+        }
+    return facts
+
+
+def loss_scaler(scaling: Mapping[str, Any], plain: Mapping[str, Any], half: str | None) -> Named:
+    """The loss scale as the other stages have it: an object of theirs, which their loader takes as it is."""
+    facts = own_scaling(scaling, plain)
+    dynamic = facts.pop("dynamic_loss_scale")
+    if not dynamic:
+        return Named(_SCALERS, "LossScaler", attributes={"cur_scale": facts["cur_scale"], "dynamic": False})
+    attributes = {
+        **facts,
+        "min_scale": float(scaling["min_scale"]),
+        "delayed_shift": int(scaling["hysteresis"]),
+        "cur_hysteresis": int(plain["loss_scale"].get("hysteresis_left", scaling["hysteresis"])),
+        "consecutive_hysteresis": bool(scaling["consecutive_hysteresis"]),
+        "raise_error_at_min_scale": bool(scaling["raises"]),
+        "dynamic": True,
+        "dtype": torch.bfloat16 if half == "bf16" else torch.float16,
+    }
+    return Named(_SCALERS, "DynamicLossScaler", attributes=attributes)
+
+
+def plainly(value: Any) -> Any:
+    """A value of the caller's as plain data; what is none becomes its text."""
+    if value is None or isinstance(value, (bool, int, float, str, torch.Tensor, torch.dtype)):
+        return value
+    if isinstance(value, Mapping):
+        return {plainly(key): plainly(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        items = [plainly(item) for item in value]
+        return items if isinstance(value, list) else tuple(items)
+    return str(value)

@@ -1,0 +1,47 @@
+"""The two scripts that lie beside checkpoints, as users of DeepSpeed expect: weights out of them in one command."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+from windlass.checkpoint.directory import disk_errors
+
+_SCRIPT = '''#!/usr/bin/env python
+"""Whole weights out of the checkpoints beside this file{what}: python {name}.py . OUT{more}; --help says more."""
+
+import sys
+
+try:
+    import windlass.checkpoint.consolidated as consolidated
+except ModuleNotFoundError as error:
+    if error.name != "windlass":
+        raise
+    sys.exit("{name}.py: windlass wrote these checkpoints and is not installed here; pip install windlass, or run "
+             "this with the Python that trained")
+
+if __name__ == "__main__":
+    sys.exit(consolidated.{name}(sys.argv[1:], "{name}.py"))
+'''
+SCRIPTS = {
+    "zero_to_fp32.py": _SCRIPT.format(name="zero_to_fp32", what=", in float32", more=""),
+    "zero_to_torch.py": _SCRIPT.format(name="zero_to_torch", what="", more=" --dtype bf16"),
+}
+
+
+def write_scripts(directory: Path) -> None:
+    """Puts them there, unless they are.
+
+    Raises:
+        CheckpointError: they cannot be written.
+    """
+    for name, text in SCRIPTS.items():
+        path, temporary = directory / name, directory / f".{name}.{os.getpid()}.part"
+        with suppress(OSError, UnicodeDecodeError):
+            if path.read_text(encoding="utf-8") == text:
+                continue
+        with disk_errors(path, len(text)):
+            temporary.write_text(text, encoding="utf-8")
+            temporary.chmod(0o755)
+            temporary.replace(path)

@@ -1,0 +1,106 @@
+"""A file that `torch.load` reads, written without `torch.save`: tensor after tensor, each part by part."""
+
+from __future__ import annotations
+
+import os
+import sys
+import zipfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from windlass.base.errors import CheckpointError
+from windlass.checkpoint.directory import disk_errors
+from windlass.checkpoint.pickled import Planned, pickled
+from windlass.checkpoint.tensor_file import bytes_of
+
+_ALIGNED = 64  # bytes, as torch has it, for readers that map the file
+_SMALL = 1 << 31  # bytes from which a record is written by zip's 64-bit rules
+_HEADER = 30  # bytes of a record's own header, without name and extra
+
+
+def write_torch_file(path: Path, value: Any) -> None:
+    """Writes `value` (see `pickled`), durably. Memory: one part of a tensor, and the plain data.
+
+    Raises:
+        CheckpointError: the disk is full, the path cannot be written, `value` holds something else than plain data
+            and tensors, or parts do not make the tensor that was said.
+    """
+    with TorchFileWriter(path, value) as file:
+        for tensor in file.tensors:
+            file.write(tensor, tensor.parts())
+
+
+class TorchFileWriter:
+    """A file whose plain data is written and whose tensors come one after the other. Use it in a `with` statement: left
+    without an error, the file is whole and durable.
+
+    Args:
+        value: all of it, with a `Planned` (or a tensor) for each tensor.
+
+    Attributes:
+        tensors: those that are to be written, each once.
+
+    Raises:
+        CheckpointError: as `write_torch_file`.
+    """
+
+    def __init__(self, path: Path, value: Any) -> None:
+        text, self.tensors = pickled(value)
+        self._path = path
+        self._numbers = {id(tensor): number for number, tensor in enumerate(self.tensors)}
+        self._left = set(self._numbers)
+        self._needed = len(text) + sum(tensor.numel * tensor.dtype.itemsize for tensor in self.tensors)
+        with disk_errors(path, self._needed):
+            self._raw = open(path, "wb")  # noqa: SIM115 closed by `__exit__`
+            self._zip = zipfile.ZipFile(self._raw, "w", zipfile.ZIP_STORED)
+            self._record("data.pkl", [text], len(text))
+            order = sys.byteorder.encode()
+            self._record("byteorder", [order], len(order))
+
+    def write(self, tensor: Planned, parts: Iterable[torch.Tensor]) -> None:
+        """One of `tensors`, which is in the file once, from its flat parts; they are converted to its dtype."""
+        self._left.remove(id(tensor))
+        nbytes = tensor.numel * tensor.dtype.itemsize
+        with disk_errors(self._path, self._needed):
+            self._record(f"data/{self._numbers[id(tensor)]}", _bytes(parts, tensor.dtype), nbytes)
+
+    def _record(self, name: str, chunks: Iterable[Any], nbytes: int) -> None:
+        info = zipfile.ZipInfo(f"{self._path.stem}/{name}")
+        wide = nbytes >= _SMALL
+        begin = self._zip.start_dir + _HEADER + len(info.filename.encode()) + 20 * wide + 4
+        padding = -begin % _ALIGNED
+        info.extra = b"FB" + padding.to_bytes(2, "little") + b"Z" * padding
+        written = 0
+        with self._zip.open(info, "w", force_zip64=wide) as record:
+            for chunk in chunks:
+                written += record.write(memoryview(chunk))
+        if written != nbytes:
+            raise CheckpointError(f"{self._path}: the record {name!r} was to have {nbytes} bytes, and has {written}")
+
+    def __enter__(self) -> TorchFileWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                if self._left:
+                    raise CheckpointError(f"{self._path}: {len(self._left)} tensors were not written")
+                with disk_errors(self._path, self._needed):
+                    self._record("version", [b"3\n"], 2)
+                    self._zip.close()
+                    self._raw.flush()
+                    os.fsync(self._raw.fileno())
+        finally:
+            self._raw.close()
+
+
+def _bytes(parts: Iterable[torch.Tensor], dtype: torch.dtype) -> Iterator[Any]:
+    for part in parts:
+        here = part.detach().to(device="cpu", dtype=dtype).contiguous()  # lives while its bytes are written
+        yield bytes_of(here)
