@@ -104,7 +104,8 @@ def wanted(kind: str) -> tuple[dict[str, Tensor], dict[str, Tensor], list[dict[s
 
 
 @pytest.mark.parametrize(
-    ("stage", "kind"), [(0, "FusedAdam"), (1, "DeepSpeedCPUAdam"), (2, "FusedLion"), (3, "FusedAdam")]
+    ("stage", "kind"),
+    [(0, "FusedAdam"), (1, "DeepSpeedCPUAdam"), (2, "FusedLion"), (3, "FusedAdam")]
     + [pytest.param(3, kind, marks=pytest.mark.slow) for kind in KINDS[1:]]
     + [pytest.param(2, kind, marks=pytest.mark.slow) for kind in ("FusedAdam", "DeepSpeedCPUAdagrad")],
 )

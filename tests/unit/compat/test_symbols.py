@@ -23,8 +23,6 @@ SYMBOLS: dict[str, str] = dict(
 )
 
 PENDING: dict[str, str] = {
-    "deepspeed.comm": "collectives by DeepSpeed's names",
-    "deepspeed.init_distributed": "the same",
     "deepspeed.checkpoint": "checkpoint tools by DeepSpeed's names",
     "deepspeed.launcher": "the launcher",
     "deepspeed.utils.zero_to_fp32": "checkpoint tools by DeepSpeed's names",
