@@ -106,6 +106,33 @@ def universal(folder: str, precision: str) -> list[float]:
     return losses
 
 
+def scaled(folder: str) -> list[dict[str, Any]]:
+    """Save under fp16, and take the loss scale from DeepSpeed's files alone."""
+    found = []
+    for stage in (0, 1, 3):
+        root = Path(folder) / str(stage)
+        engine = engine_for(stage, "fp16", 0, checkpoint="deepspeed")
+        steps(engine, 0, 3)
+        engine.save_checkpoint(str(root))
+        saved = engine._scaler.state_dict()
+        masters = engine.fingerprint()
+        engine.destroy()
+        own_files_taken_away(root, Path(f"{root}-pt"))
+        other = engine_for(stage, "fp16", 50)
+        other.load_checkpoint(f"{root}-pt")
+        found.append({"scale": (saved, other._scaler.state_dict()), "same": other.fingerprint() == masters})
+        other.destroy()
+    return found
+
+
+def test_the_loss_scale_is_in_them(tmp_path: Path) -> None:
+    for found in run_ranks(scaled, 1, str(tmp_path))[0]:
+        before, after = found["scale"]
+        assert before == after or {**before, "hysteresis_left": after["hysteresis_left"]} == after  # not at stage 0
+        assert before["good_steps"] == 3 and before["scale"] == 2.0**16
+    assert found["same"]
+
+
 def whole(folder: str) -> dict[str, Any]:
     """The calls that give and take whole weights."""
     engine = engine_for(3, "bf16", 0)

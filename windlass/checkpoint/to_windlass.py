@@ -1,7 +1,7 @@
 """A checkpoint of DeepSpeed's as one of windlass', by the command line of DeepSpeed's `ds_to_universal`.
 
 What that command is for, going on with another number of ranks or at another stage, needs no conversion here:
-DeepSpeed's directories and our own load in any layout. Made once, a windlass checkpoint is read without looking into pickles.
+DeepSpeed's directories and our own load in any layout. What it makes is read without looking into pickles.
 """
 
 from __future__ import annotations
