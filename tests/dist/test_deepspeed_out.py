@@ -78,6 +78,11 @@ def test_the_files_hold_the_training_state(precision: str, ranks: int, tmp_path:
             assert found["losses"][0] == pytest.approx(found["losses"][1], rel=1e-6), stage
             assert stage == 0 or found["same"], stage
             assert found["client"].keys() == CLIENT.keys() and found["client"]["epoch"] == 7
+        damaged = max(tag.glob("*.pt"), key=lambda path: path.stat().st_size)
+        good = damaged.read_bytes()
+        damaged.write_bytes(good[:512] + bytes([good[512] ^ 1]) + good[513:])
+        assert str(damaged) in look(root, verify=True).checkpoints[0].problem
+        damaged.write_bytes(good)
         masters = everywhere[0][stage]["masters"]
         for folder in (root, Path(f"{root}-pt"))[: 2 if stage else 1]:
             weights = consolidated.get_fp32_state_dict_from_zero_checkpoint(folder)
