@@ -66,6 +66,7 @@ def setting(first: int, last: int) -> dict[str, Any]:
 def losses_of(code: str, **more: Any) -> list[float]:
     names = setting(0, 6) | more
     exec(code, names)
+    assert "deepspeed_plugin" not in code or type(names["model"]).__name__ == "DeepSpeedEngine"
     if "engine" in names:
         names["engine"].destroy()
     return names["losses"]
@@ -148,7 +149,7 @@ def accelerates(name: str) -> list[float]:
         from accelerate.utils import InitProcessGroupKwargs
 
         handlers = {"kwargs_handlers": [InitProcessGroupKwargs(backend="gloo")]} if name == "kept" else {}
-        names["more"] = {"cpu": True, **handlers}
+        names["more"] = handlers or {"cpu": True}
     return losses_of(programs("from-accelerate.md")[name], **names)
 
 
