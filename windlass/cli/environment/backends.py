@@ -89,8 +89,12 @@ def collectives() -> dict[str, dict[str, bool]]:
 
 
 def operators() -> dict[str, dict[str, bool]]:
-    """By reduction operator, whether each back end has it."""
-    return _table(OPERATORS)
+    """By reduction operator, whether each back end has it. gloo's AVG is known of torch 2.13 and newer."""
+    import torch
+
+    found = _table(OPERATORS)
+    found["AVG"]["gloo"] &= tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
+    return found
 
 
 def _table(have: dict[str, tuple[str, ...]]) -> dict[str, dict[str, bool]]:

@@ -49,6 +49,7 @@ def _table(facts: dict[str, Any]) -> Iterator[str]:
     yield _cells("tensors", [TENSORS[name] for name in NAMES])
     for row, have in (*facts["collectives"].items(), *facts["operators"].items()):
         yield _cells(row, ["x" if have[name] else "-" for name in NAMES])
+    yield "  windlass.collectives composes what a back end lacks, and LAND, LOR, LXOR, MINLOC, MAXLOC on all of them"
 
 
 def _cells(name: str, values: Iterable[str]) -> str:
