@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 from windlass.compat.names import NAMES, below, is_module, is_whole
@@ -83,6 +83,21 @@ class Finder(MetaPathFinder, Loader):
             {name for name in below(module.__name__) if not name.startswith("_")}
             | {name for name in vars(module) if not name.startswith("_")}
         )
+
+    def get_code(self, fullname: str) -> CodeType | None:
+        """For `python -m`: what runs the `main` of the module that does the work.
+
+        Raises:
+            ImportError: it has none.
+        """
+        home = NAMES[fullname].home if is_whole(fullname) else ""
+        if not home or not callable(getattr(importlib.import_module(home), "main", None)):
+            raise ImportError(f"{fullname} is no program: windlass stands in for DeepSpeed here (docs/compat.md)")
+        return compile(f"import sys\nfrom {home} import main\nsys.exit(main())", home, "exec")
+
+    def is_package(self, fullname: str) -> bool:
+        """Whether there are names below it that only it has: what does the work of a program is none."""
+        return bool(below(fullname))
 
 
 def take_over(name: str) -> None:
