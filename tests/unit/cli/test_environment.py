@@ -12,7 +12,7 @@ import pytest
 
 from windlass.cli.environment import backends, disks, network, settings
 from windlass.cli.environment.collect import FORMAT, collect
-from windlass.cli.environment.ds_report import OPERATORS, ds_report
+from windlass.cli.environment.ds_report import OPERATORS, cli_main, ds_report
 from windlass.cli.environment.fact import ask, is_unknown, output_of
 from windlass.cli.environment.lines import lines
 from windlass.cli.main import main
@@ -227,6 +227,15 @@ def test_ds_report_hides_what_it_is_told_to(
     with pytest.raises(SystemExit) as ended:
         ds_report(["--no-such-flag"])
     assert ended.value.code == 2
+
+
+def test_the_command_reads_its_line_and_ends_with_its_code(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["ds_report", "--hide_operator_status"])
+    with pytest.raises(SystemExit) as ended:
+        cli_main()
+    assert ended.value.code == 0 and "op name" not in capsys.readouterr().out
 
 
 def test_a_folder_in_memory_is_no_disk(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,10 +50,20 @@ def ds_report(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("ds_report", description="What windlass finds on this machine.")
     parser.add_argument("--hide_operator_status", action="store_true", help="leave out the table of operators")
     parser.add_argument("--hide_errors_and_warnings", action="store_true", help="leave out why something is missing")
-    asked = parser.parse_args(sys.argv[1:] if argv is None else argv)
-    for line in report(operators=not asked.hide_operator_status, warnings=not asked.hide_errors_and_warnings):
-        print(line)
+    asked = parser.parse_args(argv)
+    main(asked.hide_operator_status, asked.hide_errors_and_warnings)
     return 0
+
+
+def main(hide_operator_status: bool = False, hide_errors_and_warnings: bool = False) -> None:
+    """Print the report; `deepspeed.env_report.main`."""
+    for line in report(operators=not hide_operator_status, warnings=not hide_errors_and_warnings):
+        print(line)
+
+
+def cli_main() -> None:
+    """The command, with its exit code; `deepspeed.env_report.cli_main`."""
+    sys.exit(ds_report())
 
 
 def report(*, operators: bool = True, warnings: bool = True) -> Iterator[str]:
