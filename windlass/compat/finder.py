@@ -66,7 +66,7 @@ class Finder(MetaPathFinder, Loader):
         """A spec for what the table knows as a module; None for anything else."""
         if not fullname.startswith(f"{ROOT}.") or not is_module(fullname):
             return None
-        return ModuleSpec(fullname, self, origin="windlass.compat", is_package=bool(below(fullname)))
+        return ModuleSpec(fullname, self, origin="windlass.compat", is_package=self.is_package(fullname))
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         """An empty module whose names come later."""
@@ -96,8 +96,8 @@ class Finder(MetaPathFinder, Loader):
         return compile(f"import sys\nfrom {home} import main\nsys.exit(main())", home, "exec")
 
     def is_package(self, fullname: str) -> bool:
-        """Whether there are names below it that only it has: what does the work of a program is none."""
-        return bool(below(fullname))
+        """Whether there are modules below it: what is none can be run by `python -m`."""
+        return any(is_module(f"{fullname}.{name}") for name in below(fullname))
 
 
 def take_over(name: str) -> None:

@@ -23,9 +23,7 @@ SYMBOLS: dict[str, str] = dict(
 )
 
 PENDING: dict[str, str] = {
-    "deepspeed.checkpoint": "checkpoint tools by DeepSpeed's names",
     "deepspeed.launcher": "the launcher",
-    "deepspeed.utils.zero_to_fp32": "checkpoint tools by DeepSpeed's names",
 }
 """Areas that are being built: a name below may be absent."""
 
