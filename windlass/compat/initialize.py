@@ -73,7 +73,7 @@ def initialize(
         mesh_param=mesh_param,
     )
     engine.mpu = mpu
-    engine.become(given, optimizer, training_data, collate_fn)
+    engine.become(given, optimizer, lr_scheduler, training_data, collate_fn)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
