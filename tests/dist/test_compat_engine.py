@@ -1,4 +1,4 @@
-"""The engine that `deepspeed.initialize` returns, as DeepSpeed's clients use it: members, and behaviours easy to miss."""
+"""The engine that `deepspeed.initialize` returns: members that clients use, and behaviours easy to miss."""
 
 from __future__ import annotations
 
