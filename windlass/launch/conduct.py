@@ -133,8 +133,9 @@ def conduct(
             elif events.failures and stopped_by is None and not obeyed:
                 failed_at = failed_at or time.monotonic()
                 if failed_at > 0 and time.monotonic() - failed_at >= _SETTLE_S:
-                    lost = any(failure.why for failure in events.failures) and lost_grace_s is not None
-                    _stop(nodes, signal.SIGTERM, min(grace_s, lost_grace_s) if lost else grace_s)  # type: ignore[type-var]
+                    lost = any(failure.why for failure in events.failures)
+                    short = grace_s if lost_grace_s is None else min(grace_s, lost_grace_s)
+                    _stop(nodes, signal.SIGTERM, short if lost else grace_s)
                     failed_at = -1.0
     except BaseException:
         _kill(nodes)

@@ -60,6 +60,7 @@ class Console:
         self.route, self._label, self._local_rank, self._append = route, label, local_rank, append
         self._parts: dict[tuple[int, str], bytes] = {}
         self._last: dict[tuple[int, str], deque[str]] = {}
+        self._newest: dict[int, str] = {}
         self._files: dict[int, IO[bytes]] = {}
         self.show: Callable[[str, bytes], None] = write
         if route.directory is not None:
@@ -85,6 +86,10 @@ class Console:
         """The last that a rank wrote to its standard error; if that was nothing, to its standard output."""
         return list(self._last.get((rank, ERR)) or self._last.get((rank, OUT)) or [])
 
+    def newest_line(self, rank: int) -> str:
+        """The last whole line of either stream."""
+        return self._newest.get(rank, "")
+
     def close(self) -> None:
         """Show and write all that is left."""
         for rank in {rank for rank, _ in self._parts}:
@@ -98,6 +103,8 @@ class Console:
             return
         last = self._last.setdefault((rank, stream), deque(maxlen=LAST_LINES))
         last.extend(text for line in lines if (text := line.decode(errors="replace").rstrip()))
+        if last:
+            self._newest[rank] = last[-1]
         if self.route.is_shown(self._local_rank(rank), stream):
             label = self._label(rank).encode()
             self.show(stream, b"".join(label + line for line in lines))

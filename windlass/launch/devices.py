@@ -35,6 +35,14 @@ def devices_given(environ: Mapping[str, str], count: int) -> list[str]:
     return [str(number) for number in range(count)]
 
 
+def devices_of_slurm(environ: Mapping[str, str]) -> dict[str, str]:
+    """What to set where Slurm gives devices by its own variables alone, so that ranks see no others."""
+    if VISIBLE in environ or not any(environ.get(variable) for variable in _OF_SLURM):
+        return {}
+    given = devices_given(environ, count_devices())
+    return {VISIBLE: ",".join(given)} if given else {}
+
+
 def count_devices() -> int:
     """How many GPUs this process sees; torch is asked only where the machine has any."""
     if "torch" not in sys.modules and not any(glob.glob(pattern) for pattern in _DEVICE_FILES):

@@ -55,8 +55,8 @@ def again_and_again(plan: Plan, begin: Callable[[Plan], Outcome], min_nproc: int
     nproc = plan.world_size
     if plan.max_restarts < 0 or not 1 <= min_nproc <= nproc:
         raise LaunchError(
-            f"--max-restarts {plan.max_restarts} --min-nproc {min_nproc} with {nproc} ranks; write at least 0 restarts, and "
-            f"a number of ranks from 1 to {nproc}"
+            f"--max-restarts {plan.max_restarts} --min-nproc {min_nproc} with {nproc} ranks; write at least 0 "
+            f"restarts, and a number of ranks from 1 to {nproc}"
         )
     for restarts in range(plan.max_restarts + 1):
         outcome = begin(plan)

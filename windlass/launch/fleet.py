@@ -38,7 +38,7 @@ def start_on_hosts(
         if events.console is not None:
             stack.callback(events.console.close)
         nodes: list[RemoteNode] = []
-        stack.callback(lambda: [node.close(well=False) for node in nodes])
+        stack.callback(_close, nodes)
         for index, host in enumerate(plan.hosts):
             nodes.append(RemoteNode(host.name, command(host), plan.places(index), events, selector))
         stack.enter_context(_beats(nodes))
@@ -52,7 +52,7 @@ def start_on_hosts(
         master = [plan.master_addr or address, port]
         for index, node in enumerate(nodes):
             node.channel.send({"plan": plan.as_json(), "node": index, "master": master, "watched": watched})
-        outcome = conduct(
+        return conduct(
             [_Refusing(node) for node in nodes],
             events,
             selector,
@@ -61,7 +61,11 @@ def start_on_hosts(
             lost_grace_s=_LOST_GRACE_S,
             interval_s=plan.interval_s,
         )
-        return outcome
+
+
+def _close(nodes: Sequence[RemoteNode]) -> None:
+    for node in nodes:
+        node.close(well=False)
 
 
 class _Refusing:

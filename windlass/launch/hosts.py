@@ -74,7 +74,7 @@ def parse_resource_filter(
         raise HostError("--include and --exclude together; give one of them")
     if not include_str and not exclude_str:
         return {name: list(slots) for name, slots in host_info.items()}
-    named = _parse_filter(include_str or exclude_str)
+    named: Mapping[str, Sequence[int]] = _parse_filter(include_str or exclude_str)
     for name, slots in named.items():
         if name not in host_info:
             raise HostError(f"host {name!r} is not in the hostfile; there are {', '.join(host_info)}")
@@ -85,8 +85,9 @@ def parse_resource_filter(
     left: dict[str, list[int]] = {}
     for name, slots in host_info.items():
         wanted = named.get(name)
+        kept: list[int]
         if include_str:
-            kept = [] if wanted is None else wanted or list(slots)
+            kept = [] if wanted is None else list(wanted or slots)
         else:
             kept = list(slots) if wanted is None else [slot for slot in slots if wanted and slot not in wanted]
         if kept:

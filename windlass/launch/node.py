@@ -1,4 +1,4 @@
-"""The ranks of one host, started for a launcher elsewhere: `python -m windlass.launch.node`, at the end of a connection.
+"""The ranks of one host, started for a launcher elsewhere, at the end of its connection: `-m windlass.launch.node`.
 
 It takes messages from standard input and answers on standard output. When the connection ends, or is silent for
 `channel.SILENCE_S` seconds, its ranks end.

@@ -64,7 +64,7 @@ class Ssh:
 
     def agent_text(self, environ: Mapping[str, str], cwd: str) -> str:
         """The shell text that becomes the agent of a host; all that may be secret or odd comes after, as messages."""
-        path = {"PYTHONPATH": _agent_path(environ.get("PYTHONPATH", ""))}
+        path = {"PYTHONPATH": agent_path(environ.get("PYTHONPATH", ""))}
         agent = shell_text([sys.executable, "-u", "-m", "windlass.launch.node"], env=path)
         if self.venv_script is not None:
             script = self.venv_script if os.path.isabs(self.venv_script) else os.path.join(cwd, self.venv_script)
@@ -72,8 +72,8 @@ class Ssh:
         return shell_text(["sh", "-c", agent])  # whatever shell the user has there
 
 
-def _agent_path(path: str) -> str:
-    """PYTHONPATH, with this windlass on it where that is not installed."""
+def agent_path(path: str) -> str:
+    """PYTHONPATH on other hosts, with this windlass on it where that is not installed."""
     home = str(Path(windlass.__file__).parents[1])
     installed = Path(home).name in ("site-packages", "dist-packages")
     known = [*filter(None, path.split(os.pathsep)), *([] if installed else [home])]
