@@ -89,7 +89,8 @@ class Machines:
         hub = f"{self.prefix}hub"
         sh(f"ip netns add {hub}; ip -n {hub} link set lo up")
         sh(
-            f"ip -n {hub} link add br0 type bridge; ip -n {hub} addr add 10.77.255.1/16 dev br0; ip -n {hub} link set br0 up"
+            f"""ip -n {hub} link add br0 type bridge; ip -n {hub} addr add 10.77.255.1/16 dev br0
+                ip -n {hub} link set br0 up"""
         )
         for node in range(self.count):
             name = f"{self.prefix}{node}"
