@@ -43,7 +43,7 @@ class Entry:
 
 COMMANDS = (
     Entry(
-        *("run", "windlass.cli.run", "run", "Start a script on N ranks, of this machine or of several hosts."),
+        *("run", "windlass.cli.run", "run", "Start a script on N ranks, here or on several hosts."),
         takes_a_program=True,
         parses_itself=True,
     ),
