@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from windlass.base.errors import WindlassError
 from windlass.base.log import logger
@@ -51,7 +52,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parse(parser_of_deepspeed(), sys.argv[1:] if argv is None else argv)
     args.give_local_rank = not args.no_local_rank
     args.single_is_local = True
-    args.labels = None if args.hostfile != DEFAULT_HOSTFILE else False
+    args.keep_store = False  # rank 0 keeps it
+    args.labels = None if Path(args.hostfile).is_file() else False
+    args.assumed = {"master_port": LATE_PORT} | ({"hostfile": args.hostfile} if args.labels is False else {})
     try:
         if (args.launcher or "").lower() == "pdsh" and not is_installed("pdsh"):
             logger.warning("pdsh is not installed: plain ssh reaches the other hosts instead")

@@ -27,9 +27,13 @@ _SAYS_WHERE = (
 
 
 def says_where(args: argparse.Namespace) -> bool:
-    """Whether a flag says where ranks are, so that they are started whoever started this process."""
-    numbers = (args.num_gpus, args.num_nodes, args.node_rank)
-    return any(getattr(args, name) for name in _SAYS_WHERE) or max(numbers) >= 0
+    """Whether a flag says where ranks are, so that they are started whoever started this process.
+
+    What a command assumes by itself (`args.assumed`) does not.
+    """
+    assumed = getattr(args, "assumed", {})
+    given = [name for name in _SAYS_WHERE if getattr(args, name) and getattr(args, name) != assumed.get(name)]
+    return bool(given) or max(args.num_gpus, args.num_nodes, args.node_rank) >= 0
 
 
 def wants_rendezvous(args: argparse.Namespace) -> bool:
@@ -110,6 +114,7 @@ def plan_of(args: argparse.Namespace, env: Mapping[str, str]) -> Plan:
         env=env,
         master_addr=args.master_addr or None,
         master_port=args.master_port or None,
+        keep_store=getattr(args, "keep_store", True),
         use_devices=use_devices,
         virtual_local_rank=args.virtual_local_rank,
         bind_cores=args.bind_cores_to_rank,

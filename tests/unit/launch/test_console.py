@@ -18,8 +18,10 @@ from windlass.launch.ranks import ERR, OUT
 from windlass.launch.routes import route_of
 from windlass.launch.watch import Watch
 
+ALL = Route()
 
-def shown(route: Route = Route(), **options: bool) -> tuple[Console, list[tuple[str, bytes]]]:
+
+def shown(route: Route = ALL, **options: bool) -> tuple[Console, list[tuple[str, bytes]]]:
     console = Console(route, lambda rank: f"[rank {rank}] ", lambda rank: rank % 2, **options)
     seen: list[tuple[str, bytes]] = []
     console.show = lambda stream, data: seen.append((stream, data))
