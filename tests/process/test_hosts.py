@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -52,9 +53,11 @@ class Launched:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         (folder / "script.py").write_text(source)
-        flags = ["--hostfile", str(machines.hostfile), "--launcher_args", f"-F {machines.config}", *options]
+        ours = [] if "--launcher" in options else ["--launcher_args", f"-F {machines.config}"]
+        flags = ["--hostfile", str(machines.hostfile), *ours, *options]
         command = [*machines.inside("hub"), sys.executable, "-m", "windlass", "run", *flags, "script.py", *words]
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "HOME": str(folder)}
+        environment["PDSH_SSH_ARGS_APPEND"] = f"-F {machines.config}"
         self.out, self.err = folder / "out", folder / "err"
         with self.out.open("wb") as out, self.err.open("wb") as err:
             self.process = subprocess.Popen(command, cwd=folder, stdout=out, stderr=err, env=environment)
@@ -295,3 +298,24 @@ def test_a_lost_host_is_left_out_of_the_next_start(machines: Machines, tmp_path:
     assert run.wait() == 0, run.err.read_text()
     assert (run.folder / "1.0of1").exists()
     assert "started again on 1 ranks (restart 1 of 1)" in run.err.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("pdsh") is None, reason="pdsh is not installed")
+def test_the_same_over_pdsh(machines: Machines, tmp_path: Path) -> None:
+    """Words arrive; a rank that fails ends those of the other host; Ctrl-C ends all."""
+    options = ("--launcher", "pdsh", "--include", "node-0@node-1")
+    tells = Launched(machines, tmp_path / "tells", TELLS, *HOSTILE, options=options)
+    assert tells.wait() == 0, tells.err.read_text()
+    for rank in (0, 1):
+        assert json.loads((tells.folder / f"tells.{rank}").read_text())["arguments"] == HOSTILE
+    fails = Launched(machines, tmp_path / "fails", SLEEPS, "fails", options=(*options, "--master_port", "29501"))
+    asked = Launched(machines, tmp_path / "asked", SLEEPS, options=(*options, "--master_port", "29502"))
+    until(lambda: all(len(run.pids("rank")) == 2 for run in (fails, asked)), "ranks start")
+    (fails.folder / "go").touch()
+    asked.process.send_signal(signal.SIGINT)
+    for run in (fails, asked):
+        until(lambda run=run: run.process.poll() is not None, "the launcher ends", 10)
+        until(lambda run=run: not any(map(is_alive, run.everything())), "all end", 10)
+    assert fails.process.returncode != 0 and asked.process.returncode == 130
+    assert "ValueError: one rank is unwell" in fails.err.read_text()

@@ -25,6 +25,7 @@ class Asked:
         arguments: `--launcher_args`.
         num_gpus: `--num_gpus`, below 1 where it was not given.
         agent_path: PYTHONPATH on other hosts.
+        ssh_words: what PDSH_SSH_ARGS_APPEND says already.
     """
 
     arguments: str = ""
@@ -32,6 +33,7 @@ class Asked:
     venv_script: str | None = None
     num_gpus: int = -1
     agent_path: str = ""
+    ssh_words: str = ""
 
     @property
     def words(self) -> list[str]:
@@ -83,7 +85,7 @@ def pdsh(plan: Plan, asked: Asked) -> Command:
     """One agent a host, told its number by pdsh itself; `-k` ends all when one fails."""
     environment = {"PDSH_RCMD_TYPE": "ssh"}
     if asked.ssh_port is not None:
-        environment["PDSH_SSH_ARGS_APPEND"] = f"-p {asked.ssh_port}"
+        environment["PDSH_SSH_ARGS_APPEND"] = f"{asked.ssh_words} -p {asked.ssh_port}".strip()
     agent = [sys.executable, "-u", "-m", "windlass.launch.node_alone", "NODE", encode(plan)]
     text = shell_text(agent, env={"PYTHONPATH": asked.agent_path}, cwd=plan.cwd)
     if asked.venv_script is not None:

@@ -153,7 +153,8 @@ def _by_back_end(args: argparse.Namespace, plan: Plan, launcher: str) -> Outcome
     plan = replace(plan, master_addr=address, master_port=plan.master_port or LATE_PORT, keep_store=launcher == "pdsh")
     path = agent_path(plan.env.get("PYTHONPATH", ""))
     plan = replace(plan, env={**plan.env, "PYTHONPATH": path})
-    asked = Asked(args.launcher_args, args.ssh_port, args.venv_script, args.num_gpus, path)
+    ssh_words = os.environ.get("PDSH_SSH_ARGS_APPEND", "")
+    asked = Asked(args.launcher_args, args.ssh_port, args.venv_script, args.num_gpus, path, ssh_words)
     command = command_of(launcher, plan, asked)
     if not is_installed(launcher):
         raise LaunchError(

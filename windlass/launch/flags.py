@@ -48,11 +48,18 @@ def parser_of_run() -> argparse.ArgumentParser:
 def parse(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
     """The flags before the first word that is none; that word and all that follow are `words` of the result.
 
-    argparse alone would take a `--` that is the script's.
+    argparse alone would take a `--` that is the script's, and a value that begins with `-` for a flag.
     """
-    at = _end_of_flags(parser, list(words))
-    args = parser.parse_args(list(words[:at]))
-    args.words = list(words[at + 1 :] if words[at : at + 1] == ["--"] else words[at:])
+    flags, rest = [], list(words)
+    while rest and rest[0].startswith("-") and rest[0] not in ("-", "--"):
+        word = rest.pop(0)
+        if _wants_next(parser, word) and rest:
+            value = rest.pop(0)
+            flags += [f"{word}={value}"] if word.startswith("--") else [word, value]
+        else:
+            flags.append(word)
+    args = parser.parse_args(flags)
+    args.words = rest[1:] if rest[:1] == ["--"] else rest
     if not args.words:
         parser.error("nothing to run: name a script, or a module with --module")
     return args
@@ -187,14 +194,6 @@ def _refused(parser: argparse.ArgumentParser) -> None:
     text = "gone from DeepSpeed too; there is --max-restarts"
     add(group, "--elastic_training", action="store_true", help=text)
     add(group, "--min_elastic_nodes", "--max_elastic_nodes", type=int, metavar="N", help=text)
-
-
-def _end_of_flags(parser: argparse.ArgumentParser, words: list[str]) -> int:
-    """The index of the first word that is neither a flag nor a flag's value."""
-    at = 0
-    while at < len(words) and words[at].startswith("-") and words[at] not in ("-", "--"):
-        at += 2 if _wants_next(parser, words[at]) else 1
-    return min(at, len(words))
 
 
 def _wants_next(parser: argparse.ArgumentParser, word: str) -> bool:

@@ -79,6 +79,7 @@ def test_every_flag_of_torchrun_and_deepspeed_is_known() -> None:
         (["--nproc=2", "--master-port", "9", "s", ""], ["s", ""]),
         (["--launcher_args=-x", "s"], ["s"]),
         (["--launcher_args", "-F a", "-q", "s"], ["s"]),
+        (["--launcher_args", "--oversubscribe", "s"], ["s"]),
         (["-"], ["-"]),
     ],
 )
