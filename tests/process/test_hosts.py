@@ -303,19 +303,22 @@ def test_a_lost_host_is_left_out_of_the_next_start(machines: Machines, tmp_path:
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("pdsh") is None, reason="pdsh is not installed")
 def test_the_same_over_pdsh(machines: Machines, tmp_path: Path) -> None:
-    """Words arrive; a rank that fails ends those of the other host; Ctrl-C ends all."""
+    """Words arrive; a rank that fails ends those of the other host; Ctrl-C and a kill end all."""
     options = ("--launcher", "pdsh", "--include", "node-0@node-1")
     tells = Launched(machines, tmp_path / "tells", TELLS, *HOSTILE, options=options)
     assert tells.wait() == 0, tells.err.read_text()
     for rank in (0, 1):
         assert json.loads((tells.folder / f"tells.{rank}").read_text())["arguments"] == HOSTILE
-    fails = Launched(machines, tmp_path / "fails", SLEEPS, "fails", options=(*options, "--master_port", "29501"))
-    asked = Launched(machines, tmp_path / "asked", SLEEPS, options=(*options, "--master_port", "29502"))
-    until(lambda: all(len(run.pids("rank")) == 2 for run in (fails, asked)), "ranks start")
-    (fails.folder / "go").touch()
-    asked.process.send_signal(signal.SIGINT)
-    for run in (fails, asked):
+    runs = {
+        name: Launched(machines, tmp_path / name, SLEEPS, name, options=(*options, "--master_port", str(29501 + index)))
+        for index, name in enumerate(("fails", "asked", "killed"))
+    }
+    until(lambda: all(len(run.pids("rank")) == 2 for run in runs.values()), "ranks start")
+    (runs["fails"].folder / "go").touch()
+    runs["asked"].process.send_signal(signal.SIGINT)
+    runs["killed"].process.kill()
+    for run in runs.values():
         until(lambda run=run: run.process.poll() is not None, "the launcher ends", 10)
         until(lambda run=run: not any(map(is_alive, run.everything())), "all end", 10)
-    assert fails.process.returncode != 0 and asked.process.returncode == 130
-    assert "ValueError: one rank is unwell" in fails.err.read_text()
+    assert [run.process.returncode for run in runs.values()] == [1, 130, -9]
+    assert "ValueError: one rank is unwell" in runs["fails"].err.read_text()

@@ -82,7 +82,7 @@ def is_installed(launcher: str) -> bool:
 
 
 def pdsh(plan: Plan, asked: Asked) -> Command:
-    """One agent a host, told its number by pdsh itself; `-k` ends all when one fails."""
+    """One agent a host, told its number by pdsh itself; `-b`: one Ctrl-C ends it."""
     environment = {"PDSH_RCMD_TYPE": "ssh"}
     if asked.ssh_port is not None:
         environment["PDSH_SSH_ARGS_APPEND"] = f"{asked.ssh_words} -p {asked.ssh_port}".strip()
@@ -92,7 +92,7 @@ def pdsh(plan: Plan, asked: Asked) -> Command:
         text = f"{shell_text(['.', asked.venv_script], cwd=plan.cwd).replace('exec . ', '. ')} && {text}"
     text = text.replace("%", "%%").replace(" NODE ", " %n ")  # pdsh fills in %n, and a %% is a %
     hosts = ",".join(host.name for host in plan.hosts)
-    words = ["pdsh", "-S", "-k", "-f", str(_FAN_OUT), "-w", hosts, *asked.words]
+    words = ["pdsh", "-S", "-b", "-f", str(_FAN_OUT), "-w", hosts, *asked.words]
     return Command([*words, shell_text(["sh", "-c", text])], environment)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import selectors
 import signal
 import sys
 import tempfile
@@ -15,7 +14,7 @@ from pathlib import Path
 
 from windlass.base.log import logger, set_level
 from windlass.launch.back_ends import Asked, command_of, is_installed
-from windlass.launch.conduct import Events, conduct, last_words, signals_taken
+from windlass.launch.conduct import Events, last_words
 from windlass.launch.console import Console, Route
 from windlass.launch.elastic import again_and_again
 from windlass.launch.errors import LaunchError
@@ -26,12 +25,12 @@ from windlass.launch.local import start_here
 from windlass.launch.outcome import Outcome
 from windlass.launch.plan import Plan, is_this_machine
 from windlass.launch.program import Program
-from windlass.launch.ranks import Job, Ranks
 from windlass.launch.rendezvous import start_by_rendezvous
 from windlass.launch.request import LATE_PORT, plan_of, program_of, refuse, says_where, wants_rendezvous
 from windlass.launch.routes import route_of
 from windlass.launch.scheduled import place_given, run_as_found
 from windlass.launch.ssh import Ssh, agent_path
+from windlass.launch.starter import run_starter
 from windlass.launch.watch import Watch
 
 
@@ -161,13 +160,7 @@ def _by_back_end(args: argparse.Namespace, plan: Plan, launcher: str) -> Outcome
             f"--launcher {launcher}: {command.words[0]} is not installed; plain ssh needs nothing but ssh"
         )
     logger.info("%s starts %d ranks on %d hosts", command.words[0], plan.world_size, len(plan.hosts))
-    with signals_taken(plan.signals) as received, selectors.DefaultSelector() as selector:
-        events = Events(None)
-        job = Job(0, command.words, {**os.environ, **command.environment})
-        outcome = conduct(
-            [Ranks([job], events, selector, capture=False)], events, selector, received, grace_s=plan.grace_s
-        )
-    return replace(outcome, failures=())  # what failed was told by the ranks, and by mpirun itself
+    return run_starter(command, plan)
 
 
 def _shown(args: argparse.Namespace, plan: Plan, start: Callable[[Plan, Events], Outcome], *, here: bool) -> Outcome:

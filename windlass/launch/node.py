@@ -7,7 +7,6 @@ It takes messages from standard input and answers on standard output. When the c
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import queue
 import selectors
@@ -27,9 +26,9 @@ from windlass.launch.jobs import jobs_of
 from windlass.launch.local import check_port, free_port
 from windlass.launch.plan import Plan
 from windlass.launch.ranks import Ranks
+from windlass.launch.reaper import go_on_as_child
 from windlass.launch.store import LOOPBACK, Store
 
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _ORPHANED_GRACE_S = 2.0
 _MEMORY_S = 1.0
 _POLL_S = 0.1
@@ -180,7 +179,7 @@ def own_address() -> str:
 def main() -> None:
     """Serve the launcher at the other end, from a process whose parent ends what it leaves."""
     if sys.platform == "linux":
-        _leave_nothing()
+        go_on_as_child()
     channel = Channel(os.dup(1))
     os.dup2(2, 1)  # what anybody here prints is no message
     agent = Agent(channel)
@@ -190,35 +189,6 @@ def main() -> None:
         channel.send({"error": str(error)})
         agent.close()
         sys.exit(1)
-
-
-def _leave_nothing() -> None:
-    """Go on as a child. The parent inherits what a killed agent's ranks had started, and ends it."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    parent = os.getpid()
-    child = os.fork()
-    if child == 0:
-        libc.prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:
-            os._exit(128 + signal.SIGKILL)
-        return
-    os.close(0)
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, lambda number, frame: os.kill(child, number))
-    _, status = os.waitpid(child, 0)
-    code = os.waitstatus_to_exitcode(status)
-    while code < 0:
-        with open(f"/proc/self/task/{parent}/children") as file:
-            left = [int(pid) for pid in file.read().split()]
-        if not left:
-            break
-        for pid in left:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-    os._exit(code if code >= 0 else 128 - code)
 
 
 if __name__ == "__main__":
