@@ -5,6 +5,7 @@ Nothing of this machine's own network is touched: the launcher too has a namespa
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import os
 import shutil
@@ -31,11 +32,8 @@ def why_not() -> str | None:
         return f"network namespaces are refused: {error.stderr.strip()}"
     finally:
         subprocess.run(["ip", "netns", "del", name], capture_output=True)
-    if _sshd() is None:
-        try:
-            import asyncssh  # noqa: F401
-        except ImportError:
-            return "there is neither sshd nor asyncssh"
+    if _sshd() is None and importlib.util.find_spec("asyncssh") is None:
+        return "there is neither sshd nor asyncssh"
     return None
 
 
