@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.process.machines import Machines, why_not
+from windlass.launch.channel import SILENCE_S
 
 _WHY_NOT = why_not()
 pytestmark = pytest.mark.skipif(_WHY_NOT is not None, reason=str(_WHY_NOT))
@@ -298,6 +299,21 @@ def test_a_lost_host_is_left_out_of_the_next_start(machines: Machines, tmp_path:
     assert run.wait() == 0, run.err.read_text()
     assert (run.folder / "1.0of1").exists()
     assert "started again on 1 ranks (restart 1 of 1)" in run.err.read_text()
+
+
+@pytest.mark.slow
+def test_a_suspended_launcher_ends_nothing(machines: Machines, tmp_path: Path) -> None:
+    run = Launched(machines, tmp_path / "suspended", SLEEPS, options=("--include", "node-0@node-1"))
+    until(lambda: len(run.pids("rank")) == 2, "ranks start")
+    run.process.send_signal(signal.SIGTSTP)
+    time.sleep(SILENCE_S + 5)
+    assert all(map(is_alive, run.everything())), "it was announced"
+    run.process.send_signal(signal.SIGCONT)
+    time.sleep(2)
+    assert all(map(is_alive, run.everything()))
+    run.process.terminate()
+    assert run.wait(20) == 143
+    until(lambda: not any(map(is_alive, run.everything())), "all end", 10)
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from windlass.launch.flags import parse, parser_of_run
 
 def run(words: Annotated[list[str] | None, typer.Argument()] = None) -> None:
     """Start a script on N ranks; the flags are `launch.flags`', with the environment that this command adds."""
-    args = parse(parser_of_run(), words or ["--help"])
+    args = parse(parser_of_run(), words or [])
     raise typer.Exit(perform(args, _environment(args)))
 
 

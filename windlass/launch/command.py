@@ -84,6 +84,10 @@ def _is_local(args: argparse.Namespace, plan: Plan, launcher: str) -> bool:
         if not args.hostfile and launcher != "slurm":
             raise LaunchError("--force_multi needs a hostfile that names the host")
         return False
+    if args.launcher and launcher != "ssh" and not getattr(args, "single_is_local", False):
+        if not args.hostfile:
+            raise LaunchError(f"--launcher {args.launcher} starts ranks on other hosts, and no hostfile names any")
+        return False
     return not args.hostfile or getattr(args, "single_is_local", False) or is_this_machine(plan.hosts[0].name)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 from collections.abc import Mapping
 
 from windlass.base.log import logger
@@ -108,6 +109,9 @@ def plan_of(args: argparse.Namespace, env: Mapping[str, str]) -> Plan:
     hosts, use_devices = _hosts(args)
     env = {**devices_of_slurm(os.environ), **env}
     names = tuple((args.signals_to_handle or ",".join(SIGNALS)).split(","))
+    unknown = [name for name in names if name not in signal.Signals.__members__]
+    if unknown:
+        raise LaunchError(f"--signals_to_handle {args.signals_to_handle}: {unknown[0]!r} is no signal of this system")
     return Plan(
         program_of(args),
         hosts,

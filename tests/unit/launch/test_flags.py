@@ -140,6 +140,8 @@ def test_what_is_refused(words: list[str], message: str) -> None:
         (["--ssh_port", "22"], "--ssh_port applies to other hosts"),
         (["--node_rank", "1"], "--node_rank 1 of one node"),
         (["--force_multi"], "--force_multi needs a hostfile"),
+        (["--launcher", "OpenMPI"], "--launcher OpenMPI starts ranks on other hosts, and no hostfile names any"),
+        (["--signals_to_handle", "SIGTERM,SIGNOT"], "'SIGNOT' is no signal of this system"),
         (["--nnodes", "2"], "--node_rank is -1; give each of the 2 hosts its number, 0 to 1"),
         (["--nnodes", "2", "--node_rank", "0", "--max-restarts", "1"], "where hosts start by themselves"),
         (["--redirects", "3"], "--redirects needs --log-dir DIR"),
