@@ -29,8 +29,8 @@ from windlass.launch.ranks import ERR, OUT
 _OPTIONS = {
     "BatchMode": "yes",  # nobody could answer as many questions as there are hosts
     "ConnectTimeout": "15",
-    "ServerAliveInterval": "2",
-    "ServerAliveCountMax": "3",
+    "ServerAliveInterval": "1",
+    "ServerAliveCountMax": "5",
     "ControlMaster": "no",  # another connection's keepalive is not ours
     "ControlPath": "none",
     "ForwardX11": "no",

@@ -66,7 +66,7 @@ def test_command_lines(launcher: str, words: str, more: dict[str, str]) -> None:
 
 def test_the_command_line_of_pdsh(tmp_path: Path) -> None:
     found = command_of("pdsh", PLAN, Asked("-l me", 2222, "/v env/activate", agent_path="/100%", ssh_words="-F c"))
-    assert found.words[:-1] == ["pdsh", "-S", "-k", "-f", "1024", "-w", "a,b", "-l", "me"]
+    assert found.words[:-1] == ["pdsh", "-S", "-b", "-f", "1024", "-w", "a,b", "-l", "me"]
     assert found.environment == {"PDSH_RCMD_TYPE": "ssh", "PDSH_SSH_ARGS_APPEND": "-F c -p 2222"}
     text = found.words[-1].replace("%n", "1").replace("%%", "%")  # as pdsh does
     inner = subprocess.run(["sh", "-c", f"{text.replace('exec sh -c', 'printf %s')}"], capture_output=True, text=True)

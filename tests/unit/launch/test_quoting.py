@@ -81,7 +81,7 @@ def test_the_command_of_ssh() -> None:
     found = Ssh(2222, ("-F", "config")).command("node-1", "TEXT")
     assert found == [
         *("ssh", "-F", "config", "-p", "2222", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15"),
-        *("-o", "ServerAliveInterval=2", "-o", "ServerAliveCountMax=3", "-o", "ControlMaster=no"),
+        *("-o", "ServerAliveInterval=1", "-o", "ServerAliveCountMax=5", "-o", "ControlMaster=no"),
         *("-o", "ControlPath=none", "-o", "ForwardX11=no", "-o", "ClearAllForwardings=yes", "--", "node-1", "TEXT"),
     ]
     with pytest.raises(LaunchError, match="is no name of a host"):
