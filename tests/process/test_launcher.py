@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import pty
 import re
 import shutil
 import socket
@@ -20,7 +22,7 @@ DEEPSPEED = [sys.executable, "-m", "windlass.launch.deepspeed_command"]
 _OF_OTHERS = ("SLURM_", "OMPI_", "PMI", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMP_", "CUDA_VISIBLE")
 
 TELLS = """
-import json, os, sys
+import json, os, sys, time
 from pathlib import Path
 names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_SIZE CROSS_RANK CROSS_SIZE MASTER_ADDR MASTER_PORT OMP_NUM_THREADS".split()
 report = {"arguments": sys.argv[1:], "cores": sorted(os.sched_getaffinity(0))}
@@ -28,7 +30,10 @@ report |= {name: os.environ.get(name) for name in [*names, "TORCHELASTIC_USE_AGE
 Path(f"tells.{os.environ['RANK']}").write_text(json.dumps(report))
 print("said by", os.environ["RANK"])
 print("whispered by", os.environ["RANK"], file=sys.stderr)
+Path(f"done.{os.environ['RANK']}").touch()
 if "fail" in sys.argv and os.environ["RANK"] == "1":
+    while not Path("done.0").exists():  # a failure would end it before it has said all
+        time.sleep(0.01)
     sys.exit(9)
 """
 
@@ -97,6 +102,24 @@ def test_the_deepspeed_command(program: Callable[..., subprocess.CompletedProces
     assert refused.returncode == 1 and refused.stderr.splitlines()[-1].startswith(
         "deepspeed: --autotuning is not built"
     )
+
+
+def test_the_table_on_a_terminal(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("import os, sys; print('[a] line'); sys.exit(3 * (os.environ['RANK'] == '1'))")
+    ours, theirs = pty.openpty()
+    words = [*RUN, "-n", "2", "--watch", str(tmp_path / "script.py")]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm", "COLUMNS": "100"}
+    done = subprocess.Popen(words, stdout=theirs, stderr=theirs, env=env)
+    os.close(theirs)
+    shown = b""
+    with contextlib.suppress(OSError):  # so the end of a terminal is told
+        while data := os.read(ours, 1 << 16):
+            shown += data
+    os.close(ours)
+    assert done.wait() == 3
+    text = shown.decode()
+    assert re.search(r"localhost │ 1 +│ \d+ +│ exit code 3 │ - +│ \[a\] line +│", text), text
+    assert "[rank 1] [a] line" in text, text
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core cannot be shared out")

@@ -81,8 +81,6 @@ def _is_local(args: argparse.Namespace, plan: Plan, launcher: str) -> bool:
     if len(plan.hosts) > 1 or args.no_ssh:
         return False
     if launcher == "slurm" or args.force_multi:
-        if not args.hostfile and launcher != "slurm":
-            raise LaunchError("--force_multi needs a hostfile that names the host")
         return False
     if args.launcher and launcher != "ssh" and not getattr(args, "single_is_local", False):
         if not args.hostfile:

@@ -11,7 +11,6 @@ from windlass.base.errors import WindlassError
 from windlass.base.log import logger
 from windlass.launch.back_ends import is_installed
 from windlass.launch.command import perform
-from windlass.launch.errors import LaunchError
 from windlass.launch.flags import parse, parser_of_run
 from windlass.launch.hosts import DEFAULT_HOSTFILE
 from windlass.launch.request import LATE_PORT
@@ -43,25 +42,33 @@ def parser_of_deepspeed() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Behave as the `deepspeed` command, and end the process with the exit code of the ranks.
+def run(args: Sequence[str] | None = None) -> None:
+    """What `deepspeed.launcher.runner.main` does: start, and end the process only where a rank failed.
 
     Differences: `--num_gpus` counts through the devices that CUDA_VISIBLE_DEVICES gives; without `--launcher`, or where
     pdsh is not installed, hosts are reached over plain ssh; a rank that a signal ended is 128 and its number.
+
+    Raises:
+        LaunchError: it cannot be started as asked; a ValueError too where filters and numbers make no sense.
     """
-    args = parse(parser_of_deepspeed(), sys.argv[1:] if argv is None else argv)
-    args.give_local_rank = not args.no_local_rank
-    args.single_is_local = True
-    args.keep_store = False  # rank 0 keeps it
-    args.labels = None if Path(args.hostfile).is_file() else False
-    args.assumed = {"master_port": LATE_PORT} | ({"hostfile": args.hostfile} if args.labels is False else {})
+    given = parse(parser_of_deepspeed(), sys.argv[1:] if args is None else args)
+    given.give_local_rank = not given.no_local_rank
+    given.single_is_local = True
+    given.keep_store = False  # rank 0 keeps it
+    given.labels = None if Path(given.hostfile).is_file() else False
+    given.assumed = {"master_port": LATE_PORT} | ({"hostfile": given.hostfile} if given.labels is False else {})
+    if (given.launcher or "").lower() == "pdsh" and not given.launcher_args and not is_installed("pdsh"):
+        logger.warning("pdsh is not installed: plain ssh reaches the other hosts instead")
+        given.launcher = None
+    code = perform(given, name="deepspeed")
+    if code:
+        sys.exit(code)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Behave as the `deepspeed` command: like `run`, and what cannot be started is one message and exit code 1."""
     try:
-        if (args.launcher or "").lower() == "pdsh" and not is_installed("pdsh"):
-            logger.warning("pdsh is not installed: plain ssh reaches the other hosts instead")
-            args.launcher = None
-        if args.module and args.no_python:
-            raise LaunchError("--module and --no_python together; give one of them")
-        sys.exit(perform(args, name="deepspeed"))
+        run(argv)
     except WindlassError as error:
         print(f"deepspeed: {error}", file=sys.stderr)
         sys.exit(1)

@@ -122,7 +122,7 @@ def _hosts(parser: argparse.ArgumentParser) -> None:
     add(group, "--venv_script", metavar="FILE", help="sourced on each host first; ssh and pdsh")
     add(group, "--no_ssh", action="store_true", help="this command runs on every host by itself, with --node_rank")
     add(group, "--no_ssh_check", action="store_true", help="no probe before: there is none here but the connection")
-    add(group, "--force_multi", action="store_true", help="over ssh even where this machine is the only host")
+    add(group, "--force_multi", action="store_true", help="over ssh (or by --launcher) even where there is one host")
 
 
 def _rendezvous(parser: argparse.ArgumentParser) -> None:

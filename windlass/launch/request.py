@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from windlass.base.log import logger
 from windlass.launch.devices import VISIBLE, count_devices, devices_given, devices_of_slurm
 from windlass.launch.errors import LaunchError
-from windlass.launch.hosts import fetch_hostfile, first_of, parse_inclusion_exclusion, parse_resource_filter
+from windlass.launch.hosts import HostError, fetch_hostfile, first_of, parse_inclusion_exclusion, parse_resource_filter
 from windlass.launch.place import Host
 from windlass.launch.plan import SIGNALS, Plan
 from windlass.launch.program import Program
@@ -136,7 +136,7 @@ def _hosts(args: argparse.Namespace) -> tuple[tuple[Host, ...], bool]:
     pool = fetch_hostfile(args.hostfile) if args.hostfile else None
     filtered = bool(args.include or args.exclude)
     if filtered and (args.num_nodes >= 0 or args.num_gpus >= 0 or args.nproc or args.nnodes):
-        raise LaunchError("--include or --exclude with a number of nodes, GPUs or ranks; give filters or numbers")
+        raise HostError("--include or --exclude with a number of nodes, GPUs or ranks; give filters or numbers")
     if args.num_gpus >= 0 and args.nproc:
         raise LaunchError("--num_gpus and --nproc together; give one of them")
     if args.num_nodes >= 0 and args.nnodes:
@@ -147,7 +147,7 @@ def _hosts(args: argparse.Namespace) -> tuple[tuple[Host, ...], bool]:
     if pool is not None:
         return _of_pool(args, pool, nodes), True
     if args.num_nodes > 1:
-        raise LaunchError(f"--num_nodes {args.num_nodes} and no hostfile names other hosts; give --hostfile FILE")
+        raise HostError(f"--num_nodes {args.num_nodes} and no hostfile names other hosts; give --hostfile FILE")
     slots, use_devices = _slots_here(args)
     if nodes > 1:
         if args.standalone:

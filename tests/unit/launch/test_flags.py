@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from windlass.launch import command, request
+from windlass.launch import command, deepspeed_command, request
 from windlass.launch.deepspeed_command import parser_of_deepspeed
 from windlass.launch.errors import LaunchError
 from windlass.launch.flags import parse, parser_of_run
@@ -139,7 +139,6 @@ def test_what_is_refused(words: list[str], message: str) -> None:
         (["--launcher_args", "x"], "--launcher_args applies to other hosts"),
         (["--ssh_port", "22"], "--ssh_port applies to other hosts"),
         (["--node_rank", "1"], "--node_rank 1 of one node"),
-        (["--force_multi"], "--force_multi needs a hostfile"),
         (["--launcher", "OpenMPI"], "--launcher OpenMPI starts ranks on other hosts, and no hostfile names any"),
         (["--signals_to_handle", "SIGTERM,SIGNOT"], "'SIGNOT' is no signal of this system"),
         (["--nnodes", "2"], "--node_rank is -1; give each of the 2 hosts its number, 0 to 1"),
@@ -215,3 +214,9 @@ def test_whether_a_flag_says_where_ranks_are() -> None:
     assert not says_where(flags("-q", "--max-restarts", "2", "--module"))
     for words in (("-n", "1"), ("--num_gpus", "1"), ("--standalone",), ("--nnodes", "1"), ("-H", "x"), ("-i", "a")):
         assert says_where(flags(*words)), words
+
+
+def test_deepspeeds_own_entry_raises_what_its_tests_expect(monkeypatch: pytest.MonkeyPatch) -> None:
+    for words in ("--num_nodes 1 -i localhost", "--num_gpus 1 -e localhost", "--num_nodes 2", "-i a -e b", "-i nobody"):
+        with pytest.raises(ValueError):
+            deepspeed_command.run([*words.split(), "foo.py"])
