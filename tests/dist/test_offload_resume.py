@@ -215,7 +215,7 @@ SAME = [
 def test_taken_up_in_the_same_homes_bitwise(ranks: int, transport: str, tmp_path: Any) -> None:
     if ranks == 1 and transport == "shm":
         pytest.skip("one rank has nobody to share memory with")
-    settings = SAME if ranks == 2 and transport == "gloo" else SAME[1::2]
+    settings = SAME[::2] if ranks == 2 and transport == "gloo" else SAME[1::2]  # `slow` has every pair on both
     cases = [Case(one, one, name="unused_by_step", trained=n % 2 == 0) for n, one in enumerate(settings)]
     cases.append(Case(settings[-1], settings[-1], trained=True, steps=0))  # there are no states to load: none may stay
     hold(cases, ranks, transport, tmp_path)
