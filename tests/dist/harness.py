@@ -128,9 +128,15 @@ def _worker(connection: Connection, log: str, path: list[str]) -> None:
     faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides; it closes the pipe
     sys.path[:] = path
+    gc.disable()  # a fifth of what imports take would go into looking for garbage among them
     import torch
+    import torch._dynamo  # as every optimizer does
     import torch.distributed  # noqa: F401  (imported once, here, so that no test pays for it)
 
+    import windlass
+
+    windlass.initialize  # noqa: B018  (imported when it is asked for)
+    gc.enable()
     torch.set_num_threads(1)
     modules = 0
     connection.send_bytes(pickle.dumps("ready"))
