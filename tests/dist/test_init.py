@@ -536,7 +536,7 @@ def peak_of(megabytes: int, layers: int) -> dict[str, float]:
 
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="proportional memory is Linux's")
 def test_memory_rises_by_a_ranks_share_and_two_tensors(transport: str) -> None:
-    ranks = 3 if transport == "shm" else 2
+    ranks = 3
     for seen in fresh_ranks(peak_of, ranks, 96, 24, transport=transport):
         allowed = seen["model"] / ranks + 2 * seen["largest"]
         assert seen["built"] <= allowed, seen
