@@ -217,7 +217,11 @@ class Pool:
             worker.read = worker.log.stat().st_size
             job = Job(function, rank, world, store, port, args, dict(env or {}), timeout, backend)
             worker.connection.send_bytes(pickle.dumps(job))
-        outcomes, failed = self._collect(ranks, timeout)
+        try:
+            outcomes, failed = self._collect(ranks, timeout)
+        except BaseException:
+            self.close()  # answers that nobody took would be taken for the next job's
+            raise
         if len(outcomes) < world:
             stacks = self._stacks(ranks, outcomes)
             self.close()
@@ -287,7 +291,9 @@ class Pool:
                 self._workers.append(Worker(process, ours, log))
         for worker in self._workers:
             if not worker.connection.poll(START_SECONDS):
-                raise RankTimeout(f"a worker did not import torch within {START_SECONDS} s\n{worker.output()}")
+                said = worker.output()
+                self.close()  # who comes late would answer the next job with the word that it is ready
+                raise RankTimeout(f"a worker did not import torch within {START_SECONDS} s\n{said}")
             worker.connection.recv_bytes()
 
     def close(self) -> None:
