@@ -62,14 +62,16 @@ def batch(step: int, rank: int) -> Tensor:
     return torch.randint(0, 29, (2, 6), generator=torch.Generator().manual_seed(step * 100 + rank))
 
 
-def engine_for(stage: int, precision: str, seed: int, checkpoint: str = "windlass", **zero: Any) -> Any:
+def engine_for(
+    stage: int, precision: str, seed: int, checkpoint: str = "windlass", load_universal: bool = False, **zero: Any
+) -> Any:
     import windlass
 
     torch.manual_seed(seed)
     model = Net()
     config = config_of(stage, precision)
     config["zero_optimization"] |= zero
-    config["checkpoint"] = {"format": checkpoint}
+    config["checkpoint"] = {"format": checkpoint, "load_universal": load_universal}
     return windlass.initialize(model=model, model_parameters=groups_of(model), config=config)[0]
 
 

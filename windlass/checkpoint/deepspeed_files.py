@@ -122,6 +122,11 @@ class _Reading:
         return value
 
     def _refuse_parallel(self, first: Mapping[str, Any]) -> None:
+        if (self.path / "zero").is_dir() and not any(self.path.glob("*_optim_states.pt")):
+            raise CheckpointError(
+                f"{self.path} is a universal checkpoint of DeepSpeed's, which is not read; load the checkpoint that it "
+                "was made from, in any layout, or make one from that with windlass' own ds_to_universal"
+            )
         others = sorted(self.path.glob("*mp_rank_01_model_states.pt")) + sorted(self.path.glob("layer_*_expert_*.pt"))
         if others or int(first.get("mp_world_size") or 1) > 1:
             raise CheckpointError(

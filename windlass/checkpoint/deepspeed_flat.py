@@ -133,9 +133,7 @@ class FlatGroup:
         """How often its parameters were stepped; 0 where the optimizer does not count."""
         return max((_step_of(stored, name) for name in self.shapes), default=0)
 
-    def states(
-        self, stored: Stored, spans: Sequence[Span], shape: tuple[int, ...] | None = None
-    ) -> dict[str, Any]:
+    def states(self, stored: Stored, spans: Sequence[Span], shape: tuple[int, ...] | None = None) -> dict[str, Any]:
         """The optimizer's states of it: those with a value an element, flat or of `shape`, and the count of steps.
 
         Others are left out with a warning: DeepSpeed steps flat groups, and knows none a parameter.

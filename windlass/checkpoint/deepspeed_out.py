@@ -266,9 +266,7 @@ def _shapes_of(names: Sequence[str], shapes: Mapping[str, tuple[int, ...]]) -> d
     return OrderedDict((name, torch.Size(shapes[name])) for name in names)
 
 
-def _sub_groups(
-    shapes: Mapping[str, tuple[int, ...]], ranks: int, most: int
-) -> Iterator[dict[str, tuple[int, ...]]]:
+def _sub_groups(shapes: Mapping[str, tuple[int, ...]], ranks: int, most: int) -> Iterator[dict[str, tuple[int, ...]]]:
     """Stage 3 steps so many elements of a rank at a time; a sub-group ends with the parameter that reaches that."""
     part: dict[str, tuple[int, ...]] = {}
     size = 0

@@ -36,13 +36,13 @@ def check_tag(tag: str) -> str:
     return tag
 
 
-def read_latest(directory: str | os.PathLike[str]) -> str | None:
-    """The tag that `latest` names; None where there is no such file.
+def read_latest(directory: str | os.PathLike[str], name: str = LATEST) -> str | None:
+    """The tag that `latest` (or the file `name`) names; None where there is no such file.
 
     Raises:
         CheckpointError: the file cannot be read, or names something outside `directory`.
     """
-    path = Path(directory) / LATEST
+    path = Path(directory) / name
     try:
         tag = path.read_text(encoding="utf-8").strip()
     except FileNotFoundError:
@@ -55,15 +55,15 @@ def read_latest(directory: str | os.PathLike[str]) -> str | None:
         raise CheckpointError(f"{path} is refused: {error}") from error
 
 
-def write_latest(directory: Path, tag: str) -> None:
-    """Makes `latest` name `tag`, at once and durably."""
-    temporary = directory / f".{LATEST}.writing"
+def write_latest(directory: Path, tag: str, name: str = LATEST) -> None:
+    """Makes `latest` (or the file `name`) name `tag`, at once and durably."""
+    temporary = directory / f".{name}.writing"
     with disk_errors(temporary, len(tag)):
         with open(temporary, "w", encoding="utf-8") as file:
             file.write(tag)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, directory / LATEST)
+        os.replace(temporary, directory / name)
         sync_directory(directory)
 
 

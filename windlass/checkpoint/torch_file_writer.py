@@ -6,6 +6,7 @@ import os
 import sys
 import zipfile
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -57,9 +58,13 @@ class TorchFileWriter:
         with disk_errors(path, self._needed):
             self._raw = open(path, "wb")  # noqa: SIM115 closed by `__exit__`
             self._zip = zipfile.ZipFile(self._raw, "w", zipfile.ZIP_STORED)
-            self._record("data.pkl", [text], len(text))
             order = sys.byteorder.encode()
-            self._record("byteorder", [order], len(order))
+            try:
+                self._record("data.pkl", [text], len(text))
+                self._record("byteorder", [order], len(order))
+            except BaseException:
+                self._give_up()
+                raise
 
     def write(self, tensor: Planned, parts: Iterable[torch.Tensor]) -> None:
         """One of `tensors`, which is in the file once, from its flat parts; they are converted to its dtype."""
@@ -97,7 +102,12 @@ class TorchFileWriter:
                     self._raw.flush()
                     os.fsync(self._raw.fileno())
         finally:
-            self._raw.close()
+            self._give_up()
+
+    def _give_up(self) -> None:
+        with suppress(OSError, ValueError):  # of a file that is not whole, or is closed
+            self._zip.close()
+        self._raw.close()
 
 
 def _bytes(parts: Iterable[torch.Tensor], dtype: torch.dtype) -> Iterator[Any]:

@@ -48,7 +48,8 @@ class Checkpoint(Section):
     """Also `async`: `save_checkpoint` returns as soon as a copy is taken and writes while training goes on, unless the
     call says `blocking=True`."""
     tag_validation: TagValidation = accepted("WARN", "ranks that save under different tags are always an error")
-    load_universal: bool = refused(False, "not yet built: reading DeepSpeed's universal checkpoints; write false")
+    load_universal: bool = honoured(False)
+    """Load the tag that `latest_universal` names, where there is such a file: what `ds_to_universal` made."""
     use_node_local_storage: bool = refused(
         False, "not yet built: checkpoints go to one folder that all ranks share; write false"
     )

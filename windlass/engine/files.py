@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
@@ -13,7 +14,7 @@ from windlass.checkpoint.background import Background
 from windlass.config import Config
 from windlass.engine.fingerprint import fingerprint
 from windlass.engine.saving import Wanted, load_engine, save_engine
-from windlass.engine.weights import full_state_dict, load_whole, save_16bit_model
+from windlass.engine.weights import full_state_dict, load_by, load_whole, save_16bit_model
 from windlass.zero.sharded import ShardedModel
 
 if TYPE_CHECKING:
@@ -53,11 +54,21 @@ class Files:
         return full_state_dict(self._sharded, dtype=dtype)
 
     def load_module_state_dict(
-        self, state_dict: Mapping[str, torch.Tensor], strict: bool = True
+        self,
+        state_dict: Mapping[str, Any],
+        strict: bool = True,
+        custom_load_fn: Callable[..., Any] | None = None,
+        fetch_z3_params: bool = False,
     ) -> tuple[list[str], list[str]]:
         """Take a plain `model.state_dict()`: whole tensors, the same on every rank. Collective, between steps.
 
         Master weights are set to its values, in float32 if they are; parameters follow.
+
+        Args:
+            state_dict: or a dictionary that has it as its `module`.
+            custom_load_fn: called as `custom_load_fn(src=state_dict, dst=module)` on every rank, with all parameters
+                gathered; what it changes on rank 0 is kept.
+            fetch_z3_params: accepted; parameters are whole tensors at every stage.
 
         Returns:
             Names that are missing in it, and names that the model does not have.
@@ -66,12 +77,75 @@ class Files:
             CheckpointError: there are some and `strict` is set, or a shape differs. Nothing was changed.
         """
         self._require_ready("load_module_state_dict")
+        if isinstance(state_dict.get("module"), Mapping):
+            state_dict = state_dict["module"]
+        if custom_load_fn is not None:
+            load_by(self._sharded, state_dict, custom_load_fn)
+            return [], []
         return load_whole(self._sharded, state_dict, strict=strict)
 
+    def module_state_dict(
+        self,
+        destination: dict[str, Any] | None = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        exclude_frozen_parameters: bool = False,
+    ) -> dict[str, Any]:
+        """`module.state_dict(...)`, without parameters that are not trained if so asked.
+
+        At stage 3 parameters are spread over ranks: there it is refused outside of `GatheredParameters`, as
+        `module.state_dict()` is; `full_state_dict` gathers them.
+        """
+        found: dict[str, Any] = self._module().state_dict(
+            destination=cast("dict[str, Any]", destination), prefix=prefix, keep_vars=keep_vars
+        )
+        if exclude_frozen_parameters:
+            for name, parameter in self._module().named_parameters(remove_duplicate=False):
+                if not parameter.requires_grad:
+                    found.pop(prefix + name, None)
+        return found
+
+    def _module(self) -> torch.nn.Module:
+        return self._sharded.model
+
+    def _zero3_consolidated_16bit_state_dict(
+        self, exclude_frozen_parameters: bool = False
+    ) -> dict[str, torch.Tensor] | None:
+        """Whole parameters and buffers as they compute, on the CPU of rank 0; None on other ranks. Collective.
+
+        Raises:
+            ValueError: the stage is not 3.
+        """
+        if self._sharded.policy.stage != 3:
+            raise ValueError(
+                "this function requires ZeRO-3 mode: parameters are spread over ranks at stage 3 alone; call "
+                "engine.full_state_dict() at any stage"
+            )
+        found = self.full_state_dict()
+        if self._sharded.mesh.data.index:
+            return None
+        left_out = _frozen_names(self._module()) if exclude_frozen_parameters else set()
+        return OrderedDict((name, value) for name, value in found.items() if name not in left_out)
+
+    def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor] | None:
+        """As `_zero3_consolidated_16bit_state_dict`."""
+        return self._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
+
+    def load_universal_checkpoint(self) -> bool:
+        """Whether the configuration says `checkpoint.load_universal`; any checkpoint here loads in any layout."""
+        return self._config.checkpoint.load_universal
+
+    def save_fp16_model(self, save_dir: str, save_filename: str = "pytorch_model.bin") -> bool:
+        """`save_16bit_model`, by its older name."""
+        return self.save_16bit_model(save_dir, save_filename)
+
     def save_16bit_model(
-        self, save_dir: str, save_filename: str = "model.safetensors", exclude_frozen_parameters: bool = False
+        self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
     ) -> bool:
-        """Whole parameters as they compute, in one safetensors file, one unit in memory at a time. Collective.
+        """Whole parameters and buffers as they compute, in one file, one unit in memory at a time. Collective.
+
+        Args:
+            save_filename: one that ends in `.safetensors` is such a file; any other is for `torch.load`.
 
         Returns:
             True; False, with a warning, where nothing was written: at stage 3 if the configuration sets
@@ -111,10 +185,13 @@ class Files:
                 others). None: what the configuration says (`checkpoint.asynchronous`).
 
         Raises:
+            ValueError: `save_dir` is empty.
             CheckpointError: it could not be written, or there is no state to save since a step was made in part (see
                 `step`); what was there before is whole.
             StorageError: what rests on disk can't be read.
         """
+        if not str(save_dir):
+            raise ValueError("save_checkpoint: save_dir is empty; give the directory that checkpoints go to")
         self._require_ready("save_checkpoint")
         self._sharded.order.meet("a checkpoint")
         at_once = not self._config.checkpoint.asynchronous if blocking is None else blocking
@@ -150,6 +227,9 @@ class Files:
 
         Args:
             tag: by default the one that `latest` names.
+            custom_load_fn: takes parameters and buffers over, as `custom_load_fn(src=state_dict, dst=module)` on every
+                rank, with the whole saved state dictionary and all parameters gathered; what it changes on rank 0 is
+                kept. Each rank needs memory for the model.
             load_module_strict: parameters and buffers are the saved ones; else those of the same name are loaded, and
                 others stay as they are.
             load_optimizer_states: optimizer states and hyper-parameters too.
@@ -165,8 +245,6 @@ class Files:
         Raises:
             CheckpointError: it is damaged, or does not fit.
         """
-        if custom_load_fn is not None:
-            raise ModelError("custom_load_fn is not supported; load the model's weights before initialize instead")
         self._require_ready("load_checkpoint")
         self._sharded.order.meet("a checkpoint")
         wanted = Wanted(
@@ -176,5 +254,10 @@ class Files:
             schedule=load_lr_scheduler_states and not load_module_only,
             position=load_data_position and not load_module_only,
             progress=not load_module_only,
+            by=custom_load_fn,
         )
         return load_engine(cast("Engine", self), load_dir, None if tag is None else str(tag), wanted)
+
+
+def _frozen_names(model: torch.nn.Module) -> set[str]:
+    return {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,13 +11,23 @@ import torch
 
 from windlass.base.errors import CheckpointError
 from windlass.base.log import logger
-from windlass.checkpoint import Drawer, FlatShard, LoadedState, SavedState, load, read_latest, read_outline
+from windlass.checkpoint import (
+    Drawer,
+    FlatShard,
+    LoadedState,
+    SavedState,
+    load,
+    read_checkpoint,
+    read_latest,
+    read_outline,
+)
 from windlass.checkpoint.agree import Ranks
 from windlass.checkpoint.deepspeed_files import Order, names_in_order
 from windlass.checkpoint.deepspeed_out import write_deepspeed_files
 from windlass.checkpoint.retention import retire
 from windlass.checkpoint.save import Begun
 from windlass.checkpoint.scripts import write_scripts
+from windlass.checkpoint.to_windlass import LATEST_UNIVERSAL
 from windlass.engine import averages
 from windlass.engine.away import ChunkAway
 from windlass.engine.deepspeed_target import target_of
@@ -36,7 +46,7 @@ from windlass.engine.position import (
 )
 from windlass.engine.refresh import pending
 from windlass.engine.states import Outgoing, merged, outgoing
-from windlass.engine.weights import require_all_known, said_of_weights
+from windlass.engine.weights import load_by, require_all_known, said_of_weights
 from windlass.zero.chunk import Chunk
 from windlass.zero.health import HALF_DONE
 
@@ -180,6 +190,7 @@ class Wanted:
         schedule: the learning rate's.
         position: the place in the data.
         progress: counters, loss scale and random states.
+        by: takes parameters and buffers over instead, see `Engine.load_checkpoint`.
     """
 
     module_strict: bool = True
@@ -188,6 +199,7 @@ class Wanted:
     schedule: bool = True
     position: bool = True
     progress: bool = True
+    by: Callable[..., Any] | None = None
 
 
 def load_engine(
@@ -200,7 +212,7 @@ def load_engine(
     model.health.refuse("load_checkpoint")
     ranks = Ranks.of(model.mesh.data.process_group)
     if tag is None:  # one word for all: another may be saved meanwhile, and not every rank need see it
-        tag = ranks.first("looking for the checkpoint", lambda: read_latest(directory))
+        tag = ranks.first("looking for the checkpoint", lambda: _named(engine, directory))
     if tag is None:
         logger.warning(f"no checkpoint in {directory}: there is no file 'latest'; training starts afresh")
         return None, None
@@ -219,12 +231,14 @@ def load_engine(
     position = plain.get("data") if wanted.position else None
     ranks.each("looking at the place in the data", lambda: check_data_position(engine, position))
     trainable_only = bool(plain["trainable_only"])
-    if trainable_only and wanted.module_strict:
+    if trainable_only and wanted.module_strict and wanted.by is None:
         check_base(model, plain.get("base", {}), saved, f"the checkpoint {tag!r} in {directory}")
     units = [unit for unit in model.units if unit.trainable or not trainable_only]
     with model.renewing(units):
         found, alike = _fill(engine, directory, tag, plain, saved, groups_too, wanted, order)
     _compare(model, units, found, alike, base_of(model) if trainable_only else frozenset())
+    if wanted.by is not None:
+        load_by(model, read_checkpoint(directory, tag).model_state_dict(), wanted.by)
     set_extra_states(engine.module, found.plain.get("extra", {}))
     if groups_too:
         take(engine, matched, plain["groups"])
@@ -240,13 +254,20 @@ def load_engine(
     return str(found.path), dict(found.plain["client"])
 
 
+def _named(engine: Engine, directory: str) -> str | None:
+    """The tag to load where none is given."""
+    universal = read_latest(directory, LATEST_UNIVERSAL) if engine._config.checkpoint.load_universal else None
+    return universal or read_latest(directory)
+
+
 def _go_on(engine: Engine, found: LoadedState, position: dict[str, Any] | None, wanted: Wanted) -> None:
     """Random states and place in the data, and what is said of them."""
     told = []
     if wanted.progress:
         told.append(f"step {engine.global_steps}")
-        if found.saved_world_size == engine.world_size and found.rank_plain is not None:
-            set_random_state(found.rank_plain["random"], engine.device)
+        random = (found.rank_plain or {}).get("random")
+        if found.saved_world_size == engine.world_size and random is not None:
+            set_random_state(random, engine.device)
             told.append("random states as saved")
         else:
             told.append(f"random states as they were here (those of {found.saved_world_size} ranks were saved)")
@@ -317,13 +338,17 @@ def _fill(
     states = [shard for drawer in drawers.values() for shard in drawer.shards]
     apart = averages.Incoming(model, plain.get("averages", {}) if wanted.progress else None, saved)
     optional = () if wanted.module_strict else ("param/", "buffer/")
+    left = (averages.PREFIX,) if states_too else (averages.PREFIX, "state/")
+    if wanted.by is not None:
+        shards, left = [], (*left, "param/", "buffer/")
+        tensors = {name: tensor for name, tensor in tensors.items() if name.startswith("state/")}
     found = _load(
         model,
         directory,
         tag,
         SavedState([*shards, *states, *apart.shards], tensors),
         optional if wanted.optimizer_strict else (*optional, "state/"),
-        (averages.PREFIX,) if states_too else (averages.PREFIX, "state/"),
+        left,
         order,
     )
     for drawer in drawers.values():
@@ -333,7 +358,7 @@ def _fill(
     apart.keep()
     model.health.check("what was loaded could not be kept", loses=True)
     kept = states_too and not any(drawer.converts for drawer in drawers.values())
-    own = _alike(shards, saved), kept and _alike(states, saved)
+    own = wanted.by is None and _alike(shards, saved), kept and _alike(states, saved)
     everywhere = ranks.each("loading", lambda: own)
     names = (*found.missing, *found.unexpected)
     whole = [not any(name.startswith(prefix) for name in names) for prefix in ("param/", "state/")]

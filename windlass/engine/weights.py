@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -12,8 +13,11 @@ import torch.distributed as dist
 
 from windlass.base.errors import CheckpointError, ModelError
 from windlass.checkpoint.directory import disk_errors
+from windlass.checkpoint.pickled import Planned
 from windlass.checkpoint.tensor_file import Entry, TensorFileWriter
+from windlass.checkpoint.torch_file_writer import TorchFileWriter
 from windlass.engine.extra_state import extra_states, names_of_extra_states, set_extra_states
+from windlass.zero.gathered import GatheredParameters
 from windlass.zero.sharded import ShardedModel
 from windlass.zero.values import set_full_param
 
@@ -87,6 +91,15 @@ def load_whole(model: ShardedModel, state: Mapping[str, torch.Tensor], *, strict
     return missing, unexpected
 
 
+def load_by(model: ShardedModel, state: Mapping[str, Any], custom: Callable[..., Any]) -> None:
+    """Have `custom(src=state, dst=module)` set parameters, on every rank; what the first does is kept. Collective.
+
+    Needs memory for the whole model on every rank.
+    """
+    with GatheredParameters(list(model.model.parameters()), modifier_rank=model.mesh.data.ranks[0]), torch.no_grad():
+        custom(src=state, dst=model.model)
+
+
 def _names(model: ShardedModel) -> dict[int, list[str]]:
     """All names of each parameter, by its id.
 
@@ -132,14 +145,16 @@ def save_16bit_model(model: ShardedModel, directory: str, filename: str, trainab
     units = [unit for unit in model.units if unit.trainable or not trainable_only]
     writing = _Writing(Path(directory) / filename) if model.mesh.data.index == 0 else None
     if writing is not None:
-        # A file holds each tensor once; loading ties the names again.
+        # A safetensors file holds each tensor once; loading ties the names again.
         entries = {
             names[id(parameter)][0]: Entry(unit.dtype, tuple(shape))
             for unit in units
             for parameter, shape in zip(unit.parameters, unit.shapes, strict=True)
         }
         buffers = {} if trainable_only else dict(_buffers(model))
-        writing.begin(entries | {name: Entry(buffer.dtype, tuple(buffer.shape)) for name, buffer in buffers.items()})
+        entries |= {name: Entry(buffer.dtype, tuple(buffer.shape)) for name, buffer in buffers.items()}
+        aliases = ((found[0], alias) for found in names.values() for alias in found[1:])
+        writing.begin(entries, {alias: name for name, alias in aliases if name in entries})
         writing.add(buffers)
     for unit in units:
         with model.runtime.holding([unit]):
@@ -153,20 +168,48 @@ def save_16bit_model(model: ShardedModel, directory: str, filename: str, trainab
     return True
 
 
+class _Pickled:
+    """A file for `torch.load`, written as `TensorFileWriter` writes one of safetensors.
+
+    Args:
+        entries: all that it will hold, by name.
+        tied: other names of some of them.
+    """
+
+    def __init__(self, path: Path, entries: Mapping[str, Entry], tied: Mapping[str, str]) -> None:
+        self._planned = {name: Planned(one.dtype, one.shape, list) for name, one in entries.items()}
+        self._file = TorchFileWriter(path, self._planned | {alias: self._planned[name] for alias, name in tied.items()})
+
+    def write(self, name: str, tensor: torch.Tensor) -> None:
+        """Its values."""
+        self._file.write(self._planned[name], [tensor.reshape(-1)])
+
+    def __enter__(self) -> _Pickled:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.__exit__(kind, error, trace)
+
+
 class _Writing:
     """A file of whole tensors that is being written; what goes wrong is told at the end, since other ranks take part
     in every gather until then."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._partial = path, path.with_name(path.name + ".partial")
-        self._file: TensorFileWriter | None = None
+        self._file: TensorFileWriter | _Pickled | None = None
         self._problem = ""
 
-    def begin(self, entries: dict[str, Entry]) -> None:
-        """All that it will hold."""
+    def begin(self, entries: dict[str, Entry], tied: Mapping[str, str]) -> None:
+        """All that it will hold; `tied` are other names, for a file that can hold a tensor under several."""
         with self._telling(), disk_errors(self._partial, 0):
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = TensorFileWriter(self._partial, entries)
+            if self._path.suffix == ".safetensors":
+                self._file = TensorFileWriter(self._partial, entries)
+            else:
+                self._file = _Pickled(self._partial, entries, tied)
 
     def add(self, tensors: dict[str, torch.Tensor]) -> None:
         """Write these."""

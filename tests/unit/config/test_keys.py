@@ -143,7 +143,6 @@ ASKS: list[tuple[str, Any]] = [
     ("quantize_training.enabled", True),
     ("inference.tensor_parallel", {"tp_size": 2}),
     ("aio.use_gds", True),
-    ("checkpoint.load_universal", True),
     ("bf16.check_overflow", True),
     ("bf16.bf16_optimizer_states", True),
     ("fp16.fp16_master_weights_and_grads", True),

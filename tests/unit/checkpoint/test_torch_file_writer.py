@@ -1,0 +1,75 @@
+"""Files for `torch.load` that are written without `torch.save`: what is in them, and what can't be."""
+
+from __future__ import annotations
+
+import zipfile
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from windlass.base.errors import CheckpointError
+from windlass.checkpoint.pickled import Named, Planned
+from windlass.checkpoint.torch_file import read_torch_file
+from windlass.checkpoint.torch_file_writer import TorchFileWriter, write_torch_file
+
+DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16]
+DTYPES += [torch.int8, torch.uint8, torch.bool]
+
+
+@pytest.mark.parametrize("mmap", [False, True])
+def test_torch_reads_what_was_given(mmap: bool, tmp_path: Path) -> None:
+    path, whole = tmp_path / "a_states.pt", torch.randn(5, 3)
+    planned = Planned(torch.bfloat16, (4, 2), lambda: [torch.ones(3), torch.zeros(5)])
+    value: dict[Any, Any] = {
+        "plain": [None, True, False, 3, -1, 2**31, -(2**40), 2**70, 1.5, float("inf"), "ü\n", (), [], {}, (1, [2])],
+        3: torch.float16,
+        "size": torch.Size([3, 4]),
+        "ordered": OrderedDict(x=whole, y=whole.t()),
+        "twice": (planned, planned),
+        "number": torch.tensor(2.5),
+        "empty": torch.empty(0, 7),
+        "kinds": [torch.ones(3).to(dtype) for dtype in DTYPES],
+    }
+    write_torch_file(path, value)
+    found = torch.load(path, weights_only=True, mmap=mmap)
+    for key in ("plain", 3, "size"):
+        assert found[key] == value[key] and type(found[key]) is type(value[key])
+    assert list(found["ordered"]) == ["x", "y"] and isinstance(found["ordered"], OrderedDict)
+    assert torch.equal(found["ordered"]["x"], whole) and torch.equal(found["ordered"]["y"], whole.t())
+    assert found["twice"][0].data_ptr() == found["twice"][1].data_ptr()
+    assert found["twice"][0].tolist() == [[1, 1], [1, 0], [0, 0], [0, 0]]
+    assert found["number"].item() == 2.5 and found["empty"].shape == (0, 7)
+    for one, dtype in zip(found["kinds"], DTYPES, strict=True):
+        assert one.dtype == dtype and one.tolist() == [1, 1, 1]
+    with zipfile.ZipFile(path) as archive:
+        assert archive.testzip() is None
+    assert read_torch_file(path)["ordered"]["x"].begin % 64 == 0, "aligned, for readers that map the file"
+
+
+def test_objects_are_named_and_not_looked_up(tmp_path: Path) -> None:
+    path = tmp_path / "a.pt"
+    write_torch_file(
+        path, {"s": Named("deepspeed.runtime.fp16.loss_scaler", "LossScaler", attributes={"cur_scale": 4.0})}
+    )
+    assert read_torch_file(path)["s"].cur_scale == 4.0
+    write_torch_file(path, Named("collections", "OrderedDict", given=([("a", 1)],)))
+    assert torch.load(path, weights_only=True) == {"a": 1}
+
+
+def test_what_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.pt"
+    for value, said in (
+        ({"x": {1, 2}}, "a builtins.set cannot be written"),
+        ([torch.zeros(1, dtype=torch.complex64)], "dtype torch.complex64"),
+        ([1 << 3000], "an integer of"),
+        ([Planned(torch.float32, (3,), lambda: [torch.ones(2)])], "was to have 12 bytes, and has 8"),
+    ):
+        with pytest.raises(CheckpointError, match=said):
+            write_torch_file(path, value)
+    with pytest.raises(CheckpointError, match="1 tensors were not written"), TorchFileWriter(path, torch.ones(2)):
+        pass
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        write_torch_file(tmp_path / "no" / "a.pt", 1)

@@ -1,0 +1,111 @@
+"""A checkpoint of DeepSpeed's as one of windlass', by the command line of DeepSpeed's `ds_to_universal`.
+
+What that command is for, going on with another number of ranks or at another stage, needs no conversion here:
+DeepSpeed's directories and our own load in any layout. What it makes is read without looking into pickles.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from windlass.base.errors import CheckpointError, WindlassError
+from windlass.checkpoint.agree import Ranks
+from windlass.checkpoint.deepspeed_files import Order
+from windlass.checkpoint.directory import is_checkpoint, is_deepspeed, write_latest
+from windlass.checkpoint.draft import Draft
+from windlass.checkpoint.save import Begun
+from windlass.checkpoint.state import FlatShard, Resting, SavedState
+from windlass.checkpoint.stored import Stored
+
+LATEST_UNIVERSAL = "latest_universal"
+
+
+class _Tensor:
+    """The drawer of one tensor of another checkpoint: in memory while it is open."""
+
+    stays = False
+
+    def __init__(self, stored: Stored, name: str) -> None:
+        self._stored, self._name = stored, name
+        self._values: torch.Tensor | None = None
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """As `Drawer`."""
+        self._values = self._stored.whole(self._name).view(-1)
+        yield
+        self._values = None
+
+    def shard(self) -> FlatShard:
+        """All of it."""
+        like = self._stored.described(self._name)
+        return FlatShard(self._name, tuple(like.shape), 0, Resting(like.numel(), like.dtype, self, self._get))
+
+    def _get(self) -> torch.Tensor:
+        assert self._values is not None
+        return self._values
+
+
+def to_windlass(source: Path, target: Path, order: Order | None = None) -> Path:
+    """Writes the checkpoint in `source`, a tag's directory, as the windlass checkpoint `target`; whole or not at all.
+
+    Memory: one tensor at a time.
+
+    Args:
+        order: of the optimizer's parameters, by group; DeepSpeed's stage 0 keeps states under their numbers, and
+            without it they are left out.
+
+    Raises:
+        CheckpointError: there is no checkpoint in `source`, it is damaged, or `target` can't be written.
+    """
+    if is_checkpoint(source):
+        draft = Draft(target.parent, target.name)
+        try:
+            shutil.copytree(source, draft.path, dirs_exist_ok=True)
+            return draft.commit()
+        except BaseException:
+            draft.discard()
+            raise
+    if not is_deepspeed(source):
+        raise CheckpointError(f"{source} is no checkpoint's directory; give DIR/TAG, such as DIR/global_step100")
+    with Stored.at(source, order) as stored:
+        shards = [_Tensor(stored, name).shard() for name in stored.names()]
+        ranks = Ranks(None, 0, 1, alone=True)
+        return Begun(target.parent, target.name, SavedState(shards, plain=stored.plain), ranks, False).finish(ranks)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command; the exit code."""
+    parser = argparse.ArgumentParser(
+        "ds_to_universal",
+        description="Write a checkpoint of DeepSpeed's as one of windlass'. No need to: windlass loads DeepSpeed's "
+        "directories, and its own, at any stage and on any number of ranks.",
+    )
+    parser.add_argument("--input_folder", required=True, help="a tag's directory")
+    parser.add_argument("--output_folder", required=True, help="the directory to write; its name is the new tag")
+    for name, default in (("--num_extract_workers", 4), ("--num_merge_workers", 2)):
+        parser.add_argument(name, type=int, default=default, help="accepted; one process reads and writes")
+    parser.add_argument("--keep_temp_folder", action="store_true", help="accepted; there is none")
+    parser.add_argument("--no_strict", dest="strict", action="store_false", help="accepted; all that is there is taken")
+    parser.add_argument("--inject_missing_state", action="store_true", help="accepted; nothing needs to be there")
+    args = parser.parse_args(argv)
+    source, target = Path(args.input_folder), Path(args.output_folder).absolute()
+    try:
+        written = to_windlass(source, target)
+        write_latest(written.parent, written.name, LATEST_UNIVERSAL)
+    except (WindlassError, OSError) as error:
+        print(f"ds_to_universal: {error}", file=sys.stderr)
+        return 1
+    print(f"{written}: a windlass checkpoint, which load_checkpoint takes in any layout, as it takes {source} itself")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
