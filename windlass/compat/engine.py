@@ -54,17 +54,19 @@ class DeepSpeedEngine(Engine):
         self.timers = SynchronizedWallClockTimer()
         self.tput_timer = ThroughputTimer(self._config.timers.throughput, batch_size=self.train_batch_size())
         self._compiled: list[nn.Module] = []
-        if self.zero_optimization_stage() == 3:
-            offload = ParameterOffload(self)
-            if self.optimizer is not None:
-                self.optimizer.parameter_offload = offload
         if self.optimizer is not None:
-            self.optimizer.backward = self.backward
-            self.optimizer.check_overflow = lambda *_: self.optimizer.overflow
-            self.optimizer.skip_step = False
-            self.optimizer.quantize_nontrainable_params = _refusing(
-                "optimizer.quantize_nontrainable_params", "quantized gathers are not built"
-            )
+            self._equip(self.optimizer)
+
+    def _equip(self, optimizer: Any) -> None:
+        """Give the optimizer what DeepSpeed's have beside torch's."""
+        if self.zero_optimization_stage() == 3:
+            optimizer.parameter_offload = ParameterOffload(self)
+        optimizer.backward = self.backward
+        optimizer.check_overflow = lambda *_: optimizer.overflow
+        optimizer.skip_step = False
+        optimizer.quantize_nontrainable_params = _refusing(
+            "optimizer.quantize_nontrainable_params", "quantized gathers are not built"
+        )
 
     # what DeepSpeed refuses
 
@@ -246,21 +248,21 @@ class DeepSpeedEngine(Engine):
         return isinstance(obj, torch.utils.data.IterableDataset)
 
 
-def _answer(name: str, path: str) -> Callable[[DeepSpeedEngine], Any]:
+def _answer(name: str, path: str) -> Any:
     def answer(self: DeepSpeedEngine) -> Any:
         return ask(self._config, path)
 
     return _named(answer, name, f"`{path}` of the configuration.")
 
 
-def _computed(name: str, make: Callable[[Any], Any]) -> Callable[[DeepSpeedEngine], Any]:
+def _computed(name: str, make: Callable[[Any], Any]) -> Any:
     def answer(self: DeepSpeedEngine) -> Any:
         return make(self._config)
 
     return _named(answer, name, "From the configuration.")
 
 
-def _refusing(name: str, why: str) -> Callable[..., Any]:
+def _refusing(name: str, why: str) -> Any:
     def refuse(self: DeepSpeedEngine, *args: Any, **kwargs: Any) -> Any:
         raise NotBuiltError(f"engine.{name}: {why}")
 

@@ -1,7 +1,7 @@
 """What DeepSpeed's clients ask of a parameter: `ds_id`, `ds_shape`, `ds_status`, `all_gather`, ...
 
-[Note: asked, not kept] Nothing is put on parameters: a parameter with attributes of ours could not be pickled, and a copy
-would carry them on. `install` gives `nn.Parameter` a `__getattr__`, which Python only calls for names that are not
+[Note: asked, not kept] Nothing is put on parameters: one with attributes of ours could not be pickled, and a copy would
+carry them on. `install` gives `nn.Parameter` a `__getattr__`, which Python only calls for names that are not
 there; it answers for parameters that an engine or `zero.Init` has, and for no others. Parameters of stage 3 keep their
 shape in windlass, whole or not.
 """
@@ -19,10 +19,11 @@ from torch import nn
 
 from windlass import zero
 from windlass.compat.refusal import NotBuiltError
+from windlass.compat.status import ZeroParamStatus, ZeroParamType
 from windlass.zero import access, born
 from windlass.zero.access import Released
 from windlass.zero.gathered import GatheredParameters
-from windlass.zero.registry import Place, find
+from windlass.zero.registry import find
 
 _numbers = count()
 _ids: WeakKeyDictionary[Any, dict[int, int]] = WeakKeyDictionary()  # by sharded model: of its parameters
@@ -36,7 +37,7 @@ def install() -> None:
     """Have parameters answer, and modules tell which parameters of others they use. Doing it again does nothing."""
     if nn.Parameter.__dict__.get("__getattr__") is not _ask:
         nn.Parameter.__getattr__ = _ask  # type: ignore[attr-defined]
-        nn.Module.ds_external_parameters = _external_of
+        nn.Module.ds_external_parameters = _external_of  # type: ignore[attr-defined]
         access.lends_name = _is_born
 
 
@@ -84,8 +85,6 @@ def _id(parameter: nn.Parameter) -> int:
 
 
 def _status(parameter: nn.Parameter) -> Any:
-    from windlass.compat.partition import ZeroParamStatus
-
     return ZeroParamStatus.NOT_AVAILABLE if isinstance(parameter, Released) else ZeroParamStatus.AVAILABLE
 
 
@@ -117,8 +116,7 @@ def _tensor(parameter: nn.Parameter) -> torch.Tensor:
 
 
 def _piece(parameter: nn.Parameter) -> int:
-    size = _ranks(parameter).size
-    return -(-parameter.numel() // size)
+    return -(-parameter.numel() // int(_ranks(parameter).size))
 
 
 def _all_gather(parameter: nn.Parameter) -> Callable[..., None]:
@@ -181,8 +179,6 @@ def _refuse(what: str) -> Callable[[nn.Parameter], Any]:
 
 
 def _type(parameter: nn.Parameter) -> Any:
-    from windlass.compat.partition import ZeroParamType
-
     return ZeroParamType.NORMAL
 
 

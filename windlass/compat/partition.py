@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable
 from typing import Any
 
@@ -21,22 +20,6 @@ _orig_torch_eye = torch.eye
 _orig_torch_randn = torch.randn
 
 zero_init_context: list[Any] = []
-
-
-class ZeroParamStatus(enum.Enum):
-    """Where the values of a parameter are."""
-
-    AVAILABLE = 1  # whole, on this rank
-    NOT_AVAILABLE = 2  # spread over the ranks
-    INFLIGHT = 3  # being gathered
-
-
-class ZeroParamType(enum.Enum):
-    """What sort of parameter it is."""
-
-    NORMAL = 1
-    PARTITIONED = 2
-    REMOTE = 3
 
 
 def zero_wrapper_for_fp_tensor_constructor(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:

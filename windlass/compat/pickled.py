@@ -56,7 +56,7 @@ class fragment_address:  # noqa: N801  (the name that is in files)
     start: int
 
 
-class OffloadDeviceEnum(str, enum.Enum):
+class OffloadDeviceEnum(str, enum.Enum):  # noqa: UP042  (its text is as DeepSpeed's)
     """Where what is offloaded goes."""
 
     none = "none"
@@ -64,7 +64,7 @@ class OffloadDeviceEnum(str, enum.Enum):
     nvme = "nvme"
 
 
-class OffloadStateTypeEnum(str, enum.Enum):
+class OffloadStateTypeEnum(str, enum.Enum):  # noqa: UP042  (its text is as DeepSpeed's)
     """What `engine.offload_states` can take off the device."""
 
     optim_states = "optim_states"

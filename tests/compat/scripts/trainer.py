@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers.training_args
 from accelerate.state import AcceleratorState
 from torch.utils.data import Dataset
-import transformers.training_args
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments, set_seed
 
 WORLD_BATCH = 4

@@ -6,8 +6,8 @@ _PARTITION = "deepspeed.runtime.zero.partition_parameters"
 _ZERO = {
     "GatheredParameters": works("windlass.zero:GatheredParameters"),
     "Init": works("windlass.compat.partition:Init"),
-    "ZeroParamStatus": works("windlass.compat.partition:ZeroParamStatus"),
-    "ZeroParamType": works("windlass.compat.partition:ZeroParamType"),
+    "ZeroParamStatus": works("windlass.compat.status:ZeroParamStatus"),
+    "ZeroParamType": works("windlass.compat.status:ZeroParamType"),
     "register_external_parameter": differs(
         "windlass.compat.partition:register_external_parameter",
         "not needed: a module that uses a parameter of another is found by itself",
