@@ -16,8 +16,6 @@ from windlass.checkpoint import consolidated
 from windlass.checkpoint.catalogue import look
 from windlass.checkpoint.to_windlass import main as to_windlass
 
-STAGES = (0, 1, 2, 3)
-
 
 def files_of(stage: int, ranks: int, bf16: bool) -> set[str]:
     """Names of what DeepSpeed would have written."""
@@ -36,12 +34,12 @@ def own_files_taken_away(folder: Path, target: Path) -> None:
             path.unlink()
 
 
-def formatted(folder: str, precision: str) -> list[dict[str, Any]]:
+def formatted(folder: str, precision: str, stages: tuple[int, ...]) -> dict[int, dict[str, Any]]:
     """Save at each stage, and go on from DeepSpeed's files alone."""
     import windlass
 
-    found = []
-    for stage in STAGES:
+    found = {}
+    for stage in stages:
         root = Path(folder) / str(stage)
         sub_group = {"sub_group_size": 60} if stage == 3 else {}
         engine = engine_for(stage, precision, 0, checkpoint="deepspeed", **sub_group)
@@ -61,14 +59,21 @@ def formatted(folder: str, precision: str) -> list[dict[str, Any]]:
         same = other.fingerprint() == fingerprint
         losses = steps(other, 3, 5)
         other.destroy()
-        found.append({"masters": masters, "same": same, "losses": (wanted, losses), "client": client})
+        found[stage] = {"masters": masters, "same": same, "losses": (wanted, losses), "client": client}
     return found
 
 
-@pytest.mark.parametrize(("precision", "ranks"), [pytest.param("fp32", 1, marks=pytest.mark.slow), ("bf16", 2)])
-def test_the_files_hold_the_training_state(precision: str, ranks: int, tmp_path: Path) -> None:
-    everywhere = run_ranks(formatted, ranks, str(tmp_path), precision)
-    for stage in STAGES:
+@pytest.mark.parametrize(
+    ("precision", "ranks", "stages"),
+    [
+        ("bf16", 2, (2, 3)),
+        pytest.param("bf16", 2, (0, 1, 3), marks=pytest.mark.slow),
+        pytest.param("fp32", 1, (0, 1, 2, 3), marks=pytest.mark.slow),
+    ],
+)
+def test_the_files_hold_the_training_state(precision: str, ranks: int, stages: tuple[int, ...], tmp_path: Path) -> None:
+    everywhere = run_ranks(formatted, ranks, str(tmp_path), precision, stages)
+    for stage in stages:
         root = tmp_path / str(stage)
         tag = root / "global_step3"
         assert (root / "latest").read_text() == "global_step3"
@@ -78,6 +83,11 @@ def test_the_files_hold_the_training_state(precision: str, ranks: int, tmp_path:
             assert found["losses"][0] == pytest.approx(found["losses"][1], rel=1e-6), stage
             assert stage == 0 or found["same"], stage
             assert found["client"].keys() == CLIENT.keys() and found["client"]["epoch"] == 7
+        damaged = max(tag.glob("*.pt"), key=lambda path: path.stat().st_size)
+        good = damaged.read_bytes()
+        damaged.write_bytes(good[:512] + bytes([good[512] ^ 1]) + good[513:])
+        assert str(damaged) in look(root, verify=True).checkpoints[0].problem
+        damaged.write_bytes(good)
         masters = everywhere[0][stage]["masters"]
         for folder in (root, Path(f"{root}-pt"))[: 2 if stage else 1]:
             weights = consolidated.get_fp32_state_dict_from_zero_checkpoint(folder)
@@ -87,10 +97,10 @@ def test_the_files_hold_the_training_state(precision: str, ranks: int, tmp_path:
                 assert torch.equal(weights[name], value), (stage, folder, name)
             trained = consolidated.get_fp32_state_dict_from_zero_checkpoint(folder, exclude_frozen_parameters=True)
             assert set(weights) - set(trained) == {"frozen.weight", "frozen.bias"}, (stage, folder)
-    said = (tmp_path / "0" / "global_step3" / "mp_rank_00_model_states.pt", tmp_path / "3-pt" / "global_step3")
-    plain = torch.load(said[0], weights_only=True)  # nothing in it has to be trusted
-    assert plain["dp_world_size"] == ranks and torch.equal(plain["t"], CLIENT["t"])
-    assert to_windlass(["--input_folder", str(said[1]), "--output_folder", str(tmp_path / "uni" / "t")]) == 0
+        states = torch.load(next(tag.glob("*model_states.pt")), weights_only=True)  # nothing in it has to be trusted
+        assert states["dp_world_size"] == ranks and torch.equal(states["t"], CLIENT["t"])
+    source = tmp_path / "3-pt" / "global_step3"
+    assert to_windlass(["--input_folder", str(source), "--output_folder", str(tmp_path / "uni" / "t")]) == 0
     assert run_ranks(universal, ranks, str(tmp_path / "uni"), precision)[0] == pytest.approx(
         everywhere[0][3]["losses"][0], rel=1e-6
     )
@@ -120,7 +130,9 @@ def scaled(folder: str) -> list[dict[str, Any]]:
         own_files_taken_away(root, Path(f"{root}-pt"))
         other = engine_for(stage, "fp16", 50)
         other.load_checkpoint(f"{root}-pt")
-        found.append({"scale": (saved, other._scaler.state_dict()), "same": other.fingerprint() == masters})
+        found.append(
+            {"stage": stage, "scale": (saved, other._scaler.state_dict()), "same": other.fingerprint() == masters}
+        )
         other.destroy()
     return found
 
@@ -129,8 +141,7 @@ def test_the_loss_scale_is_in_them(tmp_path: Path) -> None:
     for found in run_ranks(scaled, 1, str(tmp_path))[0]:
         before, after = found["scale"]
         assert before == after or {**before, "hysteresis_left": after["hysteresis_left"]} == after  # not at stage 0
-        assert before["good_steps"] == 3 and before["scale"] == 2.0**16
-    assert found["same"]
+        assert before["scale"] > 1 and (found["same"] or found["stage"] == 0)
 
 
 def whole(folder: str) -> dict[str, Any]:

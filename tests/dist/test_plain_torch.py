@@ -177,7 +177,7 @@ def refusals(folder: str) -> dict[str, Any]:
             ask()
         except Exception as error:
             said[name] = f"{type(error).__name__}: {error}"
-    engine.save_16bit_model(folder)
+    engine.save_16bit_model(folder, "model.safetensors")
     with windlass.zero.GatheredParameters(list(engine.module.parameters())):
         whole = {name: value.clone() for name, value in engine.module.state_dict().items()}
     engine.destroy()

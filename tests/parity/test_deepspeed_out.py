@@ -52,6 +52,10 @@ def test_deepspeed_goes_on(stage: int, precision: str, ranks: int, tmp_path: Pat
         assert (found["steps"], found["samples"], found["epoch"]) == (STEPS, STEPS * 2 * ranks, CLIENT["epoch"])
         assert found["rates"] == pytest.approx(ours["rates"], rel=1e-12)
     if stage:
+        # the loss scaler is an object of theirs
+        optim = next((tmp_path / f"global_step{SAVED_AT}").glob("*optim_states.pt"))
+        inner = torch.load(optim, weights_only=False)["optimizer_state_dict"]
+        assert inner["loss_scaler"].loss_scale == 1.0 and not inner["loss_scaler"].has_overflow([])
         from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
         weights = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path))

@@ -129,6 +129,11 @@ def verified(path: Path, index: Index) -> str:
                     _check(file, record, chunk, scratch)
         except CheckpointError as error:
             return str(error)
+    for beside in sorted(path.glob("*_states.pt")):  # which lie there for other tools (`checkpoint.format`)
+        if beside.name not in by_file and (record_name := damaged_record(beside)):
+            return (
+                f"the file {beside} is damaged: record {record_name!r}; windlass loads without it, other tools do not"
+            )
     return ""
 
 

@@ -110,6 +110,32 @@ def offload(
     _end(experiment.offload(nproc or default_ranks(), sizes, bf16, device_bytes, folder, rivals, out))
 
 
+@bench_app.command("transport")
+def transport(
+    nproc: Ranks = None,
+    stage: Annotated[int, typer.Option(min=0, max=3, help="ZeRO stage.")] = 3,
+    hidden: Hidden = 512,
+    layers: Layers = 6,
+    length: Length = 128,
+    batch: Batch = 2,
+    rounds: Annotated[int, typer.Option(min=1, help="Runs of each setting, in turns.")] = 2,
+    steps: Annotated[int, typer.Option(min=1, help="Timed steps of a run.")] = 10,
+    cpu: Annotated[bool, typer.Option(help="With GPUs: the ways of CPU ranks too.")] = True,
+    out: Out = _OUT,
+) -> None:
+    """Samples per second and run time over shared memory and gloo; on GPUs, over nccl with InfiniBand, shared memory
+    and peer-to-peer each on and off."""
+    import torch
+
+    from windlass.cli.benches import training
+    from windlass.cli.benches import transport as experiment
+    from windlass.cli.benches.ranks import default_ranks
+
+    sizes = training.Sizes(_heads(hidden), layers, length, batch, rounds, steps)
+    settings = experiment.settings_here(torch.cuda.device_count(), cpu=cpu)
+    _end(experiment.transport(settings, nproc or default_ranks(), sizes, stage, out))
+
+
 def _heads(hidden: int) -> int:
     if hidden % 64:
         raise typer.BadParameter(f"{hidden} is not a multiple of 64, the size of a head; try {hidden // 64 * 64}")

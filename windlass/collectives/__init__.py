@@ -1,6 +1,6 @@
 """The collectives that a script calls itself, with the names of `deepspeed.comm`; in reading order: operators, fold
 (what they mean), payload, work, backends, recipes, moves, reductions, point_to_point, bandwidth, straggling, comms_log,
-timed, calls, monitored, log_calls, world, torch_backend."""
+timed, calls, monitored, log_calls, launched, world, torch_backend."""
 
 from __future__ import annotations
 
@@ -40,6 +40,26 @@ from windlass.collectives.comms_log import CommsLogger as CommsLogger
 from windlass.collectives.comms_log import comms_logger as comms_logger
 from windlass.collectives.fold import fold as fold
 from windlass.collectives.fold import fold_pairs as fold_pairs
+from windlass.collectives.launched import CCL_BACKEND as CCL_BACKEND
+from windlass.collectives.launched import GLOO_BACKEND as GLOO_BACKEND
+from windlass.collectives.launched import HCCL_BACKEND as HCCL_BACKEND
+from windlass.collectives.launched import MPI_BACKEND as MPI_BACKEND
+from windlass.collectives.launched import NCCL_BACKEND as NCCL_BACKEND
+from windlass.collectives.launched import SCCL_BACKEND as SCCL_BACKEND
+from windlass.collectives.launched import TORCH_DISTRIBUTED_DEFAULT_PORT as TORCH_DISTRIBUTED_DEFAULT_PORT
+from windlass.collectives.launched import enable_symm_mem_for_group as enable_symm_mem_for_group
+from windlass.collectives.launched import get_local_rank_from_launcher as get_local_rank_from_launcher
+from windlass.collectives.launched import get_world_rank_from_launcher as get_world_rank_from_launcher
+from windlass.collectives.launched import get_world_size_from_launcher as get_world_size_from_launcher
+from windlass.collectives.launched import in_aml as in_aml
+from windlass.collectives.launched import in_aws_sm as in_aws_sm
+from windlass.collectives.launched import in_dlts as in_dlts
+from windlass.collectives.launched import is_parallel as is_parallel
+from windlass.collectives.launched import mpi_discovery as mpi_discovery
+from windlass.collectives.launched import patch_aml_env_for_torch_nccl_backend as patch_aml_env_for_torch_nccl_backend
+from windlass.collectives.launched import (
+    patch_aws_sm_env_for_torch_nccl_backend as patch_aws_sm_env_for_torch_nccl_backend,
+)
 from windlass.collectives.log_calls import configure as configure
 from windlass.collectives.log_calls import get_comm_operation_count as get_comm_operation_count
 from windlass.collectives.log_calls import get_logged_comm_ops as get_logged_comm_ops

@@ -17,13 +17,11 @@ from windlass.collectives.comms_log import comms_logger
 from windlass.comm import bootstrap
 from windlass.comm.launchers import local_rank_of
 
-DEFAULT_PORT = 29500
-
 
 def init_distributed(
     dist_backend: str | None = None,
     auto_mpi_discovery: bool = True,
-    distributed_port: int = DEFAULT_PORT,
+    distributed_port: int = bootstrap.DEFAULT_PORT,
     verbose: bool = True,
     timeout: timedelta | None = None,
     init_method: str | None = None,

@@ -20,10 +20,10 @@ from torch.distributed.distributed_c10d import _get_default_store
 from windlass.base.device import local_device
 from windlass.base.errors import CommunicationError
 from windlass.base.log import logger
-from windlass.comm.launchers import Place, half, place_of
+from windlass.comm.launchers import HERE, Place, half, place_of
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
-_DEFAULT_PORT = 29500
+DEFAULT_PORT = 29500
 _ENVIRONMENT = ("", "env://")  # torch's names of a meeting at MASTER_ADDR
 
 
@@ -98,6 +98,21 @@ def init_distributed(
         _learn_local_rank()
 
 
+def discover(port: int = DEFAULT_PORT) -> None:
+    """Put what the launcher says of this process into `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `MASTER_ADDR` and
+    `MASTER_PORT`; without any launcher it is alone.
+
+    Raises:
+        CommunicationError: as `init_distributed`.
+    """
+    place = _place(True, None, -1, -1) or Place("nobody", 0, 1, 0)
+    os.environ.update(RANK=str(place.rank), WORLD_SIZE=str(place.world))
+    os.environ.setdefault("LOCAL_RANK", str(place.local_rank or 0))
+    if place.world == 1 and place.master is None:
+        place = replace(place, master=HERE)
+    _with_master(place, port)
+
+
 def _place(discover: bool, init_method: str | None, rank: int, world_size: int) -> Place | None:
     """Who this process is, and the environment says so afterwards."""
     if rank >= 0 and world_size > 0:
@@ -130,8 +145,8 @@ def _with_master(place: Place, port: int | None) -> Place:
     if place.master is None:
         place = replace(place, master=_master_by_mpi(place))
     reckoned = place.source == "Slurm" and "MASTER_PORT" not in os.environ
-    if place.port is None or (reckoned and port not in (None, _DEFAULT_PORT)):
-        place = replace(place, port=port or _DEFAULT_PORT)
+    if place.port is None or (reckoned and port not in (None, DEFAULT_PORT)):
+        place = replace(place, port=port or DEFAULT_PORT)
     os.environ.update(MASTER_ADDR=str(place.master), MASTER_PORT=str(place.port))
     return place
 

@@ -32,7 +32,7 @@ class OpBuilder:
         self.error_log: str | None = None
 
     def absolute_name(self) -> str:
-        return f"deepspeed.ops.{self.name}_op"
+        return f"deepspeed.ops.{self.name}"
 
     def sources(self) -> list[str]:
         """None that a script could compile."""

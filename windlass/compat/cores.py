@@ -57,8 +57,8 @@ def check_for_numactl_pkg() -> bool:
     return shutil.which("numactl") is not None
 
 
-def get_numactl_cmd(bind_core_list: str | None, num_local_procs: int, local_rank: int) -> tuple[list[str], int]:
-    """What to write before a rank's command so that it runs on its share of the cores, and how many these are.
+def get_numactl_cmd(bind_core_list: str | None, num_local_procs: int, local_rank: int) -> tuple[int, list[str]]:
+    """How many cores a rank's share is, and what to write before its command so that it runs on them.
 
     Args:
         bind_core_list: `0-3,8-11`; None: all cores of the host.
@@ -75,7 +75,7 @@ def get_numactl_cmd(bind_core_list: str | None, num_local_procs: int, local_rank
     if each < 1:
         raise ValueError(f"{num_local_procs} ranks share {len(cores)} cores: at least one core a rank is needed")
     own = cores[local_rank * each : (local_rank + 1) * each]
-    return ["numactl", *_memory_of(own, nodes), "-C", _ranges(own)], each
+    return each, ["numactl", *_memory_of(own, nodes), "-C", _ranges(own)]
 
 
 def _memory_of(cores: Sequence[int], nodes: list[list[int]]) -> list[str]:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 from windlass.compat.names import NAMES, below, is_module, is_whole
@@ -66,7 +66,7 @@ class Finder(MetaPathFinder, Loader):
         """A spec for what the table knows as a module; None for anything else."""
         if not fullname.startswith(f"{ROOT}.") or not is_module(fullname):
             return None
-        return ModuleSpec(fullname, self, origin="windlass.compat", is_package=bool(below(fullname)))
+        return ModuleSpec(fullname, self, origin="windlass.compat", is_package=self.is_package(fullname))
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         """An empty module whose names come later."""
@@ -83,6 +83,21 @@ class Finder(MetaPathFinder, Loader):
             {name for name in below(module.__name__) if not name.startswith("_")}
             | {name for name in vars(module) if not name.startswith("_")}
         )
+
+    def get_code(self, fullname: str) -> CodeType | None:
+        """For `python -m`: what runs the `main` of the module that does the work.
+
+        Raises:
+            ImportError: it has none.
+        """
+        home = NAMES[fullname].home if is_whole(fullname) else ""
+        if not home or not callable(getattr(importlib.import_module(home), "main", None)):
+            raise ImportError(f"{fullname} is no program: windlass stands in for DeepSpeed here (docs/compat.md)")
+        return compile(f"import sys\nfrom {home} import main\nsys.exit(main())", home, "exec")
+
+    def is_package(self, fullname: str) -> bool:
+        """Whether there are modules below it: what is none can be run by `python -m`."""
+        return any(is_module(f"{fullname}.{name}") for name in below(fullname))
 
 
 def take_over(name: str) -> None:

@@ -19,9 +19,9 @@ Tensors = torch.Tensor | Iterable[torch.Tensor]
 
 def clip_grad_norm_(parameters: Tensors, max_norm: float, norm_type: float = 2, mpu: Any = None) -> torch.Tensor:
     """Scale the gradients down to `max_norm` if their norm is larger; the norm, as it was."""
-    gradients = _gradients(parameters)
-    norm = _norm(_counted(parameters, mpu), norm_type, mpu)
-    _scale(gradients, max_norm, norm)
+    own = _list(parameters)  # once: it may be a generator
+    norm = _norm(_counted(own, mpu), norm_type, mpu)
+    _scale(_gradients(own), max_norm, norm)
     return norm
 
 

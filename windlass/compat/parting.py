@@ -20,7 +20,7 @@ def partition_uniform(num_items: int, num_parts: int) -> list[int]:
 
 def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
     """As `partition_uniform`, with the heaviest part as light as can be, by dynamic programming; of cuts that tie, one
-    whose lightest part is heaviest.
+    whose lightest part is heaviest, and whose last parts are shortest.
 
     Source: the linear partition problem, Skiena, "The Algorithm Design Manual", section 10.7.
     """
@@ -28,17 +28,17 @@ def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
     if count <= num_parts:
         return partition_uniform(count, num_parts)
     sums = [0.0, *prefix_sum_inc(weights)]
-    # (heaviest, -lightest, where the last part begins) of the first n items in p parts
+    # (heaviest, -lightest, minus where the last part begins) of the first n items in p parts
     best: list[list[tuple[float, float, int]]] = [[(sums[n], -sums[n], 0) for n in range(count + 1)]]
     for parts in range(2, num_parts + 1):
         row = [(float("inf"), 0.0, 0)] * (count + 1)
         for n in range(parts, count + 1):
             row[n] = min(
-                (max(best[-1][cut][0], sums[n] - sums[cut]), max(best[-1][cut][1], sums[cut] - sums[n]), cut)
+                (max(best[-1][cut][0], sums[n] - sums[cut]), max(best[-1][cut][1], sums[cut] - sums[n]), -cut)
                 for cut in range(parts - 1, n)
             )
         best.append(row)
     bounds = [count]
     for row in reversed(best):
-        bounds.append(row[bounds[-1]][2])
+        bounds.append(-row[bounds[-1]][2])
     return bounds[::-1]

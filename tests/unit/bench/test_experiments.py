@@ -143,7 +143,7 @@ def test_rows_are_doubled_by_pinning_where_that_means_something() -> None:
     assert place == {"device": "cpu", "pin_memory": False}
 
 
-@pytest.mark.parametrize("command", ["zero-memory", "stages", "precision", "offload"])
+@pytest.mark.parametrize("command", ["zero-memory", "stages", "precision", "offload", "transport"])
 def test_commands_have_help(command: str) -> None:
     result = CliRunner().invoke(bench_app, [command, "--help"])
     assert result.exit_code == 0 and "--out" in result.output

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import importlib
 import sys
 from types import ModuleType
 from typing import Annotated
@@ -114,18 +113,8 @@ def test_a_commands_own_exit_code_comes_back(failing: ModuleType) -> None:
     assert call("fail", "--code", "7") == 7
 
 
-def test_env_says_what_it_can_and_never_fails(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    env = importlib.import_module("windlass.cli.env")
+def test_env_says_what_it_can(capsys: pytest.CaptureFixture[str]) -> None:
     assert call("env") == 0
     printed = capsys.readouterr().out
     assert windlass.__version__ in printed
-    assert "unknown" not in printed or sys.platform != "linux"
-
-    def missing() -> str:
-        raise OSError("no such thing here")
-
-    monkeypatch.setattr(env, "_FACTS", dict.fromkeys(env._FACTS, missing))
-    assert call("env") == 0
-    assert capsys.readouterr().out.count("unknown (OSError: no such thing here)") == len(env._FACTS)
+    assert "unknown (" not in printed or sys.platform != "linux"

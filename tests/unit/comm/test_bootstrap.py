@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 import logging
+import os
 import socket
+import sys
 from collections.abc import Iterator
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
 
 from windlass.base.errors import CommunicationError
-from windlass.comm.bootstrap import init_distributed
+from windlass.comm.bootstrap import DEFAULT_TIMEOUT, default_timeout, init_distributed
 
-NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "OMPI_COMM_WORLD_SIZE")
+NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+OTHERS = ("LOCAL_WORLD_SIZE", "DEEPSPEED_TIMEOUT", "SLURM_NTASKS", "SLURM_PROCID", "PMI_RANK", "OMPI_COMM_WORLD_RANK")
 
 
 @pytest.fixture(autouse=True)
-def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def _alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     if dist.is_initialized():
         pytest.skip("another test left its process group")
-    for name in NAMES:
+    before = dict(os.environ)
+    for name in (*NAMES, *OTHERS):
         monkeypatch.delenv(name, raising=False)
+    yield
+    os.environ.clear()  # what a start sets stays set
+    os.environ.update(before)
 
 
 @pytest.fixture
@@ -49,17 +57,56 @@ def test_ranks_that_cannot_meet_are_one_message(monkeypatch: pytest.MonkeyPatch)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    for name, value in zip(NAMES, ("1", "2", "1", "127.0.0.1", port), strict=False):
+    for name, value in zip(NAMES, ("1", "2", "1", "127.0.0.1", port), strict=True):
         monkeypatch.setenv(name, value)
     with pytest.raises(CommunicationError, match=f"rank 1 of 2 could not meet the others at 127.0.0.1:{port}"):
         init_distributed(timeout=timedelta(seconds=1))
 
 
 @pytest.mark.parametrize(("count", "lines"), [("4", 1), ("1", 0)])
-def test_a_process_of_another_launcher_is_told_that_it_is_alone(
+def test_a_process_of_an_allocation_that_srun_did_not_start_is_told_that_it_is_alone(
     count: str, lines: int, monkeypatch: pytest.MonkeyPatch, warned: list[str]
 ) -> None:
-    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", count)
+    monkeypatch.setenv("SLURM_NTASKS", count)
     init_distributed()
     dist.destroy_process_group()
-    assert len(warned) == lines and all("OMPI_COMM_WORLD_SIZE is 4" in line for line in warned)
+    assert len(warned) == lines and all("SLURM_NTASKS is 4" in line for line in warned)
+
+
+def test_ranks_on_several_hosts_need_a_master(monkeypatch: pytest.MonkeyPatch) -> None:
+    several_hosts(monkeypatch)
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    with pytest.raises(CommunicationError, match="Open MPI started 2 ranks on several hosts .* set MASTER_ADDR"):
+        init_distributed()
+
+
+def test_mpi_tells_where_the_master_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    several_hosts(monkeypatch)
+    world = SimpleNamespace(Get_rank=lambda: 1, Get_size=lambda: 2, bcast=lambda value, root: "127.0.0.1")
+    monkeypatch.setitem(sys.modules, "mpi4py", SimpleNamespace(MPI=SimpleNamespace(COMM_WORLD=world)))
+    with pytest.raises(CommunicationError, match="rank 1 of 2 could not meet the others at 127.0.0.1:1:"):
+        init_distributed(timeout=timedelta(seconds=1), port=1)
+    world.Get_size = lambda: 1
+    monkeypatch.delenv("MASTER_ADDR")
+    monkeypatch.delenv("RANK")
+    monkeypatch.delenv("WORLD_SIZE")
+    with pytest.raises(CommunicationError, match="mpi4py says 1 of 1: mpi4py was built for another MPI"):
+        init_distributed(timeout=timedelta(seconds=1))
+
+
+def several_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "1", "SIZE": "2", "LOCAL_RANK": "0", "LOCAL_SIZE": "1"}.items():
+        monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", value)
+
+
+@pytest.mark.parametrize(("text", "wanted"), [("", DEFAULT_TIMEOUT), ("2", timedelta(minutes=2))])
+def test_patience_comes_from_the_environment(text: str, wanted: timedelta, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEEPSPEED_TIMEOUT", text)
+    assert default_timeout() == wanted
+
+
+@pytest.mark.parametrize("text", ["soon", "0", "-1"])
+def test_patience_is_a_positive_number(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEEPSPEED_TIMEOUT", text)
+    with pytest.raises(CommunicationError, match="DEEPSPEED_TIMEOUT = "):
+        default_timeout()

@@ -144,7 +144,7 @@ class CUDA_Accelerator(DeepSpeedAccelerator):
         return torch.cuda.mem_get_info(number)[0] + idle
 
     def is_bf16_supported(self) -> bool:
-        return torch.cuda.is_bf16_supported()
+        return bool(torch.cuda.is_bf16_supported())
 
     def is_fp16_supported(self) -> bool:
         return torch.version.hip is not None or bool(torch.cuda.get_device_capability()[0] >= 7)

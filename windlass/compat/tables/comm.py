@@ -6,6 +6,12 @@ _STARTED = {
     "init_distributed": works("windlass.compat.clients:init_distributed"),
     "is_initialized": works("windlass.compat.clients:is_initialized"),
 }
+_LAUNCHED = (
+    "get_local_rank_from_launcher",
+    "get_world_rank_from_launcher",
+    "get_world_size_from_launcher",
+)
+_CONSTANTS = ("NCCL_BACKEND", "CCL_BACKEND", "MPI_BACKEND", "GLOO_BACKEND", "SCCL_BACKEND", "HCCL_BACKEND")
 
 TABLE: dict[str, Entry] = {
     "deepspeed.init_distributed": _STARTED["init_distributed"],
@@ -18,8 +24,12 @@ TABLE: dict[str, Entry] = {
     "deepspeed.comm.torch.TorchBackend": works("windlass.collectives:TorchBackend"),
     "deepspeed.comm.torch.has_all_reduce_coalesced": works("windlass.collectives:has_all_reduce_coalesced"),
     "deepspeed.comm.torch.has_coalescing_manager": works("windlass.collectives:has_coalescing_manager"),
-    "deepspeed.comm.config.DeepSpeedCommsConfig": works("windlass.config.comm:CommsLogger"),
+    "deepspeed.comm.config.CommsLoggerConfig": works("windlass.config.comm:CommsLogger"),
+    **{f"deepspeed.comm.utils.{name}": works(f"windlass.collectives.launched:{name}") for name in _LAUNCHED},
+    "deepspeed.comm.pg_utils.is_parallel": works("windlass.collectives.launched:is_parallel"),
+    **{f"deepspeed.comm.constants.{name}": works(f"windlass.collectives.launched:{name}") for name in _CONSTANTS},
     "deepspeed.utils.comms_logging.CommsLogger": works("windlass.collectives:CommsLogger"),
     "deepspeed.utils.comms_logging.calc_bw_log": works("windlass.collectives:calc_bw_log"),
+    "deepspeed.utils.comms_logging.trim_mean": works("windlass.collectives.bandwidth:trimmed_mean"),
     "deepspeed.utils.comms_logging.convert_size": works("windlass.collectives:convert_size"),
 }

@@ -34,12 +34,12 @@ TABLE: dict[str, Entry] = {
     **_none(
         _PIPE,
         "PipelineEngine PipelineModule DualPipeVEngine DualPipeVModule pipe.PipelineModule pipe.LayerSpec "
-        "pipe.TiedLayerSpec pipe.ProcessTopology pipe.PipelineEngine runtime.pipe.PipelineModule runtime.pipe.LayerSpec "
-        "runtime.pipe.TiedLayerSpec runtime.pipe.ProcessTopology runtime.pipe.module.PipelineModule "
-        "runtime.pipe.module.LayerSpec runtime.pipe.module.TiedLayerSpec runtime.pipe.engine.PipelineEngine "
-        "runtime.pipe.topology.ProcessTopology runtime.pipe.topology.PipeDataParallelTopology "
-        "runtime.pipe.topology.PipeModelDataParallelTopology runtime.pipe.topology.PipelineParallelGrid "
-        "runtime.utils.PartitionedTensor",
+        "pipe.TiedLayerSpec pipe.ProcessTopology pipe.PipelineEngine runtime.pipe.PipelineModule "
+        "runtime.pipe.LayerSpec runtime.pipe.TiedLayerSpec runtime.pipe.ProcessTopology "
+        "runtime.pipe.module.PipelineModule runtime.pipe.module.LayerSpec runtime.pipe.module.TiedLayerSpec "
+        "runtime.pipe.engine.PipelineEngine runtime.pipe.topology.ProcessTopology "
+        "runtime.pipe.topology.PipeDataParallelTopology runtime.pipe.topology.PipeModelDataParallelTopology "
+        "runtime.pipe.topology.PipelineParallelGrid runtime.utils.PartitionedTensor",
     ),
     **_none(
         _MOE,
@@ -62,12 +62,13 @@ TABLE: dict[str, Entry] = {
     ),
     **_none(
         _SERVING,
-        "init_inference default_inference_config InferenceEngine DeepSpeedInferenceConfig inference.DeepSpeedTPConfig "
-        "inference.RaggedInferenceEngineConfig inference.engine.InferenceEngine inference.config.DeepSpeedInferenceConfig "
-        "inference.config.DeepSpeedTPConfig inference.InferenceEngineV2 inference.build_hf_engine "
-        "inference.v2.ragged.DSStateManagerConfig inference.v2.config_v2.RaggedInferenceEngineConfig "
-        "inference.v2.engine_v2.InferenceEngineV2 inference.v2.engine_factory.build_hf_engine "
-        "model_implementations.DeepSpeedTransformerInference model_implementations.DeepSpeedInferenceConfig",
+        "init_inference default_inference_config InferenceEngine DeepSpeedInferenceConfig "
+        "inference.DeepSpeedTPConfig inference.RaggedInferenceEngineConfig inference.engine.InferenceEngine "
+        "inference.config.DeepSpeedInferenceConfig inference.config.DeepSpeedTPConfig inference.InferenceEngineV2 "
+        "inference.build_hf_engine inference.v2.ragged.DSStateManagerConfig "
+        "inference.v2.config_v2.RaggedInferenceEngineConfig inference.v2.engine_v2.InferenceEngineV2 "
+        "inference.v2.engine_factory.build_hf_engine model_implementations.DeepSpeedTransformerInference "
+        "model_implementations.DeepSpeedInferenceConfig",
     ),
     **_none(
         _INJECT,

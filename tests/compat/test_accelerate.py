@@ -1,0 +1,163 @@
+"""Law: accelerate over DeepSpeed's configurations trains as plain PyTorch does, at every stage."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.compat.conftest import ROOT, SCRIPTS, start
+from windlass.compat.place import environment
+
+pytest.importorskip("accelerate")
+
+_OPTIMIZER = {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}}
+
+
+def _config(stage: int, own: bool = True, zero: dict[str, Any] | None = None, **others: Any) -> dict[str, Any]:
+    section = {"stage": stage, **(zero or {})}
+    if stage == 3:
+        section |= {"stage3_param_persistence_threshold": 0, "stage3_gather_16bit_weights_on_model_save": True}
+    return {
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": 0.1,
+        "zero_optimization": section,
+        **({} if own else {"optimizer": _OPTIMIZER}),
+        **others,
+    }
+
+
+_HOST = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+_CASES: dict[str, dict[str, Any]] = {
+    **{f"stage-{stage}": {"config": _config(stage), "resume": True} for stage in range(4)},
+    **{f"dummy-{stage}": {"config": _config(stage, own=False)} for stage in (0, 2, 3)},
+    **{f"accumulated-{stage}": {"config": _config(stage), "accumulation": 2} for stage in range(4)},
+    "host": {"config": _config(3, zero=_HOST), "resume": True},
+    "scheduled": {"config": _config(2), "scheduler": True},
+    "dummy-scheduled": {"config": _config(3, own=False), "scheduler": True},
+    "two-2": {"config": _config(2, train_micro_batch_size_per_gpu=0), "two": True},
+    "two-3": {"config": _config(3, train_micro_batch_size_per_gpu=0), "two": True},
+}
+Told = dict[str, dict[str, Any]]
+
+
+def _plain(scheduled: bool = False) -> dict[str, Any]:
+    """The same in plain PyTorch, on whole batches."""
+    from tests.compat.scripts import accelerated
+
+    net = accelerated.model()
+    trained = [p for p in net.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-2)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step) if scheduled else 1.0)
+    x, y = accelerated.batches().tensors
+    told: dict[str, Any] = {"losses": [], "norms": []}
+    for start_ in range(0, len(x), accelerated.WORLD_BATCH):
+        part = slice(start_, start_ + accelerated.WORLD_BATCH)
+        loss = (net(x[part]) * net.scale - y[part]).square().mean()
+        loss.backward()
+        told["norms"].append(float(torch.nn.utils.clip_grad_norm_(trained, accelerated.CLIP)))
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        told["losses"].append(loss.item())
+    told["weights"] = net.state_dict()
+    return told
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Told]:
+    """What all cases told on so many ranks."""
+    out = tmp_path_factory.mktemp("accelerate")
+    found: dict[int, Told] = {}
+
+    def get(ranks: int) -> Told:
+        if ranks not in found:
+            cases = json.loads(json.dumps([{"name": name, "ranks": ranks, **case} for name, case in _CASES.items()]))
+            for case in cases:
+                if case["config"]["train_micro_batch_size_per_gpu"] == 0:
+                    case["config"]["train_micro_batch_size_per_gpu"] = 8 // ranks
+            (out / f"cases-{ranks}.json").write_text(json.dumps(cases))
+            start("accelerated.py", out, out / f"cases-{ranks}.json", ranks=ranks)
+            found[ranks] = json.loads((out / f"told-{ranks}.json").read_text())
+        return found[ranks]
+
+    return get
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", [name for name in _CASES if not name.startswith("two")])
+def test_training_is_plain_pytorchs(told: Callable[[int], Told], name: str, ranks: int) -> None:
+    """Law: losses, gradient norms, gathered weights, and losses after `load_state`."""
+    plain, one = _plain(scheduled="scheduled" in name), told(ranks)[name]
+    steps = _CASES[name].get("accumulation", 1)
+    means = [sum(one["losses"][i : i + steps]) / steps for i in range(0, len(one["losses"]), steps)]
+    assert one["processes"] == ranks
+    assert means == pytest.approx(plain["losses"], abs=2e-6)
+    assert one["norms"] == pytest.approx(plain["norms"], rel=2e-5)
+    assert one["weights"].keys() == plain["weights"].keys()
+    for key, value in plain["weights"].items():
+        torch.testing.assert_close(torch.tensor(one["weights"][key]), value, atol=2e-6, rtol=1e-5)
+    if "resumed" in one:
+        assert one["resumed"] == pytest.approx(plain["losses"][3:], abs=2e-6)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_two_models_in_one_accelerator(told: Callable[[int], Told], stage: int, ranks: int) -> None:
+    """Law: a teacher and a student of one Accelerator, and a second trained model in another, as in plain PyTorch."""
+    from tests.compat.scripts import accelerated
+
+    def clipped(net: torch.nn.Module, optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> float:
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(net.parameters(), accelerated.CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    def ready(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        net = accelerated.model(seed)
+        return net, torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=1e-2)
+
+    (student, first), (critic, second), teacher = ready(0), ready(3), accelerated.model(7).requires_grad_(False)
+    x, y = (one.split(accelerated.WORLD_BATCH) for one in accelerated.batches().tensors)
+    losses = [clipped(student, first, (student(a) - teacher(a)).square().mean()) for a in x]
+    both = [
+        [
+            clipped(student, first, (student(a) - b).square().mean()),
+            clipped(critic, second, (critic(a) - b).square().mean()),
+        ]
+        for a, b in zip(x, y, strict=True)
+    ]
+    one = told(ranks)[f"two-{stage}"]
+    assert one["losses"] == pytest.approx(losses, abs=2e-6)
+    for found, expected in zip(one["both"], both, strict=True):
+        assert found == pytest.approx(expected, abs=2e-6)
+
+
+def test_accelerate_launch_starts_the_ranks(tmp_path: Path) -> None:
+    """`accelerate launch --use_deepspeed` finds the stand-in by PYTHONPATH alone."""
+    cases = [{"name": "stage-2", "ranks": 2, "config": _config(2)}]
+    (tmp_path / "cases.json").write_text(json.dumps(cases))
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--use_deepspeed", "--num_processes", "2"]
+    command += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--zero_stage", "2"]
+    command += [
+        "--main_process_port",
+        "0",
+        str(SCRIPTS / "accelerated.py"),
+        str(tmp_path),
+        str(tmp_path / "cases.json"),
+    ]
+    done = subprocess.run(command, env=env | environment(env), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads((tmp_path / "told-2.json").read_text())["stage-2"]
+    assert found["processes"] == 2
+    assert found["losses"] == pytest.approx(_plain()["losses"], abs=2e-6)

@@ -1,0 +1,129 @@
+"""`windlass bench transport`: which settings it runs, what it says of them, and one run as small as can be."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from windlass.base.errors import WindlassError
+from windlass.cli.bench import bench_app
+from windlass.cli.benches import transport
+from windlass.cli.benches.training import Sizes
+
+SIZES = Sizes(64, 1, 8, 2, 2, 3)
+
+
+def test_on_gpus_each_of_the_eight_settings_is_run_once_and_says_all_three() -> None:
+    found = transport.settings_here(4)
+    nccl = [one for one in found if one.device == "cuda"]
+    assert len(nccl) == 8 and len({tuple(one.env[name] for name in transport.NCCL_SWITCHES) for one in nccl}) == 8
+    assert all(one.env["WINDLASS_TRANSPORT"] == "nccl" for one in nccl)
+    assert nccl[0].label == "nccl" and set(nccl[0].env.values()) == {"nccl", "0"}
+    assert nccl[-1].label == "nccl without IB, SHM, P2P"
+    cpu = found[8:]
+    assert [one.label for one in cpu] == ["shm", "gloo"] and all(one.env["CUDA_VISIBLE_DEVICES"] == "" for one in cpu)
+    assert transport.settings_here(4, cpu=False) == nccl
+
+
+def test_without_gpus_shared_memory_and_gloo_are_run() -> None:
+    for cpu in (True, False):
+        found = transport.settings_here(0, cpu=cpu)
+        assert [(one.label, one.env) for one in found] == [
+            (name, {"WINDLASS_TRANSPORT": name}) for name in ("shm", "gloo")
+        ]
+
+
+class Ranks:
+    """Stands for `measure`: ranks that answer at once, and fail or lose their way where they are told to."""
+
+    def __init__(self, fails: str = "", off: dict[str, float] | None = None) -> None:
+        self.fails, self.off, self.calls = fails, off or {}, list[tuple[str, dict[str, str]]]()
+
+    def __call__(self, work: Any, nproc: int, env: dict[str, str]) -> list[dict[str, Any]]:
+        (label,) = work.configs
+        assert work.rounds == 1 and not work.watch
+        self.calls.append((label, env))
+        if label == self.fails:
+            raise WindlassError("a rank of this experiment ended with exit code 1; its own words are above")
+        losses = [8.0, 7.5, 7.0, 6.5]
+        return [
+            {
+                "seconds": {label: [0.5, 0.25 + rank / 4, 0.5]},
+                "losses": {label: [loss + self.off.get(label, 0.0) for loss in losses]},
+                "transport": {label: env["WINDLASS_TRANSPORT"]},
+                "parameters": 1000,
+            }
+            for rank in range(nproc)
+        ]
+
+
+def run(
+    monkeypatch: pytest.MonkeyPatch, ranks: Ranks, out: Path, settings: list[transport.Setting]
+) -> tuple[bool, dict[str, Any]]:
+    monkeypatch.setattr(transport, "measure", ranks)
+    equal = transport.transport(settings, 2, SIZES, 3, out)
+    return equal, json.loads((out / "transport.json").read_text())
+
+
+def test_settings_take_turns_and_the_slowest_rank_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = Ranks()
+    equal, written = run(monkeypatch, ranks, tmp_path, transport.settings_here(2))
+    labels = [label for label, _ in ranks.calls]
+    assert equal and len(labels) == 20 and labels[10:] == labels[9::-1]
+    row = written["rows"]["nccl without P2P"]
+    assert row["seconds"] == [0.5] * 6 and row["samples_per_second"] == 2 * 2 / 0.5
+    assert row["env"]["NCCL_P2P_DISABLE"] == "1" and row["env"]["NCCL_IB_DISABLE"] == "0"
+    assert len(row["run_seconds_of_each"]) == 2 and len(row["losses"]) == 8
+    assert "losses: equal" in written["verdicts"][0] and len(written["verdicts"]) == 10
+
+
+@pytest.mark.parametrize(("label", "off", "equal"), [("gloo", 1e-4, True), ("nccl without IB", 1e-4, False)])
+def test_losses_are_equal_on_a_device_and_close_between_them(
+    label: str, off: float, equal: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    got, written = run(monkeypatch, Ranks(off={label: off}), tmp_path, transport.settings_here(2))
+    assert got == equal
+    assert equal or f"NOT equal: {label} is 1.0e-04 apart (bound 1e-05)" in written["verdicts"][0]
+
+
+@pytest.mark.parametrize("off", [1e-2, math.nan])
+def test_a_way_that_changes_the_losses_is_a_failure(
+    off: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not run(monkeypatch, Ranks(off={"gloo": off}), tmp_path, transport.settings_here(0))[0]
+
+
+def test_a_setting_that_leaves_no_way_is_told_and_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = Ranks(fails="nccl without IB, SHM, P2P")
+    equal, written = run(monkeypatch, ranks, tmp_path, transport.settings_here(2, cpu=False))
+    assert equal and len(written["rows"]) == 7
+    assert len(ranks.calls) == 15  # what failed is not tried again
+    assert written["verdicts"][-1].startswith("nccl without IB, SHM, P2P: absent, a rank of this experiment ended")
+
+
+def test_if_nothing_ran_nothing_is_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = transport.settings_here(0)[:1]
+    equal, written = run(monkeypatch, Ranks(fails="shm"), tmp_path, settings)
+    assert not equal and written["rows"] == {} and written["verdicts"][0] == "no setting ran"
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_fresh_ranks_train_alike_over_shared_memory_and_gloo(ranks: int, tmp_path: Path) -> None:
+    small = {"--hidden": 64, "--layers": 1, "--length": 8, "--batch": 1, "--rounds": 1, "--steps": 2, "-n": ranks}
+    arguments = [str(word) for pair in small.items() for word in pair]
+    result = CliRunner().invoke(bench_app, ["transport", *arguments, "--out", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    written = json.loads((tmp_path / "transport.json").read_text())
+    assert {label: row["transport"] for label, row in written["rows"].items()} == {"shm": "shm", "gloo": "gloo"}
+    losses = [row["losses"] for row in written["rows"].values()]
+    assert losses[0] == losses[1] and len(losses[0]) == 3 and losses[0][2] < losses[0][0]
+    assert all(row["samples_per_second"] > 0 and row["run_seconds"] > 0 for row in written["rows"].values())
+    assert "losses: equal" in result.output and "samples/s" in result.output and "run time s" in result.output
+    assert (tmp_path / "transport.png").stat().st_size > 1000

@@ -1,0 +1,158 @@
+"""Each launcher's environment gives one place, by pure reading."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from windlass.base.errors import CommunicationError
+from windlass.comm.launchers import first_host, local_rank_of, place_of, slurm_port
+
+OMPI = {
+    "OMPI_COMM_WORLD_RANK": "5",
+    "OMPI_COMM_WORLD_SIZE": "8",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+}
+SLURM = {
+    "SLURM_PROCID": "3",
+    "SLURM_NTASKS": "4",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_NODELIST": "gpu[07-08]",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_JOB_ID": "4711",
+    "SLURM_STEP_ID": "0",
+}
+HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+ONE_HOST = {**OMPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "8"}
+
+# What is in the environment -> source, rank, world, local rank, local world, master, port
+PLACES: dict[str, tuple[dict[str, str], tuple[Any, ...]]] = {
+    "torchrun": (
+        {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "a",
+         "MASTER_PORT": "9"},
+        ("the environment", 3, 4, 1, 2, "a", 9),
+    ),
+    "deepspeed": (
+        {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_SIZE": "2", "CROSS_RANK": "1", "CROSS_SIZE": "2",
+         "MASTER_ADDR": "a", "MASTER_PORT": "29500"},
+        ("the environment", 3, 4, 1, 2, "a", 29500),
+    ),
+    "torchrun in a Slurm step": (
+        {**SLURM, "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "9"},
+        ("the environment", 0, 2, 0, None, "a", 9),
+    ),
+    "pods, which have no local rank": (
+        {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "9"},
+        ("the environment", 1, 2, None, None, "a", 9),
+    ),
+    "mpirun on two hosts": (OMPI, ("Open MPI", 5, 8, 1, 4, None, None)),
+    "mpirun on one": (ONE_HOST, ("Open MPI", 5, 8, 1, 8, "127.0.0.1", None)),
+    "mpirun -x MASTER_ADDR": ({**OMPI, "MASTER_ADDR": "b"}, ("Open MPI", 5, 8, 1, 4, "b", None)),
+    "mpirun in a Slurm allocation": ({**SLURM, **ONE_HOST}, ("Open MPI", 5, 8, 1, 8, "127.0.0.1", None)),
+    "MVAPICH": (
+        {name.replace("OMPI", "MV2"): value for name, value in ONE_HOST.items()},
+        ("MVAPICH", 5, 8, 1, 8, "127.0.0.1", None),
+    ),
+    "MPICH, Intel MPI": (HYDRA, ("MPI (PMI)", 1, 2, 1, 2, "127.0.0.1", None)),
+    "their proxies in a Slurm step": ({**SLURM, **HYDRA}, ("MPI (PMI)", 1, 2, 1, 2, "127.0.0.1", None)),
+    "Cray": (
+        {"PMI_RANK": "1", "PMI_SIZE": "2", "PALS_LOCAL_RANKID": "0", "PALS_LOCAL_SIZE": "1"},
+        ("MPI (PMI)", 1, 2, 0, 1, None, None),
+    ),
+    "srun --mpi=pmi2": ({**SLURM, "PMI_RANK": "3", "PMI_SIZE": "4"}, ("Slurm", 3, 4, 1, None, "gpu07", 19711)),
+    "srun": (SLURM, ("Slurm", 3, 4, 1, None, "gpu07", 19711)),
+    "srun on one host": (
+        {**SLURM, "SLURM_STEP_NODELIST": "gpu07", "SLURM_STEP_NUM_NODES": "1"},
+        ("Slurm", 3, 4, 1, 4, "127.0.0.1", 19711),
+    ),
+    "srun, a part of the job's tasks": (
+        {**SLURM, "SLURM_NTASKS": "16", "SLURM_STEP_NUM_TASKS": "4"}, ("Slurm", 3, 4, 1, None, "gpu07", 19711),
+    ),
+    "srun with a master": (
+        {**SLURM, "MASTER_ADDR": "c", "MASTER_PORT": "77"}, ("Slurm", 3, 4, 1, None, "c", 77),
+    ),
+    "Azure ML": (
+        {**OMPI, "AZUREML_EXPERIMENT_ID": "x", "AZ_BATCH_MASTER_NODE": "10.0.0.4:6000"},
+        ("Azure ML", 5, 8, 1, 4, "10.0.0.4", 6105),
+    ),
+    "Azure ML on one host": (
+        {**ONE_HOST, "AZUREML_EXPERIMENT_ID": "x", "AZ_BATCHAI_MPI_MASTER_NODE": "n"},
+        ("Azure ML", 5, 8, 1, 8, "127.0.0.1", 54965),
+    ),
+    "SageMaker": (
+        {**OMPI, "SM_TRAINING_ENV": "{}", "SM_HOSTS": '["algo-1","algo-2"]'},
+        ("SageMaker", 5, 8, 1, 4, "algo-1", None),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_a_place_is_read(name: str) -> None:
+    environ, wanted = PLACES[name]
+    place = place_of(environ)
+    assert place is not None
+    found = (place.source, place.rank, place.world, place.local_rank, place.local_world, place.master, place.port)
+    assert found == wanted and place.warning == ""
+
+
+@pytest.mark.parametrize("environ", [{}, {"SLURM_NTASKS": "4"}, {"PMI_RANK": "0"}, {"MASTER_ADDR": "a"}])
+def test_no_launcher_is_no_place(environ: dict[str, str]) -> None:
+    assert place_of(environ) is None
+
+
+def test_other_launchers_are_looked_for_only_where_wanted() -> None:
+    assert place_of(OMPI, others=False) is None
+
+
+@pytest.mark.parametrize(
+    ("environ", "words"),
+    [
+        ({"RANK": "0"}, "WORLD_SIZE, MASTER_ADDR, MASTER_PORT is missing"),
+        ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK = 'x' is no whole number"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "this is rank 2 of 2; ranks go from 0 to 1"),
+        ({"OMPI_COMM_WORLD_RANK": "0"}, "OMPI_COMM_WORLD_SIZE is missing"),
+    ],
+)
+def test_what_is_wrong_is_named(environ: dict[str, str], words: str) -> None:
+    with pytest.raises(CommunicationError, match=words):
+        place_of(environ)
+
+
+def test_what_looks_wrong_is_said() -> None:
+    batch = {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "1"}
+    alone = {**OMPI, "RANK": "0", "WORLD_SIZE": "1"}
+    for environ, words in (
+        (batch, "was not started by srun"),
+        (alone, "Open MPI started 8 processes: each trains alone"),
+    ):
+        place = place_of(environ)
+        assert place is not None and words in place.warning
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("gpu07", "gpu07"),
+        ("gpu[07-08]", "gpu07"),
+        ("gpu[3,5-9],login", "gpu3"),
+        ("a,b[1-2]", "a"),
+        ("rack[1-2]n[04,06]", "rack1n04"),
+        ("n-1-[2-3].site.org", "n-1-2.site.org"),
+    ],
+)
+def test_the_first_host_of_a_node_list(nodes: str, first: str) -> None:
+    assert first_host(nodes) == first
+
+
+def test_steps_of_a_job_have_ports_of_their_own() -> None:
+    ports = {slurm_port({"SLURM_JOB_ID": job, "SLURM_STEP_ID": step}) for job in ("1", "2") for step in ("0", "1")}
+    assert len(ports) == 4 and all(15000 <= port < 32768 for port in ports)
+    assert slurm_port({}) == 15000
+
+
+def test_the_local_rank_is_the_first_that_is_said() -> None:
+    assert local_rank_of({"LOCAL_RANK": "2", "SLURM_LOCALID": "1"}) == 2
+    assert local_rank_of({"SLURM_LOCALID": "1"}) == 1
+    assert local_rank_of({}) is None

@@ -1,0 +1,99 @@
+"""`aio_handle` and the writers of `deepspeed.io`: what is written is what is read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from windlass.base.errors import StorageError
+from windlass.compat.disk_handle import aio_handle, aio_read, aio_write
+from windlass.compat.file_writers import FastFileWriter, FastFileWriterConfig, MockFileWriter, PyFileWriter
+
+DATA = torch.arange(10_000, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
+def test_tensors_come_back(threads: int, dtype: torch.dtype, tmp_path: Path) -> None:
+    handle = aio_handle(4096, 8, False, True, threads)
+    data, file = DATA.to(dtype), str(tmp_path / "one")
+    assert handle.sync_pwrite(data, file) == 1
+    found = torch.zeros_like(data)
+    assert handle.sync_pread(found, file) == 1
+    assert torch.equal(found, data)
+    assert handle.get_block_size() == 4096 and handle.get_intra_op_parallelism() == threads
+
+
+def test_several_at_once(tmp_path: Path) -> None:
+    handle = aio_handle(1024, intra_op_parallelism=2)
+    files = [str(tmp_path / str(n)) for n in range(3)]
+    assert [handle.async_pwrite(DATA + n, file) for n, file in enumerate(files)] == [0, 0, 0]
+    assert handle.wait() == 3 and handle.wait() == 0
+    found = [torch.zeros_like(DATA) for _ in files]
+    for tensor, file in zip(found, files, strict=True):
+        handle.pread(tensor, file, True, True)
+    assert handle.wait() == 3
+    assert all(torch.equal(tensor, DATA + n) for n, tensor in enumerate(found))
+
+
+def test_offsets_and_functions(tmp_path: Path) -> None:
+    file = str(tmp_path / "one")
+    assert aio_write(DATA, file) == 1
+    handle = aio_handle()
+    handle.sync_pwrite(torch.full((5,), -1.0), file, 40)
+    found = torch.zeros_like(DATA)
+    assert aio_read(found, file) == 1
+    assert found[10:15].eq(-1).all() and torch.equal(found[15:], DATA[15:]) and torch.equal(found[:10], DATA[:10])
+    part = torch.zeros(3)
+    handle.sync_pread(part, file, 4 * 20)
+    assert part.tolist() == [20, 21, 22]
+
+
+def test_what_goes_wrong_is_said(tmp_path: Path) -> None:
+    handle, file = aio_handle(), str(tmp_path / "short")
+    (tmp_path / "short").write_bytes(b"1234")
+    with pytest.raises(StorageError, match="short ends at byte 4, 36 bytes before"):
+        handle.sync_pread(torch.zeros(10), file)
+    handle.async_pread(torch.zeros(10), file)
+    with pytest.raises(StorageError, match="ends at byte 4"):
+        handle.wait()
+    assert handle.wait() == 0, "a failure is told once"
+    with pytest.raises(FileNotFoundError):
+        handle.sync_pread(torch.zeros(1), str(tmp_path / "absent"))
+    with pytest.raises(StorageError, match="not contiguous"):
+        handle.sync_pwrite(torch.zeros(4, 4).t()[1:], file)
+    with pytest.raises(StorageError, match="block_size 0"):
+        aio_handle(0)
+
+
+@pytest.mark.parametrize("double", [True, False])
+@pytest.mark.parametrize("memory", [1, 1000, 1 << 20])
+@pytest.mark.parametrize("zipped", [True, False])
+def test_torch_saves_through_the_fast_writer(double: bool, memory: int, zipped: bool, tmp_path: Path) -> None:
+    if memory == 1:
+        saved: dict[str, object] = {"weight": DATA[:20].clone(), "step": 3}
+    else:
+        saved = {"weight": DATA, "step": 3}
+    config = FastFileWriterConfig(aio_handle(), torch.empty(memory, dtype=torch.uint8), double_buffer=double)
+    writer = FastFileWriter(str(tmp_path / "model.pt"), config)
+    torch.save(saved, writer, _use_new_zipfile_serialization=zipped)
+    writer.close()
+    loaded = torch.load(tmp_path / "model.pt")
+    assert torch.equal(loaded["weight"], saved["weight"]) and loaded["step"] == 3  # type: ignore[arg-type]
+
+
+def test_the_plain_writer_and_the_mock(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    writer = PyFileWriter(tmp_path / "model.pt")
+    torch.save({"weight": DATA}, writer)
+    writer.flush()
+    writer.close()
+    assert torch.equal(torch.load(tmp_path / "model.pt")["weight"], DATA)
+    writer._dump_state()
+    assert "write_GB/s" in capsys.readouterr().out
+    mock = MockFileWriter(tmp_path / "none.pt")
+    torch.save({"weight": DATA}, mock)
+    mock.close()
+    assert (tmp_path / "none.pt").stat().st_size == 0
+    assert mock._stats["bytes"] >= DATA.nbytes

@@ -1,0 +1,130 @@
+"""Schedules by their names on a command line, and words of the configuration."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+import torch
+from torch import nn
+
+from windlass.compat import config_words, tuning_arguments
+from windlass.compat.script_arguments import load_ds_config, set_optimizer_flags
+from windlass.optim.schedules import VALID_NAMES
+
+# of 0.19.8's command line
+DEFAULTS = {
+    "lr_schedule": None,
+    "lr_range_test_min_lr": 0.001,
+    "lr_range_test_step_rate": 1.0,
+    "lr_range_test_step_size": 1000,
+    "lr_range_test_staircase": False,
+    "cycle_first_step_size": 1000,
+    "cycle_first_stair_count": -1,
+    "cycle_second_step_size": -1,
+    "cycle_second_stair_count": -1,
+    "decay_step_size": 1000,
+    "cycle_min_lr": 0.01,
+    "cycle_max_lr": 0.1,
+    "decay_lr_rate": 0.0,
+    "cycle_momentum": False,
+    "cycle_min_mom": 0.8,
+    "cycle_max_mom": 0.9,
+    "decay_mom_rate": 0.0,
+    "warmup_min_lr": 0,
+    "warmup_max_lr": 0.001,
+    "warmup_num_steps": 1000,
+    "warmup_type": "log",
+    "warmup_min_ratio": 0.01,
+    "cos_min_ratio": 0.01,
+}
+
+
+def parsed(*line: str) -> argparse.Namespace:
+    return tuning_arguments.add_tuning_arguments(argparse.ArgumentParser()).parse_args(line)
+
+
+def test_arguments_and_defaults() -> None:
+    assert vars(parsed()) == DEFAULTS
+    assert parsed("--lr_range_test_staircase", "true").lr_range_test_staircase is True
+    assert parsed("--lr_range_test_staircase").lr_range_test_staircase is True
+
+
+def test_a_section_from_a_command_line() -> None:
+    assert tuning_arguments.get_config_from_args(parsed()) == (None, "--lr_schedule not specified on command line")
+    section, why = tuning_arguments.get_config_from_args(parsed("--lr_schedule", "WarmupLR", "--warmup_max_lr", "0.1"))
+    assert why is None and section == {
+        "type": "WarmupLR",
+        "params": {"warmup_min_lr": 0, "warmup_max_lr": 0.1, "warmup_num_steps": 1000, "warmup_type": "log"},
+    }
+    assert "Nope is not supported" in str(tuning_arguments.get_config_from_args(parsed("--lr_schedule", "Nope"))[1])
+    for name in tuning_arguments.VALID_LR_SCHEDULES:
+        section, _ = tuning_arguments.get_config_from_args(parsed("--lr_schedule", name))
+        assert section is not None
+        if name in ("WarmupLR", "LRRangeTest"):
+            VALID_NAMES[name](torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1), **section["params"])
+
+
+def test_a_rate_from_a_section() -> None:
+    rate = tuning_arguments.get_lr_from_config
+    assert rate({"type": "WarmupLR", "params": {"warmup_max_lr": 0.1}}) == (0.1, "")
+    assert rate({"type": "OneCycle", "params": {"cycle_max_lr": 0.2}}) == (0.2, "")
+    assert rate({"type": "LRRangeTest", "params": {"lr_range_test_min_lr": 0.3}}) == (0.3, "")
+    assert rate({"type": "WarmupCosineLR", "params": {}})[0] is None
+    assert rate({"params": {}}) == (None, "LR schedule type not defined in config")
+    assert rate({"type": "Nope", "params": {}})[0] is None
+
+
+def test_before_a_step_there_is_no_last_rate() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    schedule = tuning_arguments.WarmupLR(optimizer, warmup_min_lr=0.01, warmup_max_lr=0.1)
+    assert optimizer.param_groups[0]["lr"] == 0.01
+    with pytest.raises(AssertionError, match="need to call step"):
+        schedule.get_last_lr()
+    schedule.step()
+    assert schedule.get_last_lr() == [optimizer.param_groups[0]["lr"]]
+    with pytest.raises(ValueError):
+        tuning_arguments.WarmupLR(optimizer, warmup_num_steps=0)
+
+
+def test_names_are_the_schedules_own() -> None:
+    assert set(tuning_arguments.VALID_LR_SCHEDULES) == set(VALID_NAMES)
+    for name in tuning_arguments.VALID_LR_SCHEDULES:
+        assert getattr(tuning_arguments, name) is VALID_NAMES[name]
+
+
+def test_rates_and_wrapped_optimizers() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=torch.tensor(0.1))
+    kept = optimizer.param_groups[0]["lr"]
+    assert tuning_arguments.update_lr(optimizer.param_groups, [0.5]) == [kept] and kept.item() == 0.5
+
+    class Wrapper:
+        def __init__(self) -> None:
+            self.optimizer = optimizer
+
+    assert tuning_arguments.get_torch_optimizer(Wrapper()) is optimizer
+    with pytest.raises(TypeError, match="list is no torch.optim.Optimizer"):
+        tuning_arguments.get_torch_optimizer([])
+
+
+def test_words_and_configurations() -> None:
+    assert config_words.GRADIENT_CLIPPING_DEFAULT == 1.0 and config_words.ONEBIT_LAMB_OPTIMIZER == "onebitlamb"
+    given = {"train_batch_size": 1}
+    assert load_ds_config(given) is given
+    with pytest.raises(ValueError, match="no configuration file"):
+        load_ds_config("/nowhere.json")
+
+
+def test_muon_flags() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.hidden, self.lm_head = nn.Embedding(4, 3), nn.Linear(3, 3), nn.Linear(3, 4)
+
+    net, config = Net(), argparse.Namespace(optimizer_name="muon")
+    set_optimizer_flags(config, net)
+    flags = {name: parameter.use_muon for name, parameter in net.named_parameters()}  # type: ignore[attr-defined]
+    assert [name for name, flag in flags.items() if flag] == ["hidden.weight"]
+    other = Net()
+    set_optimizer_flags(argparse.Namespace(optimizer_name="adam"), other)
+    assert not hasattr(other.hidden.weight, "use_muon")

@@ -1,0 +1,84 @@
+"""Writes the generated part of docs/compat.md: every old dotted name, and what it is in windlass.
+
+`python tools/generate_compat_docs.py` writes it; with `--check` it only says whether it is out of date.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+
+from windlass.compat.entry import Entry, State
+from windlass.compat.names import NAMES
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "compat.md"
+_MARKS = r"(?P<head><!-- generated: (?P<name>\w+) -->).*?(?P<tail><!-- end generated -->)"
+_DEEP = ("runtime", "utils", "ops", "inference", "compile", "compression", "profiling")
+
+
+def main(arguments: list[str]) -> int:
+    """Write or check the page; returns the exit code."""
+    text = rendered(PAGE.read_text("utf-8"))
+    if text == PAGE.read_text("utf-8"):
+        return 0
+    if "--check" in arguments:
+        print(f"{PAGE} is out of date: run python tools/generate_compat_docs.py")
+        return 1
+    PAGE.write_text(text, "utf-8")
+    print(f"wrote {PAGE}")
+    return 0
+
+
+def rendered(text: str) -> str:
+    """The page with the text between each pair of marks renewed."""
+    parts = {"counts": _counts, "names": _names}
+
+    def renew(match: re.Match[str]) -> str:
+        return f"{match['head']}\n\n{parts[match['name']]()}\n\n{match['tail']}"
+
+    return re.sub(_MARKS, renew, text, flags=re.DOTALL)
+
+
+def _counts() -> str:
+    number = {state: sum(entry.state is state for entry in NAMES.values()) for state in State}
+    return f"{len(NAMES)} names: " + ", ".join(f"{count} {state.value}" for state, count in number.items()) + "."
+
+
+def _area(name: str) -> str:
+    """The module that a name is listed under: one level below the root, two in the folders that hold many things."""
+    parts = name.split(".")
+    depth = 3 if len(parts) > 3 and parts[1] in _DEEP else 2
+    return ".".join(parts[: min(depth, len(parts) - 1)]) or parts[0]
+
+
+def _names() -> str:
+    areas: dict[str, list[tuple[str, Entry]]] = defaultdict(list)
+    for name, entry in NAMES.items():
+        areas[_area(name)].append((name, entry))
+    text: list[str] = []
+    for area in sorted(areas):
+        text += [f"### `{area}`", "", _grid(area, areas[area]), ""]
+    return "\n".join(text).rstrip()
+
+
+def _grid(area: str, rows: Iterable[tuple[str, Entry]]) -> str:
+    """One line for all names of an area that share state, note and, but for their own name, home."""
+    alike: dict[tuple[State, str, str], list[str]] = defaultdict(list)
+    for name, entry in sorted(rows):
+        own = name.rpartition(".")[2]
+        home = entry.home
+        if home.endswith(f":{own}"):
+            home = home.removesuffix(own) + "*"
+        alike[entry.state, entry.note, home].append(name.removeprefix(f"{area}."))
+    lines = ["| name | | how, or why not | in windlass |", "|---|---|---|---|"]
+    for (state, note, home), names in alike.items():
+        shown = ", ".join(f"`{name}`" for name in names)
+        lines.append(f"| {shown} | {state.value} | {note.replace('|', '/')} | {f'`{home}`' if home else ''} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,152 @@
+"""`ds_report` on windlass: which native operators are here, then the environment, in the lines of that command."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from windlass.cli.environment import backends, hardware, settings, topology, versions
+from windlass.cli.environment.fact import UNKNOWN, ask, is_unknown, output_of
+
+_RULE = "-" * 50
+_WIDE = 24
+_GB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Operator:
+    """An operator under DeepSpeed's name, and the native module that has it here.
+
+    Attributes:
+        otherwise: what serves where that module is not.
+    """
+
+    name: str
+    module: str
+    otherwise: str
+
+
+OPERATORS = (
+    Operator("cpu_adam", "windlass.kernels._optimizers", "PyTorch's own operations"),
+    Operator("cpu_adagrad", "windlass.kernels._optimizers", "PyTorch's own operations"),
+    Operator("cpu_lion", "windlass.kernels._optimizers", "PyTorch's own operations"),
+    Operator("cpu_lamb", "windlass.kernels._optimizers", "PyTorch's own operations"),
+    Operator("cpu_sgd", "windlass.kernels._optimizers", "PyTorch's own operations"),
+    Operator("async_io", "windlass.kernels._disk", "threads of Python"),
+    Operator("fingerprint", "windlass.kernels._hashes", "PyTorch's own operations"),
+)
+
+
+def ds_report(argv: Sequence[str] | None = None) -> int:
+    """Print the report; the exit code is 0.
+
+    Args:
+        argv: `--hide_operator_status`, `--hide_errors_and_warnings`. [the command line's]
+    """
+    parser = argparse.ArgumentParser("ds_report", description="What windlass finds on this machine.")
+    parser.add_argument("--hide_operator_status", action="store_true", help="leave out the table of operators")
+    parser.add_argument("--hide_errors_and_warnings", action="store_true", help="leave out why something is missing")
+    asked = parser.parse_args(argv)
+    main(asked.hide_operator_status, asked.hide_errors_and_warnings)
+    return 0
+
+
+def main(hide_operator_status: bool = False, hide_errors_and_warnings: bool = False) -> None:
+    """Print the report; `deepspeed.env_report.main`."""
+    for line in report(operators=not hide_operator_status, warnings=not hide_errors_and_warnings):
+        print(line)
+
+
+def cli_main() -> None:
+    """The command, with its exit code; `deepspeed.env_report.cli_main`."""
+    sys.exit(ds_report())
+
+
+def report(*, operators: bool = True, warnings: bool = True) -> Iterator[str]:
+    """Its lines.
+
+    Args:
+        operators: the table of operators too.
+        warnings: why an operator is missing, and settings that cost speed.
+    """
+    if operators:
+        yield from _operators(warnings)
+    yield _RULE
+    yield "general environment of windlass:"
+    for name, value in _general():
+        yield f"{name} {'.' * max(2, 33 - len(name))} {value}"
+    if warnings:
+        for one in settings.in_force():
+            yield f"[WARNING] {one['name']} = {one['value']}: {one['costs']}; instead: {one['instead']}"
+
+
+def _operators(warnings: bool) -> Iterator[str]:
+    yield from (_RULE, "native operators of windlass", _RULE)
+    yield "They are built when windlass is installed, never at run time. What is not installed"
+    yield "is done in another way, so each is compatible with every machine."
+    yield from (_RULE, _row("op name", "installed", "compatible"), _RULE)
+    for operator in OPERATORS:
+        why = _missing(operator.module)
+        if why and warnings:
+            yield f"[WARNING] {operator.name}: {why}; {operator.otherwise} instead"
+        yield _row(operator.name, "[NO]" if why else "[YES]", "[OKAY]")
+
+
+def _row(name: str, installed: str, compatible: str) -> str:
+    return f"{name} {'.' * (_WIDE - 1 - len(name))} {installed} {'.' * (11 - len(installed))} {compatible}"
+
+
+def _missing(module: str) -> str:
+    """Why the native module can't be used; empty where it can."""
+    try:
+        importlib.import_module(module)
+    except ModuleNotFoundError:
+        return "native code was not built when windlass was installed (no C++20 compiler was there)"
+    except ImportError as error:
+        return f"the native module does not load: {error}"
+    return ""
+
+
+def _general() -> Iterator[tuple[str, str]]:
+    torch = ask(versions.torch_itself)
+    if is_unknown(torch):
+        yield "torch version", f"unknown ({torch[UNKNOWN]})"
+    else:
+        yield "torch install path", f"['{torch['path']}']"
+        yield "torch version", torch["version"]
+        yield "torch cuda version", str(torch["cuda"])
+        yield "torch hip version", str(torch["hip"])
+    itself = versions.windlass_itself()
+    yield "windlass install path", f"['{itself['path']}']"
+    yield "windlass info", itself["version"]
+    yield "deepspeed info", versions.version_of("deepspeed") or "not installed, and no stand-in is on the path"
+    yield "nvcc version", _said(ask(_nvcc))
+    yield "nvidia driver", _said(ask(hardware.driver))
+    devices = ask(hardware.devices)
+    names = devices if is_unknown(devices) else ", ".join(gpu["name"] for gpu in devices) or None
+    yield "devices", _said(names)
+    told = ask(topology.ask_driver)
+    yield "nvlink", _said(told if told is None or is_unknown(told) else told["nvlink"])
+    there = ask(backends.available)
+    usable = there if is_unknown(there) else ", ".join(name for name, one in there.items() if one["available"])
+    yield "back ends", _said(usable)
+    shared = ask(hardware.shared_memory)
+    size = shared if is_unknown(shared) else f"{shared['total_bytes'] / _GB:.2f} GB"
+    yield "shared memory (/dev/shm) size", _said(size)
+
+
+def _said(value: str | dict[str, str] | None) -> str:
+    if isinstance(value, dict):
+        return f"unknown ({value[UNKNOWN]})"
+    return value if value is not None else "not there"
+
+
+def _nvcc() -> str | None:
+    if shutil.which("nvcc") is None:
+        return None
+    words = output_of("nvcc", "--version").replace(",", " ").split()
+    return words[words.index("release") + 1]

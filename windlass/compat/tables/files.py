@@ -1,0 +1,28 @@
+"""Checkpoints, the scripts beside them, and the programs that a shell finds."""
+
+from windlass.compat.entry import Entry, differs, works
+
+_WHOLE = "windlass.checkpoint.consolidated"
+_NAMES = (
+    "get_fp32_state_dict_from_zero_checkpoint",
+    "convert_zero_checkpoint_to_fp32_state_dict",
+    "load_state_dict_from_zero_checkpoint",
+    "get_model_state_file",
+    "get_optim_files",
+    "get_model_state_files",
+)
+
+TABLE: dict[str, Entry] = {
+    "deepspeed.checkpoint.utils.clone_tensors_for_torch_save": works(
+        "windlass.checkpoint.clones:clone_tensors_for_torch_save"
+    ),
+    "deepspeed.checkpoint.ds_to_universal": differs(
+        "windlass.checkpoint.to_windlass", "writes a windlass checkpoint, which loads anywhere as it is"
+    ),
+    "deepspeed.utils.zero_to_fp32": works(_WHOLE),
+    "deepspeed.utils.zero_to_torch": works("windlass.compat.zero_to_torch"),
+    **{f"deepspeed.utils.zero_to_fp32.{name}": works(f"{_WHOLE}:{name}") for name in _NAMES},
+    "deepspeed.utils.zero_to_torch.convert_zero_checkpoint_to_state_dict": works(
+        f"{_WHOLE}:convert_zero_checkpoint_to_state_dict"
+    ),
+}
