@@ -10,21 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.compat.configs import config
 from tests.compat.conftest import start
 
 pytest.importorskip("accelerate")
 
-_AUTO: dict[str, Any] = {
-    "train_batch_size": "auto",
-    "train_micro_batch_size_per_gpu": "auto",
-    "gradient_accumulation_steps": "auto",
-    "gradient_clipping": "auto",
-    "bf16": {"enabled": "auto"},
-    "optimizer": {
-        "type": "AdamW",
-        "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
-    },
-}
 _SCHEDULE = {
     "type": "WarmupDecayLR",
     "params": {
@@ -38,30 +28,19 @@ _SCHEDULE = {
 _HOST = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
 
 
-def _config(stage: int, zero: dict[str, Any] | None = None, **others: Any) -> dict[str, Any]:
-    section = {"stage": stage, "reduce_bucket_size": "auto", **(zero or {})}
-    if stage == 3:
-        section |= {
-            "stage3_prefetch_bucket_size": "auto",
-            "stage3_param_persistence_threshold": 0,
-            "stage3_gather_16bit_weights_on_model_save": True,
-        }
-    return {**_AUTO, "zero_optimization": section, **others}
-
-
-def _own_optimizer(config: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in config.items() if key != "optimizer"}
+def _own_optimizer(whole: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in whole.items() if key != "optimizer"}
 
 
 _ALL = {"resume": True, "evaluate": True, "save": True, "generate": True}
 _CASES: dict[str, dict[str, Any]] = {
-    **{f"stage-{stage}": {"config": _config(stage), **_ALL} for stage in range(4)},
-    "host": {"config": _config(3, _HOST), "resume": True},
-    "accumulated": {"config": _config(2), "accumulation": 2},
-    "accumulated-3": {"config": _config(3), "accumulation": 2},
-    "trainers-optimizer": {"config": _own_optimizer(_config(3, _HOST))},
-    "bf16": {"config": _config(3), "dtype": "bf16"},
-    "schedule": {"config": _config(2, scheduler=_SCHEDULE)},
+    **{f"stage-{stage}": {"config": config(stage), **_ALL} for stage in range(4)},
+    "host": {"config": config(3, _HOST), "resume": True},
+    "accumulated": {"config": config(2), "accumulation": 2},
+    "accumulated-3": {"config": config(3), "accumulation": 2},
+    "trainers-optimizer": {"config": _own_optimizer(config(3, _HOST))},
+    "bf16": {"config": config(3), "dtype": "bf16"},
+    "schedule": {"config": config(2, scheduler=_SCHEDULE)},
 }
 Told = dict[str, dict[str, Any]]
 
@@ -75,7 +54,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Told]:
 
     out = tmp_path_factory.mktemp("trainer")
     torch.manual_seed(0)
-    LlamaForCausalLM(trainer.model_config()).save_pretrained(out / "start")
+    LlamaForCausalLM(trainer.modelconfig()).save_pretrained(out / "start")
     found: dict[int, Told] = {}
 
     def get(ranks: int) -> Told:

@@ -1,7 +1,6 @@
 """Trains LoRA adapters of peft on tiny Llamas, plain or under DeepSpeed, saves them, and tells losses and logits.
 
 adapters.py OUT CASES       CASES: JSON, a list of {"name", "variant", "route", "config" or null, ...}; see `Case`
-adapters.py OUT             after that, plainly: what the saved adapters compute on a model that knows nothing of ranks
 """
 
 from __future__ import annotations
@@ -174,43 +173,34 @@ def mean(value: torch.Tensor, ranks: int) -> float:
     return value.item() / ranks
 
 
+def reloaded(out: Path, variant: str, saved: Path) -> torch.Tensor:
+    """Logits of a saved adapter on a plain base, which no engine knows."""
+    return logits(PeftModel.from_pretrained(base(out, variant), saved), "grown" in VARIANTS[variant])
+
+
 def main(out: Path, cases: list[Case]) -> None:
-    """Run all cases; rank 0 writes what they told."""
-    told = {}
+    """Run all cases; rank 0 writes what they told, and what the saved adapters are."""
+    told: dict[str, dict[str, Any]] = {}
     for case in cases:
         AcceleratorState._reset_state(reset_partial_state=True)
         unset_hf_deepspeed_config()
         folder = out / f"{case.name}-{case.ranks}"
         run = by_trainer if case.route == "trainer" else by_engine
         losses, found = run(case, out, folder)
-        told[case.name] = {"losses": losses, "variant": case.variant}
-        if os.environ.get("RANK", "0") == "0":
-            torch.save(found, folder / "logits.pt")
         gc.collect()
+        told[case.name] = {"losses": losses}
+        if os.environ.get("RANK", "0") == "0":
+            unset_hf_deepspeed_config()
+            saved = folder / "saved"
+            told[case.name] |= {
+                "equal": torch.equal(reloaded(out, case.variant, saved), found),
+                "bytes": (saved / "adapter_model.safetensors").stat().st_size,
+                "moved": float((found - logits(base(out, case.variant), grown(case))).abs().max()),
+            }
     if os.environ.get("RANK", "0") == "0":
         name = f"told-{cases[0].ranks}{'-plain' if cases[0].config is None else ''}.json"
         (out / name).write_text(json.dumps(told))
 
 
-def check(out: Path) -> None:
-    """Load every saved adapter on the plain base, and compare logits."""
-    told = {}
-    for folder in sorted(out.glob("*/saved")):
-        variant = folder.parent.name.split("-")[0]
-        model = PeftModel.from_pretrained(base(out, variant), folder)
-        told[folder.parent.name] = {
-            "equal": torch.equal(
-                logits(model, bool(VARIANTS[variant].get("grown"))),
-                expected := torch.load(folder.parent / "logits.pt"),
-            ),
-            "off": float((logits(model, bool(VARIANTS[variant].get("grown"))) - expected).abs().max()),
-            "bytes": (folder / "adapter_model.safetensors").stat().st_size,
-        }
-    (out / "checked.json").write_text(json.dumps(told))
-
-
 if __name__ == "__main__":
-    if len(sys.argv) > 2:
-        main(Path(sys.argv[1]), [Case(**case) for case in json.loads(Path(sys.argv[2]).read_text())])
-    else:
-        check(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), [Case(**case) for case in json.loads(Path(sys.argv[2]).read_text())])

@@ -24,9 +24,10 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
-from tests.compat.scripts.trainer import VOCABULARY, WORLD_BATCH, Losses
+from tests.compat.scripts.trainer import VOCABULARY, WORLD_BATCH, Losses, model_config
 
 STEPS = 3
+PAIRS = "pairs.json"
 
 
 @dataclass
@@ -103,13 +104,22 @@ def trainer_of(case: Case, out: Path, folder: Path, losses: Losses) -> Any:
         return SFTTrainer(model=known or str(start), args=args, train_dataset=data, **given)
     if case.kind == "dpo":
         args = DPOConfig(**common)
-        pairs = {"prompt": words(32, 6, 1), "chosen": words(32, 6, 2), "rejected": words(32, 6, 3)}
-        pairs |= {key: [f" {text}" for text in pairs[key]] for key in ("chosen", "rejected")}
-        data = Dataset.from_dict(pairs)
+        data = Dataset.from_json(str(out / PAIRS), cache_dir=str(folder / "cache"))
         return DPOTrainer(model=known or str(start), ref_model=reference, args=args, train_dataset=data, **given)
     args = GRPOConfig(**common, num_generations=2, max_completion_length=6)
     data = Dataset.from_dict({"prompt": words(32, 6, 1)})
     return GRPOTrainer(model=known or str(start), reward_funcs=[reward], args=args, train_dataset=data, **given)
+
+
+def write(out: Path) -> None:
+    """The models that cases start from, and pairs in a file: what trl adds to them, ranks share by its cache."""
+    config = model_config()
+    config.tie_word_embeddings = False
+    for name in ("start", "reference"):
+        LlamaForCausalLM(config).save_pretrained(out / name)
+    rows = zip(words(32, 6, 1), words(32, 6, 2), words(32, 6, 3), strict=True)
+    texts = [{"prompt": prompt, "chosen": f" {chosen}", "rejected": f" {rejected}"} for prompt, chosen, rejected in rows]
+    (out / PAIRS).write_text("\n".join(map(json.dumps, texts)))
 
 
 _TOLD = ("loss", "grad_norm", "rewards/margins", "reward", "kl", "entropy", "mean_token_accuracy")
