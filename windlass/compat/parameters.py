@@ -39,6 +39,7 @@ def install() -> None:
         nn.Parameter.__getattr__ = _ask  # type: ignore[attr-defined]
         nn.Module.ds_external_parameters = _external_of  # type: ignore[attr-defined]
         access.lends_name = _lends_name
+        access.whole_of = _whole_of
 
 
 def under_stage_3(parameter: nn.Parameter) -> bool:
@@ -71,6 +72,10 @@ def _ask(self: nn.Parameter, name: str) -> Any:
     if answer is not None and find(self) is not None:
         return answer(self)
     raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+
+def _whole_of(parameter: nn.Parameter) -> torch.Tensor:
+    return zero.full_param(parameter).detach().to(parameter.dtype)
 
 
 # stage 3

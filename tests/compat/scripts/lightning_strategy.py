@@ -145,12 +145,9 @@ def train(case: Case, out: Path) -> dict[str, Any]:
         trainer.fit(model, loader(case), ckpt_path=str(folder / "half.ckpt"))
         told["losses"] = told["losses"] + model.losses
         told["steps"] = trainer.global_step
+        told["files"] = sorted(path.name for path in (folder / "half.ckpt" / "checkpoint").iterdir())
     trainer.validate(model, loader(case), verbose=False)
     told["validated"] = model.validated
-    if case.stage is not None:
-        trainer.save_checkpoint(folder / "end.ckpt")
-        trainer.strategy.barrier()
-        told["files"] = sorted(path.name for path in (folder / "end.ckpt").iterdir())
     return told
 
 
