@@ -217,7 +217,9 @@ def _supersede(model: nn.Module, *, trained: bool) -> None:
         engine = _engines.pop(number, None)
         if engine is not None:
             lost = ", and its optimizer's states with it" if trains else ""
-            logger.info(f"the {'training' if trains else 'evaluation'} engine of this model makes way for the new one{lost}")
+            logger.info(
+                f"the {'training' if trains else 'evaluation'} engine of this model makes way for the new one{lost}"
+            )
             engine.destroy()
 
 

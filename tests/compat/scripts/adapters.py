@@ -129,8 +129,6 @@ def by_engine(case: Case, out: Path, folder: Path) -> tuple[list[float], torch.T
 
         config = {**case.config, "train_micro_batch_size_per_gpu": WORLD_BATCH // case.ranks}
         config["optimizer"] = {"type": "AdamW", "params": {"lr": RATE, "weight_decay": 0.01}}
-        for key in ("train_batch_size", "gradient_accumulation_steps"):
-            config.pop(key)
         trained = [p for p in model.parameters() if p.requires_grad]
         run, *_ = deepspeed.initialize(model=model, model_parameters=trained, config=config)
         backward, step, whole = run.backward, run.step, deepspeed.zero.GatheredParameters

@@ -21,7 +21,7 @@ from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 from lightning.pytorch.utilities.deepspeed import convert_zero_checkpoint_to_fp32_state_dict
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 WORLD_BATCH = 8
 WIDTH = 16
@@ -46,6 +46,7 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
     sharded: bool = False
     accumulation: int = 1
+    scheduled: bool = True
     steps: int = 4
     resume: bool = False
 
@@ -65,9 +66,9 @@ class OnCPU(DeepSpeedStrategy):
 class Net(pl.LightningModule):
     """Two layers; remembers losses."""
 
-    def __init__(self, sharded: bool, own_optimizer: bool) -> None:
+    def __init__(self, sharded: bool, scheduled: bool, own_optimizer: bool = True) -> None:
         super().__init__()
-        self.sharded, self.own_optimizer = sharded, own_optimizer
+        self.sharded, self.scheduled, self.own_optimizer = sharded, scheduled, own_optimizer
         self.net: nn.Module | None = None
         self.losses: list[float] = []
         self.validated: list[float] = []
@@ -95,14 +96,17 @@ class Net(pl.LightningModule):
         if not self.own_optimizer:
             return None
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        if not self.scheduled:
+            return optimizer
         return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7), "interval": "step"}]
 
 
 def loader(case: Case) -> DataLoader[Any]:
-    """All samples in order, of which lightning gives each rank its own."""
+    """This rank's samples, in order."""
     generator = torch.Generator().manual_seed(1)
     data = TensorDataset(torch.randn(64, 4, generator=generator), torch.randn(64, 1, generator=generator))
-    return DataLoader(data, batch_size=WORLD_BATCH // case.ranks // case.accumulation, shuffle=False)
+    mine = DistributedSampler(data, case.ranks, int(os.environ.get("RANK", "0")), shuffle=False)
+    return DataLoader(data, batch_size=WORLD_BATCH // case.ranks // case.accumulation, sampler=mine)
 
 
 def trainer_of(case: Case, steps: int, folder: Path) -> pl.Trainer:
@@ -120,6 +124,7 @@ def trainer_of(case: Case, steps: int, folder: Path) -> pl.Trainer:
         gradient_clip_val=1.0,
         limit_val_batches=2,
         num_sanity_val_steps=0,
+        use_distributed_sampler=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -132,33 +137,23 @@ def train(case: Case, out: Path) -> dict[str, Any]:
     """Run a case."""
     folder = out / f"{case.name}-{case.ranks}"
     own = case.config is None or "optimizer" not in case.config
-    model = Net(case.sharded, own)
+    model = Net(case.sharded, case.scheduled, own)
     trainer = trainer_of(case, case.steps // 2 if case.resume else case.steps, folder)
     trainer.fit(model, loader(case))
-    told: dict[str, Any] = {"losses": model.losses, "rates": [g["lr"] for g in trainer.optimizers[0].param_groups]}
+    told: dict[str, Any] = {"losses": model.losses}
     if case.stage is not None:
         told["engine"] = type(trainer.strategy.deepspeed_engine).__module__
     if case.resume:
         trainer.save_checkpoint(folder / "half.ckpt")
-        model = Net(case.sharded, own)
+        model = Net(case.sharded, case.scheduled, own)
         trainer = trainer_of(case, case.steps, folder)
         trainer.fit(model, loader(case), ckpt_path=str(folder / "half.ckpt"))
         told["losses"] = told["losses"] + model.losses
         told["steps"] = trainer.global_step
-        told["files"] = sorted(path.name for path in (folder / "half.ckpt" / "checkpoint").iterdir())
+    told["rates"] = [group["lr"] for group in trainer.optimizers[0].param_groups]
     trainer.validate(model, loader(case), verbose=False)
     told["validated"] = model.validated
     return told
-
-
-def converted(out: Path, case: Case) -> dict[str, Any]:
-    """What lightning's own tool makes of a checkpoint in DeepSpeed's format: the weights a plain net takes."""
-    folder = out / f"{case.name}-{case.ranks}"
-    whole = convert_zero_checkpoint_to_fp32_state_dict(folder / "half.ckpt", folder / "whole.ckpt")
-    assert set(whole) >= {"state_dict", "epoch", "global_step", "loops"}, sorted(whole)
-    net = Net(False, True)
-    net.load_state_dict(torch.load(folder / "whole.ckpt", weights_only=False)["state_dict"])
-    return {"step": whole["global_step"], "net": [float(p.double().sum()) for p in net.parameters()]}
 
 
 def main(out: Path, cases: list[Case]) -> None:
@@ -166,9 +161,9 @@ def main(out: Path, cases: list[Case]) -> None:
     told = {}
     for case in cases:
         told[case.name] = train(case, out)
-        if case.config is not None and case.config.get("checkpoint"):
-            torch.distributed.barrier()
-            told[case.name]["converted"] = converted(out, case)
+        folder = out / f"{case.name}-{case.ranks}"
+        if case.config is not None and case.config.get("checkpoint") and os.environ.get("RANK", "0") == "0":
+            convert_zero_checkpoint_to_fp32_state_dict(folder / "half.ckpt", folder / "whole.ckpt")  # lightning's own
     if os.environ.get("RANK", "0") == "0":
         (out / f"told-{cases[0].ranks}{'-plain' if cases[0].stage is None else ''}.json").write_text(json.dumps(told))
 

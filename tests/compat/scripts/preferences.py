@@ -118,7 +118,9 @@ def write(out: Path) -> None:
     for name in ("start", "reference"):
         LlamaForCausalLM(config).save_pretrained(out / name)
     rows = zip(words(32, 6, 1), words(32, 6, 2), words(32, 6, 3), strict=True)
-    texts = [{"prompt": prompt, "chosen": f" {chosen}", "rejected": f" {rejected}"} for prompt, chosen, rejected in rows]
+    texts = [
+        {"prompt": prompt, "chosen": f" {chosen}", "rejected": f" {rejected}"} for prompt, chosen, rejected in rows
+    ]
     (out / PAIRS).write_text("\n".join(map(json.dumps, texts)))
 
 
