@@ -54,8 +54,8 @@ def external(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _lends_name(parameter: nn.Parameter) -> bool:
-    """Whether `state_dict()` gets a stub, of which scripts on one rank read the name. Inside a forward `detach` means the
-    values, and its unit brings them."""
+    """Whether `state_dict()` gets a stub, of which scripts on one rank read the name. Inside a forward `detach` means
+    the values, and its unit brings them."""
     place = find(parameter)
     return born.find(parameter) is not None if place is None else not place.unit.bring(parameter, [parameter])
 

@@ -33,8 +33,8 @@ def zero_wrapper_for_fp_tensor_constructor(fn: Callable[..., Any], *args: Any, *
 
 
 class Init(zero.Init):
-    """As `windlass.zero.Init`, of a configuration that `deepspeed.initialize` takes; what is born inside can be asked as
-    DeepSpeed's parameters can."""
+    """As `windlass.zero.Init`, of any configuration that `deepspeed.initialize` takes; what is born inside can be asked
+    as DeepSpeed's parameters can."""
 
     @wraps(zero.Init.__init__)
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -48,7 +48,7 @@ HARMLESS = frozenset(
     is_xla
     element_size itemsize nbytes names name _version __hash__ register_hook register_post_accumulate_grad_hook
     _backward_hooks _post_accumulate_grad_hooks is_contiguous __len__ is_inference type is_shared retains_grad output_nr
-    _is_view is_conj is_neg get_device is_signed _has_symbolic_sizes_strides is_tensor
+    _is_view is_conj is_neg get_device is_signed _has_symbolic_sizes_strides is_tensor _has_compatible_shallow_copy_type
     """.split()  # noqa: SIM905
 )
 
@@ -71,6 +71,8 @@ class Released(nn.Parameter):
         cls, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = name_of_call(function)
+        if isinstance(args[0], Released) and _stays(name, args, kwargs or {}):
+            return args[0]
         if name == "detach" and isinstance(args[0], Released) and lends_name(args[0]):
             return Stub.of(args[0])
         if name not in HARMLESS:
@@ -97,6 +99,18 @@ class Released(nn.Parameter):
         raise _error(self, "pickle")
 
 
+def _stays(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call only moves a released parameter, as `module.cpu()` and `module.to(device)` do with each, or puts
+    it where it is: its pieces rest where the configuration says."""
+    if name == "set data":
+        return args[1] is args[0]
+    if name not in ("cpu", "cuda", "to"):
+        return False
+    copies = kwargs.get("copy", False) or sum(isinstance(value, bool) for value in args[1:]) > 1
+    asked = [value for value in (*args[1:], *kwargs.values()) if isinstance(value, (torch.dtype, torch.Tensor))]
+    return not copies and all(getattr(value, "dtype", value) == args[0].dtype for value in asked)
+
+
 def _nobody(parameter: nn.Parameter) -> bool:
     return False
 
@@ -109,9 +123,9 @@ whole_of: Callable[[nn.Parameter], torch.Tensor] | None = None
 
 
 class Stub(torch.Tensor):
-    """What stands for a released parameter in a `state_dict()` of which often only the names are wanted, as transformers
-    asks for it while it loads, and peft on one rank while it saves: it has shape and dtype. Who asks for its values gets
-    them from `whole_of`, or an error; nobody can change them."""
+    """What stands for a released parameter in a `state_dict()` of which often only the names are wanted: transformers
+    asks for it while it loads, and peft on one rank while it saves. It has shape and dtype. Who asks for its values
+    gets them from `whole_of`, or an error; nobody can change them."""
 
     _parameter: nn.Parameter
 

@@ -46,6 +46,7 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
     sharded: bool = False
     accumulation: int = 1
+    clip: float = 1.0
     scheduled: bool = True
     steps: int = 4
     resume: bool = False
@@ -121,7 +122,7 @@ def trainer_of(case: Case, steps: int, folder: Path) -> pl.Trainer:
         strategy=strategy,
         max_steps=steps,
         accumulate_grad_batches=case.accumulation,
-        gradient_clip_val=1.0,
+        gradient_clip_val=case.clip,
         limit_val_batches=2,
         num_sanity_val_steps=0,
         use_distributed_sampler=False,
