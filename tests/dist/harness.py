@@ -128,9 +128,15 @@ def _worker(connection: Connection, log: str, path: list[str]) -> None:
     faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides; it closes the pipe
     sys.path[:] = path
+    gc.disable()  # a fifth of what imports take would go into looking for garbage among them
     import torch
+    import torch._dynamo  # as every optimizer does
     import torch.distributed  # noqa: F401  (imported once, here, so that no test pays for it)
 
+    import windlass
+
+    windlass.initialize  # noqa: B018  (imported when it is asked for)
+    gc.enable()
     torch.set_num_threads(1)
     modules = 0
     connection.send_bytes(pickle.dumps("ready"))
@@ -211,7 +217,11 @@ class Pool:
             worker.read = worker.log.stat().st_size
             job = Job(function, rank, world, store, port, args, dict(env or {}), timeout, backend)
             worker.connection.send_bytes(pickle.dumps(job))
-        outcomes, failed = self._collect(ranks, timeout)
+        try:
+            outcomes, failed = self._collect(ranks, timeout)
+        except BaseException:
+            self.close()  # answers that nobody took would be taken for the next job's
+            raise
         if len(outcomes) < world:
             stacks = self._stacks(ranks, outcomes)
             self.close()
@@ -281,7 +291,9 @@ class Pool:
                 self._workers.append(Worker(process, ours, log))
         for worker in self._workers:
             if not worker.connection.poll(START_SECONDS):
-                raise RankTimeout(f"a worker did not import torch within {START_SECONDS} s\n{worker.output()}")
+                said = worker.output()
+                self.close()  # who comes late would answer the next job with the word that it is ready
+                raise RankTimeout(f"a worker did not import torch within {START_SECONDS} s\n{said}")
             worker.connection.recv_bytes()
 
     def close(self) -> None:

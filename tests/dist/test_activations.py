@@ -94,16 +94,30 @@ def settings(transport: str) -> list[Setting]:
     return [Setting(stage=stage, transport=transport, config=comm) for stage in range(4)] + [strict]
 
 
+def recipe_for(ranks: int) -> Recipe:
+    return Recipe(ranks=ranks, steps=2, accumulation=2, optimizer="AdamW", optimizer_params=(("lr", 1e-3),))
+
+
+def homes_for(name: str, transport: str) -> list[str]:
+    """Without checkpoints, in memory, and in turn wherever else what is kept may lie."""
+    others = {("Net", "gloo"): ["buffer", "nvme", "region"], ("Twice", "shm"): ["nvme", "region"]}
+    return ["plain", "kept", *others.get((name, transport), ["buffer" if transport == "shm" else "nvme"])]
+
+
 @pytest.mark.filterwarnings("ignore:.*tmpfs.*")
 @pytest.mark.parametrize("name", NETS)
 @pytest.mark.parametrize(("ranks", "transport"), [(2, "shm"), (2, "gloo"), (1, "gloo")])
 def test_checkpointed_under_the_engine_is_plain(name: str, ranks: int, transport: str, tmp_path: Path) -> None:
-    recipe = Recipe(ranks=ranks, steps=2, accumulation=2, optimizer="AdamW", optimizer_params=(("lr", 1e-3),))
-    homes = ["plain", "kept"]
-    homes += {("Net", "gloo"): ["buffer", "nvme", "region"], ("Twice", "shm"): ["nvme", "region"]}.get(
-        (name, transport), ["buffer" if transport == "shm" else "nvme"]
-    )
-    hold(name, homes, recipe, settings(transport), tmp_path)
+    """Between ranks over gloo only at stage 3, where a forward that is run again gathers."""
+    stages = settings(transport)[3 if (ranks, transport) == (2, "gloo") else 0 :]
+    hold(name, homes_for(name, transport), recipe_for(ranks), stages, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*tmpfs.*")
+@pytest.mark.parametrize("name", NETS)
+def test_checkpointed_at_the_other_stages_over_gloo(name: str, tmp_path: Path) -> None:
+    hold(name, homes_for(name, "gloo"), recipe_for(2), settings("gloo")[:3], tmp_path)
 
 
 @pytest.mark.parametrize("precision", ["bf16"])

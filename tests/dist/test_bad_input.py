@@ -248,6 +248,7 @@ def test_files_are_private_and_only_the_dead_ones_are_removed(tmp_path: Path) ->
 
 ENDS = """
 import os, signal, sys, torch, windlass
+import torch._dynamo  # as every optimizer does: here, once for all that are forked
 folder = sys.argv[1]
 def train():
     away = {"device": "nvme", "nvme_path": folder}

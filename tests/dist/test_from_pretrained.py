@@ -263,8 +263,9 @@ def test_memory_rises_by_a_ranks_share_and_two_tensors(tmp_path: Path) -> None:
         vocab_size=4000, hidden_size=512, intermediate_size=1400, num_hidden_layers=7, num_attention_heads=8
     )
     t.LlamaForCausalLM(config).save_pretrained(tmp_path / "large")
-    for seen in fresh_ranks(peak_of_load, 3, str(tmp_path / "large"), transport="gloo"):
-        allowed = seen["model"] / 3 + max(2 * seen["largest"], seen["unit"])
+    ranks = 3
+    for seen in fresh_ranks(peak_of_load, ranks, str(tmp_path / "large"), transport="gloo"):
+        allowed = seen["model"] / ranks + max(2 * seen["largest"], seen["unit"])
         assert seen["loaded"] <= allowed, seen
         assert seen["peak"] <= allowed, seen
-        assert seen["peak"] > 0.9 * seen["model"] / 3, seen  # the watch sees what is there
+        assert seen["peak"] > 0.9 * seen["model"] / ranks, seen  # the watch sees what is there

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.dist import harness
 from tests.dist.harness import Pool, RankError, RankTimeout, run_ranks
 
 
@@ -79,10 +80,22 @@ def dies() -> None:
 def test_a_hang_shows_every_stack_a_death_its_exit_code_and_the_pool_starts_again() -> None:
     pool = Pool(size=1)
     try:
+        pool.run(summed, 1, 1.0)  # imports this module, which is not to be what hangs
         with pytest.raises(RankTimeout, match=r"rank 0 \(still running\)(.|\n)*sleeping_here"):
-            pool.run(hangs_on, 1, 0, timeout=1.0)
+            pool.run(hangs_on, 1, 0, timeout=3.0)
         with pytest.raises(RankError, match="exit code 7"):
             pool.run(dies, 1)
+        assert pool.run(summed, 1, 1.0)[0]["world"] == 1
+    finally:
+        pool.end()
+
+
+def test_a_start_that_takes_too_long_leaves_nobody_who_answers_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = Pool(size=1)
+    try:
+        with monkeypatch.context() as hasty, pytest.raises(RankTimeout, match="did not import torch"):
+            hasty.setattr(harness, "START_SECONDS", 0.0)
+            pool.run(summed, 1, 1.0)
         assert pool.run(summed, 1, 1.0)[0]["world"] == 1
     finally:
         pool.end()

@@ -208,9 +208,18 @@ def _nothing() -> Any:
     yield
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("floor", [True, False])
-def test_a_model_built_sharded_has_the_bits_of_one_built_whole(ranks: int, floor: bool) -> None:
+@pytest.mark.parametrize(
+    ("floor", "ranks"),
+    [
+        (True, 1),
+        (True, 3),
+        (False, 2),
+        pytest.param(True, 2, marks=pytest.mark.slow),
+        pytest.param(False, 1, marks=pytest.mark.slow),
+        pytest.param(False, 3, marks=pytest.mark.slow),
+    ],
+)
+def test_a_model_built_sharded_has_the_bits_of_one_built_whole(floor: bool, ranks: int) -> None:
     names = [*ZOO, *HF_ZOO, *AWKWARD]
     for said in run_ranks(all_differences, ranks, names, floor, timeout=120):
         assert not said
@@ -268,7 +277,8 @@ SETTINGS = [
 def test_it_trains_as_a_model_built_whole(ranks: int, transport: str) -> None:
     recipe = Recipe(ranks, steps=2, optimizer="AdamW", optimizer_params=RECIPE.optimizer_params)
     settings = [Setting(s.stage, persistence=s.persistence, zero=s.zero, transport=transport) for s in SETTINGS]
-    names = ["mlp", "tied", "lora", "odd_shapes"] if ranks == 2 else ["tied", "odd_shapes"]
+    names = ["tied", "lora", "odd_shapes"] if ranks == 2 else ["tied", "odd_shapes"]
+    settings = settings[:3] if ranks == 3 else settings
     for said in run_ranks(train_both, ranks, names, recipe, settings, transport=transport, timeout=180):
         assert not said
 

@@ -62,8 +62,16 @@ SAME_ARITHMETIC = [
 ]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("name", SAME_ARITHMETIC)
+def in_turn(names: list[str], precisions: list[str]) -> list[Any]:
+    """Every model in one of the precisions, which take turns; in the others it is slow."""
+    return [
+        pytest.param(name, precision, marks=() if (row + column) % len(precisions) == 0 else pytest.mark.slow)
+        for row, name in enumerate(names)
+        for column, precision in enumerate(precisions)
+    ]
+
+
+@pytest.mark.parametrize(("name", "precision"), in_turn(SAME_ARITHMETIC, ["fp32", "bf16"]))
 def test_stages_and_transports_are_bitwise_equal(name: str, precision: str) -> None:
     recipe = Recipe(ranks=3, precision=precision, optimizer="AdamW", optimizer_params=ADAMW, steps=3)
     settings = [Setting(stage=stage, transport=transport) for transport in ("shm", "gloo") for stage in (1, 2, 3)]

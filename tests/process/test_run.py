@@ -41,7 +41,9 @@ def reports(folder: Path) -> list[dict[str, str]]:
 
 def test_ranks_find_their_place(tmp_path: Path, script: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    before = dict(os.environ), signal.getsignal(signal.SIGINT), set(Path(tempfile.gettempdir()).glob("torchelastic_*"))
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))  # other tests launch ranks meanwhile
+    before = dict(os.environ), signal.getsignal(signal.SIGINT)
     arguments = ["--flag", "two words", "$$ ${local_rank}", ""]
     assert launch([script(REPORT), *arguments], 3, env={"COLOUR": "blue"}) == 0
     found = reports(tmp_path)
@@ -54,8 +56,8 @@ def test_ranks_find_their_place(tmp_path: Path, script: Callable[[str], str], mo
         assert report["OMP_NUM_THREADS"] == str(threads_per_rank(3))
         assert report["COLOUR"] == "blue"
         assert report["arguments"] == arguments
-    after = dict(os.environ), signal.getsignal(signal.SIGINT), set(Path(tempfile.gettempdir()).glob("torchelastic_*"))
-    assert after == before, "the launcher left something behind"
+    assert (dict(os.environ), signal.getsignal(signal.SIGINT)) == before, "the launcher left something behind"
+    assert list((tmp_path / "temporary").iterdir()) == []
 
 
 def test_threads_that_the_user_set_are_kept(

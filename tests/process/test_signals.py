@@ -75,11 +75,11 @@ class Launched:
         return len(list(self.folder.glob("*.saved")))
 
 
-# Importing torch is nearly all that a launcher costs, so one process does it and becomes as many as are asked for.
+# Importing is nearly all that a launcher costs, so one process does it and becomes as many as are asked for.
 FORKS = """
 import json, os, sys
 from pathlib import Path
-import torch.distributed.launcher.api
+import windlass.cli.run
 from windlass.cli.main import main
 children = {}
 for folder, arguments in json.loads(sys.argv[1]):

@@ -25,6 +25,7 @@ class Entry:
     summary: str
     takes_a_program: bool = False  # whose options follow, and are not this command's
     passes_on: bool = False  # options that it does not know, to the script that it was given
+    parses_itself: bool = False  # all its words, `--help` too
 
     def load(self) -> Any:
         """The command (or group of commands), imported now."""
@@ -32,13 +33,20 @@ class Entry:
         if isinstance(found, typer.Typer):
             return typer.main.get_command(found)
         alone = typer.Typer(add_completion=False, rich_markup_mode=None)
-        settings = {"allow_interspersed_args": not self.takes_a_program, "ignore_unknown_options": self.passes_on}
-        alone.command(self.name, context_settings=settings)(found)
+        settings = {
+            "allow_interspersed_args": not self.takes_a_program,
+            "ignore_unknown_options": self.passes_on or self.parses_itself,
+        }
+        alone.command(self.name, context_settings=settings, add_help_option=not self.parses_itself)(found)
         return typer.main.get_command(alone)
 
 
 COMMANDS = (
-    Entry("run", "windlass.cli.run", "run", "Start a script on N ranks of this machine.", takes_a_program=True),
+    Entry(
+        *("run", "windlass.cli.run", "run", "Start a script on N ranks, here or on several hosts."),
+        takes_a_program=True,
+        parses_itself=True,
+    ),
     Entry("train", "windlass.cli.train", "train", "Train a causal language model on text, with ZeRO."),
     Entry("generate", "windlass.cli.generate", "generate", "Continue a text with a trained model."),
     Entry("export", "windlass.cli.export", "export", "Write a checkpoint's weights as Hugging Face safetensors."),

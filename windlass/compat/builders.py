@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import shutil
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -49,6 +50,10 @@ class OpBuilder:
 
     def extra_ldflags(self) -> list[str]:
         return []
+
+    def command_exists(self, cmd: str | Sequence[str]) -> bool:
+        """Whether there is one of these commands to run."""
+        return any(shutil.which(name) for name in ([cmd] if isinstance(cmd, str) else cmd))
 
     def is_compatible(self, verbose: bool = False) -> bool:
         """Whether `load` gives something here."""

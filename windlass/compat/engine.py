@@ -18,7 +18,25 @@ from windlass.compat.timers import SynchronizedWallClockTimer, ThroughputTimer
 from windlass.config import Config
 from windlass.engine.train import Engine
 
+_OWN_REDUCTIONS = "gradients are reduced by the engine, in an order that all ranks agree on; call engine.backward"
+_COMPILERS = "DeepSpeed's compilers are not built; engine.compile() compiles the module by torch"
+_TUNER = "the autotuner is not built"
 _REFUSED = {
+    "allreduce_and_copy": _OWN_REDUCTIONS,
+    "allreduce_bucket": _OWN_REDUCTIONS,
+    "allreduce_no_retain": _OWN_REDUCTIONS,
+    "buffered_allreduce_fallback": _OWN_REDUCTIONS,
+    "get_autosp_backend": _COMPILERS,
+    "get_autotp_backend": _COMPILERS,
+    "get_deepcompile_backend": _COMPILERS,
+    "get_deepspeed_compile_backend": _COMPILERS,
+    "autotuning_end_profile_step": _TUNER,
+    "autotuning_metric": _TUNER,
+    "autotuning_metric_path": _TUNER,
+    "autotuning_model_info_path": _TUNER,
+    "autotuning_start_profile_step": _TUNER,
+    "get_optimizer_configuration": "optimizers are made from the configuration by `initialize`",
+    "print_forward_breakdown": "the breakdown is of experts, which are not built",
     "set_data_post_process_func": "it belongs to DeepSpeed's curriculum sampler, which is not built; use a collate_fn",
     "set_custom_curriculum_learning_schedule": "curriculum learning is not built; change the data in the script",
     "random_ltd_initialize": "random layer-token dropping is not built",
@@ -28,7 +46,7 @@ _REFUSED = {
     "sparse_allreduce_no_retain": "sparse gradients are not built; leave sparse_gradients out",
     "sparse_all_gather": "sparse gradients are not built; leave sparse_gradients out",
     "load_moe_state_dict": "experts are not built",
-    "autotuning_profile_model_info": "the autotuner is not built",
+    "autotuning_profile_model_info": _TUNER,
 }
 
 
@@ -43,11 +61,41 @@ class DeepSpeedEngine(Engine):
     mp_world_size = 1
     seq_parallel_group: Any = None
     inside_no_sync_ctxt = False
+    scale_wrt_gas = True
+    use_ds_comm = False  # torch.distributed's own, and windlass's transports
+    warn_unscaled_loss = True
+    dont_change_device = False
+    first_dataloader_check = False
+    optimized_linear_lora_enabled = False
+    optimized_linear_base_weight_sharding = False
+    checkpoint_mp_rank = 0
+    save_non_zero_checkpoint = save_zero_checkpoint = True  # every rank writes its part
+    # of what is not built or not in use: none
+    mesh_device: Any = None
+    expert_parallel_group: Any = None
+    expert_data_parallel_group: Any = None
+    all_to_all_group: Any = None
+    local_all_to_all_group: Any = None
+    checkpoint_engine: Any = None
+    flops_profiler: Any = None
+    random_ltd_scheduler: Any = None
+    torch_autocast_z0_gradscaler: Any = None
+    loaded_checkpoint_mp_world_size: Any = None
+    loaded_checkpoint_dp_world_size: Any = None
+    flatten = staticmethod(torch._utils._flatten_dense_tensors)
+    unflatten = staticmethod(torch._utils._unflatten_dense_tensors)
     _config: Config
 
-    def become(self, given: Any, client_optimizer: Any, training_data: Any, collate_fn: Any) -> None:
+    def become(
+        self, given: Any, client_optimizer: Any, client_lr_scheduler: Any, training_data: Any, collate_fn: Any
+    ) -> None:
         """Remember what the caller of `initialize` gave, which scripts read back."""
         self.config = given
+        self.client_lr_scheduler = client_lr_scheduler
+        self.moe_layers: list[Any] = []
+        self.gate_modules: list[Any] = []
+        self.num_experts: list[int] = []
+        self.summary_events: list[Any] = []
         self.client_optimizer, self.training_data, self.collate_fn = client_optimizer, training_data, collate_fn
         self.basic_optimizer = self.optimizer.optimizer if self.optimizer is not None else None
         self.losses: Any = None
@@ -92,6 +140,17 @@ class DeepSpeedEngine(Engine):
         super().step(lr_kwargs)
 
     # what is asked
+
+    @property
+    def monitor(self) -> Any:
+        """What writes to TensorBoard, W&B and CSV files; None where nothing is trained."""
+        return self._reporter.monitor
+
+    def all_gather_scalar(self, value: torch.Tensor, dp_group: Any) -> list[torch.Tensor]:
+        """`value` of every rank of the group. Collective."""
+        found = [value.new_zeros(value.size()) for _ in range(dist.get_world_size(dp_group))]
+        dist.all_gather(found, value, group=dp_group)
+        return found
 
     def get_batch_info(self) -> tuple[int, int, int]:
         """Samples in a step, in a micro-batch of a rank, and micro-batches in a step."""

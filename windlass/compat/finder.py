@@ -78,8 +78,8 @@ class Finder(MetaPathFinder, Loader):
         if is_whole(module.__name__):
             home = importlib.import_module(NAMES[module.__name__].home)
             public = getattr(home, "__all__", [name for name in vars(home) if not name.startswith("_")])
-            ours = [name for name in public if f"{module.__name__}.{name}" not in NAMES]  # a row of its own goes before
-            module.__dict__.update({name: getattr(home, name) for name in ours})
+            own = [name for name in public if f"{module.__name__}.{name}" not in NAMES]  # a row of its own goes before
+            module.__dict__.update({name: getattr(home, name) for name in own})
         module.__dict__["__all__"] = sorted(
             {name for name in below(module.__name__) if not name.startswith("_")}
             | {name for name in vars(module) if not name.startswith("_")}

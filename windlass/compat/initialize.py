@@ -75,7 +75,7 @@ def initialize(
         supersedes=True,
     )
     engine.mpu = mpu
-    engine.become(given, optimizer, training_data, collate_fn)
+    engine.become(given, optimizer, lr_scheduler, training_data, collate_fn)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 

@@ -174,6 +174,11 @@ def should_log_le(max_log_level_str: str) -> bool:
     return get_current_level() <= get_log_level_from_string(max_log_level_str)
 
 
+def get_caller_func(frame: int = 3) -> str:
+    """The name of the function that is `frame` calls above this one."""
+    return sys._getframe(frame).f_code.co_name
+
+
 def required_torch_version(min_version: float | str | None = None, max_version: float | str | None = None) -> bool:
     """Whether torch is at least the one version and at most the other, by major and minor number.
 

@@ -157,9 +157,17 @@ class CheckOverflow:
         """As `has_overflow`, of these groups, or of those given at first."""
         return self.has_overflow([p for group in param_groups for p in group] if param_groups else self.params)
 
+    def check_using_norm(self, norm_group: Iterable[float | torch.Tensor], reduce_overflow: bool = True) -> bool:
+        """Whether one of these, on any rank unless `reduce_overflow` is off, is no norm. Collective."""
+        found = any(is_invalid_grad_norm(norm) for norm in norm_group)
+        return self._anywhere(found) if reduce_overflow else found
+
     def has_overflow(self, params: Iterable[torch.Tensor], has_moe_params: bool | None = None) -> bool:
         """Whether any rank has a gradient that is not finite. Collective."""
-        found = torch.tensor(float(self.has_overflow_serial(params)))
+        return self._anywhere(self.has_overflow_serial(params))
+
+    def _anywhere(self, here: bool) -> bool:
+        found = torch.tensor(float(here))
         if dist.is_initialized():
             found = found.to("cuda") if dist.get_backend() == "nccl" else found
             dist.all_reduce(found, dist.ReduceOp.MAX)

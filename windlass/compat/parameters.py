@@ -180,10 +180,10 @@ def _persists(parameter: nn.Parameter) -> bool:
 
 
 def _refuse(what: str) -> Callable[[nn.Parameter], Any]:
-    def answer(parameter: nn.Parameter) -> Any:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
         raise NotBuiltError(f"parameter.{what}: windlass moves gradients by itself; use windlass.zero.full_grad")
 
-    return answer
+    return lambda parameter: refuse
 
 
 def _type(parameter: nn.Parameter) -> Any:

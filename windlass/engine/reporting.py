@@ -43,6 +43,11 @@ class Reporter:
         if config.dump_state:
             logger.info(f"configuration: {config.model_dump(mode='json', exclude_defaults=True)}")
 
+    @property
+    def monitor(self) -> Monitor | None:
+        """What writes values to files and services."""
+        return self._monitor
+
     def timed(self, name: str) -> AbstractContextManager[None]:
         """Time a block, if the configuration wants it."""
         return self._timers(name)

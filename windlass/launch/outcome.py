@@ -15,11 +15,18 @@ _SAME_MOMENT_SECONDS = 1
 
 @dataclass(frozen=True)
 class Failure:
-    """A rank that did not end with 0. `status` is negative for a signal, `time` in whole seconds of the epoch."""
+    """A rank that did not end with 0. `status` is negative for a signal, `time` in seconds of the epoch.
+
+    `host` is named where there are several. A host that was lost with all its ranks is one failure: of its first rank,
+    with their number and the reason.
+    """
 
     rank: int
     status: int
-    time: int
+    time: float
+    host: str = ""
+    ranks: int = 1
+    why: str = ""
 
     @property
     def code(self) -> int:
@@ -32,11 +39,16 @@ class Failure:
         return self.status < 0 and self.code not in _STOPPED
 
     def __str__(self) -> str:
+        if self.why:
+            last = self.rank + self.ranks - 1
+            ranks = f"ranks {self.rank} to {last}" if self.ranks > 1 else f"rank {last}"
+            return f"{self.host} was lost with {ranks}: {self.why}"
+        who = f"rank {self.rank} on {self.host}" if self.host else f"rank {self.rank}"
         if self.status == ENDED_BY_WATCHDOG:
-            return f"rank {self.rank} was ended by its watchdog, whose report says why"
+            return f"{who} was ended by its watchdog, whose report says why"
         if self.status >= 0:
-            return f"rank {self.rank} ended with exit code {self.status}"
-        return f"rank {self.rank} was ended by {_signal_name(-self.status)}"
+            return f"{who} ended with exit code {self.status}"
+        return f"{who} was ended by {_signal_name(-self.status)}"
 
 
 @dataclass(frozen=True)
@@ -46,6 +58,11 @@ class Outcome:
     code: int
     failures: tuple[Failure, ...] = ()
     interrupted_by: int | None = None
+
+    @property
+    def first(self) -> Failure | None:
+        """Of the ranks to blame, the one that failed before the others."""
+        return min(self.failures, key=lambda failure: failure.time, default=None)
 
 
 def outcome_of(failures: Sequence[Failure]) -> Outcome:

@@ -1,7 +1,7 @@
 """What a rank is before it becomes the user's program: a process that asked the kernel to end it with its launcher.
 
 Run as `python -I -S rank.py LAUNCHER_PID COMMAND...`. It imports nothing outside the standard library, since it runs
-before every rank, and then replaces itself by COMMAND: the request survives that.
+before every rank, and then replaces itself by COMMAND: the request survives that, and so do the cores it is bound to.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import signal
 import sys
 
 _PR_SET_PDEATHSIG = 1
+_CORES = "WINDLASS_CORES"  # as `launch.cores` names it
 
 
 def main(launcher: int, command: list[str]) -> None:
@@ -22,7 +23,13 @@ def main(launcher: int, command: list[str]) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != launcher:  # it ended before the request was made
         os._exit(128 + signal.SIGKILL)
-    os.execvp(command[0], command)
+    if os.environ.get(_CORES):
+        os.sched_setaffinity(0, [int(core) for core in os.environ[_CORES].split(",")])
+    try:
+        os.execvp(command[0], command)
+    except OSError as error:
+        print(f"windlass: {command[0]}: {error.strerror}", file=sys.stderr)
+        os._exit(127 if isinstance(error, FileNotFoundError) else 126)
 
 
 if __name__ == "__main__":

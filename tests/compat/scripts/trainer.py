@@ -32,6 +32,7 @@ class Case:
         config: of DeepSpeed; None: the plain Trainer.
         ranks: over how many a step's samples are spread.
         resume: train half of the steps, and go on from the checkpoint in a new Trainer.
+        resize: rows of the embeddings, which are resized to that; 0: as they are.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Case:
     evaluate: bool = False
     save: bool = False
     generate: bool = False
+    resize: int = 0
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -118,6 +120,9 @@ def train(case: Case, out: Path, start: Path) -> dict[str, Any]:
     folder = out / f"{case.name}-{0 if case.config is None else case.ranks}"
     args = arguments(case, folder, case.steps)
     model = LlamaForCausalLM.from_pretrained(start, dtype=torch.float32)
+    if case.resize:
+        set_seed(5)
+        model.resize_token_embeddings(case.resize, mean_resizing=False)
     trainer = Trainer(model=model, args=args, train_dataset=Lines(), eval_dataset=Lines(10), callbacks=[losses])
     trainer.train()
     if case.resume:

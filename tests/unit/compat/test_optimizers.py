@@ -91,6 +91,11 @@ def test_variants_that_are_not_computed_are_refused(make: Make, named: str) -> N
         make([nn.Parameter(torch.zeros(2))])
 
 
+def test_accelerates_argument_for_every_class() -> None:
+    for cls in (DeepSpeedCPUAdam, DeepSpeedCPUAdagrad, DeepSpeedCPULion):
+        cls([nn.Parameter(torch.zeros(2))], lr=0.1, weight_decay=0.1, adamw_mode=False)
+
+
 def test_narrow_states() -> None:
     parameter = nn.Parameter(torch.ones(300))
     parameter.grad = torch.ones(300)

@@ -67,6 +67,35 @@ def kinds(value: Any) -> set[str]:
     return {kind for kind, true in tests.items() if true}
 
 
+def habits() -> dict[str, bool]:
+    """What scripts do with the modules themselves."""
+    import deepspeed
+    import torch
+    from deepspeed.utils import groups, z3_leaf_module
+    from deepspeed.utils.z3_leaf_module import set_z3_leaf_modules
+
+    layer = torch.nn.Linear(1, 1)
+    set_z3_leaf_modules(layer, [torch.nn.Linear])
+    groups.mpu = type("Unit", (), {"get_sequence_parallel_rank": staticmethod(lambda: 7)})()
+    own = groups._get_sequence_parallel_rank()
+    del groups.mpu
+    star: dict[str, Any] = {}
+    exec("from deepspeed.utils import *", star)
+    return {
+        "a function and a module share a name": z3_leaf_module(layer) and deepspeed.utils.z3_leaf_module(layer),
+        "a unit that a script sets is asked": own == 7 and groups._get_sequence_parallel_rank() == 0,
+        "what is torch's is torch's": deepspeed.torch is torch and deepspeed.json is json,
+        "schedules are an attribute": "WarmupLR" in deepspeed.runtime.lr_schedules.VALID_LR_SCHEDULES,
+        "a name is one object": deepspeed.ops.adam.FusedAdam
+        is importlib.import_module("deepspeed.ops.adam.fused_adam").FusedAdam,
+        "hasattr says no to what is refused": not hasattr(deepspeed.pipe.PipelineModule, "train_batch"),
+        "a refused class can be derived from": isinstance(type("Mine", (deepspeed.PipelineModule,), {}), type),
+        "everything can be taken at once": "RepeatingLoader" in star and "safe_get_full_grad" in star,
+        "ops that are there": deepspeed.ops.__compatible_ops__["async_io"],
+    }
+
+
 if __name__ == "__main__":
+    print(json.dumps(habits()))
     names = [line.split()[0] for line in sys.stdin if line.strip() and not line.startswith("#")]
     print(json.dumps({name: found(name) for name in names}))

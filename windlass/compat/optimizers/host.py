@@ -46,7 +46,7 @@ class DeepSpeedCPUAdam(CPUAdam):
 
 
 class DeepSpeedCPUAdagrad(CPUAdagrad):
-    """`windlass.optim.CPUAdagrad`.
+    """`windlass.optim.CPUAdagrad`. `adamw_mode` says nothing to it: accelerate passes it to every class.
 
     Raises:
         OptimizerRefusal: `amsgrad`.
@@ -62,6 +62,7 @@ class DeepSpeedCPUAdagrad(CPUAdagrad):
         weight_decay: float = 0.0,
         amsgrad: bool = False,
         fp32_optimizer_states: bool = True,
+        adamw_mode: bool | None = None,
     ) -> None:
         if amsgrad:
             raise OptimizerRefusal("DeepSpeedCPUAdagrad: amsgrad is true, and Adagrad has no such variant; delete it")
@@ -71,7 +72,7 @@ class DeepSpeedCPUAdagrad(CPUAdagrad):
 
 
 class DeepSpeedCPULion(CPULion):
-    """`windlass.optim.CPULion` with DeepSpeed's defaults."""
+    """`windlass.optim.CPULion` with DeepSpeed's defaults. `adamw_mode` says nothing to it, as to Adagrad."""
 
     same_rule_as: ClassVar[type[torch.optim.Optimizer]] = CPULion
 
@@ -82,6 +83,7 @@ class DeepSpeedCPULion(CPULion):
         betas: tuple[float, float] = (0.9, 0.999),
         weight_decay: float = 0.0,
         fp32_optimizer_states: bool = True,
+        adamw_mode: bool | None = None,
     ) -> None:
         self.fp32_optimizer_states = fp32_optimizer_states
         super().__init__(model_params, lr, betas, weight_decay, state_dtype=_state_dtype(fp32_optimizer_states))

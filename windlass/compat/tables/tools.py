@@ -58,7 +58,7 @@ _OPTIMIZER_NAMES = (
 _SEE = differs(f"{_MOVING}:see_memory_usage", "one line in windlass' words")
 
 _UTILS: dict[str, Entry] = {
-    **_all("deepspeed.utils", _MESSAGES, "logger log_dist log_dist_once set_log_level_from_string"),
+    **_all("deepspeed.utils", _MESSAGES, "logger log_dist log_dist_once set_log_level_from_string get_caller_func"),
     "deepspeed.utils.logging": works(_MESSAGES),
     "deepspeed.utils.torch.required_torch_version": works(f"{_MESSAGES}:required_torch_version"),
     "deepspeed.utils.groups": works("windlass.compat.groups", "all ranks are data ranks, unless an mpu says otherwise"),
@@ -76,6 +76,7 @@ _UTILS: dict[str, Entry] = {
     **_all("deepspeed.utils", _VALUES, _LOCAL_NAMES, _PIECES),
     **_all("deepspeed.utils.tensor_fragment", _VALUES, _FULL_NAMES, _AT_ALL),
     **_all("deepspeed.utils.tensor_fragment", _VALUES, _LOCAL_NAMES, _PIECES),
+    "deepspeed.utils.fragment_address": works("windlass.compat.pickled:fragment_address"),
     **_all("deepspeed.utils", "windlass.compat.attribute_paths", "recursive_getattr recursive_setattr"),
     **_all("deepspeed.utils.module_utils", "windlass.compat.attribute_paths", "recursive_getattr recursive_setattr"),
     "deepspeed.utils.OnDevice": differs("windlass.compat.on_device:OnDevice", "torch.Tensor(...) is left alone"),

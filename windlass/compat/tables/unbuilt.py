@@ -28,6 +28,7 @@ _TUNING = "autotuning is not built yet; use windlass check, which tells what a c
 _PROFILER = "the FLOPS profiler is not built yet; use torch.utils.flop_counter.FlopCounterMode"
 _MONITOR = "the engine writes its own numbers; set tensorboard, wandb or csv_monitor in the configuration"
 _STATES = "DataStates checkpoints are not built; use the checkpoint section with async saving"
+_INSIDE = "this is part of DeepSpeed's own optimizers, which are not here; use safe_get_full_* and the engine"
 _GONE = "this was taken out of DeepSpeed itself and is not built here; leave it out of the configuration"
 
 TABLE: dict[str, Entry] = {
@@ -160,6 +161,16 @@ TABLE: dict[str, Entry] = {
         "monitor.config.DeepSpeedMonitorConfig monitor.config.get_monitor_config",
     ),
     **_none(_STATES, "datastates.config.DeepSpeedDataStatesConfig datastates.DeepSpeedDataStatesConfig"),
+    **_none(
+        _INSIDE,
+        "utils.tensor_fragment utils.get_full_hp_param utils.get_full_hp_grad utils.set_full_hp_param "
+        "utils.set_full_hp_grad utils.get_hp_fragment_mapping utils.lazy_init_hp_params_optimizer_state "
+        "utils.link_hp_params utils.map_to_flat_opt_states runtime.utils.all_gather_dp_groups "
+        "runtime.utils.all_gather_into_tensor_dp_groups runtime.utils.register_output_backward_hooks "
+        "runtime.utils.OutputBackwardHookManager runtime.utils.count_used_parameters_in_backward "
+        "runtime.utils.offload_adam_states runtime.utils.reload_adam_states runtime.utils.get_norm_with_moe_layers "
+        "runtime.utils.TLinear",
+    ),
     **_none(
         _GONE,
         "elasticity.compute_elastic_config elasticity.elasticity_enabled nebula.config.DeepSpeedNebulaConfig "

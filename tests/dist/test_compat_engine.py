@@ -1,0 +1,241 @@
+"""The engine that `deepspeed.initialize` returns: members that clients use, and behaviours easy to miss."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.dist.harness import RankError, run_ranks
+
+MEMBERS = Path(__file__).parents[1] / "data" / "deepspeed_members.json"
+
+
+def _net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def _config(stage: int, **others: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 1,
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-2}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 4}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        **others,
+    }
+
+
+def _engine(stage: int, **others: Any) -> Any:
+    from windlass.compat.initialize import initialize
+
+    net = _net()
+    return initialize(model=net, model_parameters=net.parameters(), config=_config(stage, **others))[0]
+
+
+def _step(engine: Any) -> torch.Tensor:
+    x = torch.arange(12.0, device=engine.device).view(2, 6) / 12
+    loss = engine(x).square().mean()
+    engine.backward(loss)
+    engine.step()
+    return loss.detach()
+
+
+def _members(stages: list[int]) -> dict[str, list[str]]:
+    """Of what clients use and of DeepSpeed's public engine methods, what is missing."""
+    wanted = json.loads(MEMBERS.read_text())
+    missing: dict[str, list[str]] = {}
+    for stage in stages:
+        engine = _engine(stage)
+        _step(engine)
+        owners = {
+            "engine": engine,
+            "optimizer": engine.optimizer,
+            "scheduler": engine.lr_scheduler,
+            "param": next(engine.module.parameters()),
+            "module": engine.module,
+        }
+        for owner, names in wanted["at_every_stage"].items():
+            missing[f"{owner} {stage}"] = [name for name in names if not hasattr(owners[owner], name)]
+        if stage == 3:
+            for owner, names in wanted["at_stage_3"].items():
+                missing.setdefault(f"{owner} {stage}", []).extend(
+                    name for name in names if not hasattr(owners[owner], name)
+                )
+        else:
+            missing[f"param {stage}"] = [name for name in ("ds_id", "ds_status") if hasattr(owners["param"], name)]
+        engine.destroy()
+        missing[f"destroyed {stage}"] = [name for name in ("ds_id",) if hasattr(owners["param"], name)]
+    return missing
+
+
+def test_every_member_that_clients_use_is_there() -> None:
+    """Law: at every stage, and parameters answer `ds_*` at stage 3 only, and no more once the engine is destroyed."""
+    assert {key: names for key, names in run_ranks(_members, 2, [0, 1, 2, 3])[0].items() if names} == {}
+
+
+def _manners(stage: int) -> None:
+    from windlass.compat.initialize import initialize
+    from windlass.compat.refusal import NotBuiltError
+
+    net = _net()
+    config = _config(stage, gradient_accumulation_steps=2, steps_per_print=float("inf"), **{"my.dotted": 1})
+    engine, optimizer, loader, schedule = initialize(model=net, model_parameters=net.parameters(), config=config)
+    assert engine.config is config and optimizer is engine.optimizer and loader is None
+    assert engine.get_global_grad_norm() is None and engine.gradient_clipping() == 1.0
+    assert engine.train() is None and engine.module.training and engine.eval() is None and not engine.module.training
+    assert list(inspect.signature(engine.save_checkpoint).parameters)[:5] == [
+        "save_dir",
+        "tag",
+        "client_state",
+        "save_latest",
+        "exclude_frozen_parameters",
+    ]
+    x = torch.ones(2, 6)
+    loss = engine(x).mean()
+    assert torch.equal(engine.backward(loss), loss * 0.5) and engine.step() is None  # half of the step's gradient
+    assert engine.micro_steps == 1 and engine.global_steps == 0 and not engine.was_step_applied()
+    engine.set_gradient_accumulation_boundary(True)
+    loss = engine(x).mean()
+    assert engine.backward(loss, scale_wrt_gas=False) is loss
+    engine.step()
+    assert engine.global_steps == 1 and engine.was_step_applied() and engine.get_global_grad_norm() > 0
+    engine.set_gradient_accumulation_boundary(False)
+    assert not engine.is_gradient_accumulation_boundary()
+    engine.progress.override = None
+    if stage >= 2:
+        with pytest.raises(AssertionError, match="no_sync"), engine.no_sync():
+            raise RuntimeError("not reached")
+    else:
+        with engine.no_sync(), pytest.raises(AssertionError, match="no_sync"):
+            engine.step()
+    with pytest.raises(NotBuiltError, match="DeepCompile"):
+        engine.register_compile_pass("x", None)
+    assert engine.get_batch_info() == (2 * 2 * engine.world_size, 2, 2)
+    engine.destroy()
+    engine.destroy()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_manners(stage: int) -> None:
+    """What clients rely on without saying so (accumulation, boundaries, signatures, `no_sync`)."""
+    run_ranks(_manners, 2, stage)
+
+
+def _batch_changes() -> list[float]:
+    engine = _engine(2)
+    _step(engine)
+    engine.set_train_batch_size(3 * 2 * engine.world_size)
+    assert engine.gradient_accumulation_steps() == 3 and engine.config["gradient_accumulation_steps"] == 3
+    engine.set_train_micro_batch_size(4)
+    assert engine.get_batch_info() == (3 * 4 * engine.world_size, 4, 3)
+    for _ in range(3):
+        _step(engine)
+    assert engine.global_steps == 2
+    found = [p.detach().double().sum().item() for p in engine.module.parameters()]
+    engine.destroy()
+    return found
+
+
+def test_the_batch_can_change_between_steps() -> None:
+    """Law: three micro-batches in a step then, each worth a third."""
+    net = _net()
+    optimizer = torch.optim.Adam(net.parameters())
+    x = torch.arange(12.0).view(2, 6) / 12
+    from windlass.optim import schedules
+
+    schedule = schedules.build("WarmupLR", {"warmup_max_lr": 1e-2, "warmup_num_steps": 4}, optimizer)
+    for _ in range(2):
+        net(x).square().mean().backward()
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    expected = [p.detach().double().sum().item() for p in net.parameters()]
+    assert run_ranks(_batch_changes, 2)[0] == pytest.approx(expected, abs=1e-5)
+
+
+def _compiled(stage: int) -> tuple[list[float], list[float], bool]:
+    plain = _engine(stage)
+    expected = [_step(plain).item() for _ in range(3)]
+    plain.destroy()
+    engine = _engine(stage)
+    engine.compile(backend="eager")
+    found = [_step(engine).item() for _ in range(3)]
+    was = engine.is_compiled
+    engine.destroy()
+    return expected, found, was
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 3])
+def test_compiled_in_place(stage: int) -> None:
+    """Law: the same losses; at stage 3 each block's forward is compiled."""
+    expected, found, was = run_ranks(_compiled, 2, stage, timeout=240)[0]
+    assert found == pytest.approx(expected, abs=1e-6) and was
+
+
+def _gathered_by_hand() -> None:
+    from windlass.compat.status import ZeroParamStatus
+
+    engine = _engine(3)
+    weight = engine.module[0].weight
+    whole = _net()[0].weight.detach()
+    assert weight.ds_status is ZeroParamStatus.NOT_AVAILABLE and weight.ds_shape == whole.shape
+    assert weight.ds_numel == whole.numel() and weight.ds_process_group is not None
+    weight.all_gather()
+    assert weight.ds_status is ZeroParamStatus.AVAILABLE
+    torch.testing.assert_close(weight.detach(), whole)
+    with torch.no_grad():
+        weight.mul_(2)
+    weight.partition(has_been_updated=True)
+    torch.testing.assert_close(weight.get_full_hp_param(), whole * 2)
+    ids = [p.ds_id for p in engine.module.parameters()]
+    assert len(set(ids)) == len(ids)
+    weight.ds_active_sub_modules.add(1)
+    weight.ds_active_sub_modules.clear()
+    assert weight.ds_active_sub_modules == set()
+    assert list(engine.module.ds_external_parameters()) == []
+    engine.destroy()
+
+
+def test_parameters_gathered_by_hand() -> None:
+    """`all_gather` and `partition` of a parameter, and what it tells of itself."""
+    run_ranks(_gathered_by_hand, 2)
+
+
+def _wrong(what: str) -> None:
+    from types import SimpleNamespace
+
+    from windlass.compat.initialize import initialize
+
+    net = _net()
+    if what == "two":
+        initialize(args=SimpleNamespace(deepspeed_config="x.json"), model=net, config={"train_batch_size": 2})
+    if what == "none":
+        initialize(model=net)
+    if what == "rank":
+        initialize(args=SimpleNamespace(local_rank=7), model=net, config={"train_batch_size": 2})
+    if what == "key":
+        initialize(model=net, config=_config(2, zero_optimization={"stage": 2, "no_such_key": 1}))
+
+
+@pytest.mark.parametrize(
+    ("what", "kind", "text"),
+    [
+        ("two", "AssertionError", "two configurations"),
+        ("none", "AssertionError", "no configuration"),
+        ("rank", "AssertionError", "local_rank is 7"),
+        ("key", "ConfigError", "zero_optimization.no_such_key"),
+    ],
+)
+def test_bad_arguments_are_named(what: str, kind: str, text: str) -> None:
+    with pytest.raises(RankError, match=text) as caught:
+        run_ranks(_wrong, 1, what)
+    assert kind in caught.value.kinds

@@ -1,0 +1,143 @@
+"""The command lines of other launchers, word by word, and the rank that one of them started."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from windlass.launch.back_ends import Asked, command_of
+from windlass.launch.errors import LaunchError
+from windlass.launch.place import Host
+from windlass.launch.plan import Plan
+from windlass.launch.program import Program
+from windlass.launch.scheduled import Found, decode, encode, environment_of, place_given
+
+PLAN = Plan(
+    Program(("it's a script.py", "$HOME", "a b"), local_rank=True),
+    (Host("a", (0, 1)), Host("b", (0, 1))),
+    env={"NCCL_DEBUG": "INFO", "SECRET": "pass word"},
+    cwd="/some where",
+    master_addr="a",
+    master_port=29500,
+    run_id="run",
+)
+UNEQUAL = replace(PLAN, hosts=(Host("a", (0, 1)), Host("b", (0,))))
+RANK = [sys.executable, "-u", "-m", "windlass.launch.scheduled", encode(PLAN)]
+
+
+@pytest.mark.parametrize(
+    ("launcher", "words", "more"),
+    [
+        (
+            "openmpi",
+            "mpirun -n 4 --host a:2,b:2 --map-by slot --bind-to none --mca x 1 -x NCCL_DEBUG -x SECRET",
+            {},
+        ),
+        ("mpich", "mpirun -n 4 -hosts a:2,b:2 --mca x 1 -genvlist NCCL_DEBUG,SECRET", {}),
+        ("impi", "mpirun -n 4 -ppn 2 -hosts a,b --mca x 1 -genvlist NCCL_DEBUG,SECRET", {"I_MPI_PIN": "0"}),
+        (
+            "mvapich",
+            "mpirun -np 4 -ppn 2 -hosts a,b --mca x 1 -genvlist MV2_CUDA_USE_NAIVE,MV2_DEBUG_SHOW_BACKTRACE,"
+            "MV2_ENABLE_AFFINITY,MV2_INTER_ALLGATHER_TUNING,MV2_SMP_USE_CMA,MV2_SUPPORT_DL,MV2_USE_CUDA,NCCL_DEBUG,SECRET",
+            {
+                **{"MV2_SMP_USE_CMA": "0", "MV2_DEBUG_SHOW_BACKTRACE": "1", "MV2_USE_CUDA": "1", "MV2_SUPPORT_DL": "1"},
+                **{"MV2_ENABLE_AFFINITY": "0", "MV2_INTER_ALLGATHER_TUNING": "5", "MV2_CUDA_USE_NAIVE": "0"},
+            },
+        ),
+        (
+            "slurm",
+            "srun -N 2 -n 4 --ntasks-per-node=2 --nodelist=a,b --distribution=block --kill-on-bad-exit=1 --export=ALL "
+            "--mca x 1",
+            {},
+        ),
+    ],
+)
+def test_command_lines(launcher: str, words: str, more: dict[str, str]) -> None:
+    found = command_of(launcher, PLAN, Asked("--mca x '1'"))
+    assert found.words == [*words.split(), *RANK]
+    assert found.environment == {**PLAN.env, **more}
+    assert "pass word" not in " ".join(found.words), "who lists processes would see it"
+
+
+def test_the_command_line_of_pdsh(tmp_path: Path) -> None:
+    found = command_of("pdsh", PLAN, Asked("-l me", 2222, "/v env/activate", agent_path="/100%", ssh_words="-F c"))
+    assert found.words[:-1] == ["pdsh", "-S", "-b", "-f", "1024", "-w", "a,b", "-l", "me"]
+    assert found.environment == {"PDSH_RCMD_TYPE": "ssh", "PDSH_SSH_ARGS_APPEND": "-F c -p 2222"}
+    text = found.words[-1].replace("%n", "1").replace("%%", "%")  # as pdsh does
+    inner = subprocess.run(["sh", "-c", f"{text.replace('exec sh -c', 'printf %s')}"], capture_output=True, text=True)
+    agent = f"exec {sys.executable} -u -m windlass.launch.node_alone 1 {encode(PLAN)}"
+    place = "cd '/some where' && "
+    assert inner.stdout == f"{place}. '/v env/activate' && {place}export PYTHONPATH=/100% && {agent}"
+
+
+def test_what_back_ends_cannot_do() -> None:
+    for launcher in ("impi", "mvapich", "slurm"):
+        with pytest.raises(
+            LaunchError, match=f"--launcher {launcher} needs as many slots on every host, and there are a 2"
+        ):
+            command_of(launcher, UNEQUAL, Asked())
+    assert "a:2,b:1" in command_of("mpich", UNEQUAL, Asked()).words
+    with pytest.raises(LaunchError, match="--launcher slurm cannot choose slots 1,3 of b; leave out whole hosts"):
+        command_of("slurm", replace(PLAN, hosts=(Host("a", (0, 1)), Host("b", (1, 3)))), Asked())
+    with pytest.raises(LaunchError, match="--ssh_port and --venv_script do not apply to --launcher mpich"):
+        command_of("mpich", PLAN, Asked(ssh_port=1))
+    with pytest.raises(LaunchError, match="is no name of a host"):
+        command_of("openmpi", replace(PLAN, hosts=(Host("-x", (0,)),)), Asked())
+    with pytest.raises(LaunchError, match='--launcher_args "\'": No closing quotation'):
+        command_of("openmpi", PLAN, Asked("'"))
+    assert "--gpus-per-node=2" in command_of("slurm", PLAN, Asked(num_gpus=2)).words
+
+
+def test_a_plan_survives_its_coding() -> None:
+    plan = replace(PLAN, hosts=(Host("a", (0, "GPU-1")),), bind_cores=True, core_list="1-3", signals=("SIGUSR1",))
+    assert decode(encode(plan)) == plan
+
+
+SLURM = {
+    **{"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "5", "SLURM_PROCID": "4", "SLURM_LOCALID": "1"},
+    **{"SLURM_NODEID": "1", "SLURM_STEP_TASKS_PER_NODE": "3,2", "SLURM_STEP_NODELIST": "n[1-2]", "SLURM_JOB_ID": "77"},
+}
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, None),
+        ({"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}, Found("torchrun", 1, 4, 1, 4)),
+        ({"RANK": "1", "WORLD_SIZE": "4"}, None),
+        (
+            {
+                **{"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4"},
+                **{"OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
+            },
+            Found("Open MPI", 3, 4, 1, 2),
+        ),
+        (
+            {"PMI_RANK": "2", "PMI_SIZE": "4", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"},
+            Found("MPICH", 2, 4, 0, 2),
+        ),
+        (SLURM, Found("Slurm", 4, 5, 1, 2)),
+        ({**SLURM, "SLURM_STEP_NUM_TASKS": "1"}, None),
+        ({name: value for name, value in SLURM.items() if "STEP" not in name}, None),  # a batch script
+    ],
+)
+def test_the_place_that_others_give(environ: Mapping[str, str], expected: Found | None) -> None:
+    assert place_given(environ) == expected
+
+
+def test_what_a_rank_of_slurm_lacks() -> None:
+    found = place_given(SLURM)
+    assert found is not None
+    assert environment_of(found, SLURM) == {
+        **{"RANK": "4", "WORLD_SIZE": "5", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"},
+        **{"MASTER_ADDR": "n1", "MASTER_PORT": "15077"},
+    }
+    assert "MASTER_ADDR" not in environment_of(found, {**SLURM, "MASTER_ADDR": "x"})
+    assert environment_of(Found("Open MPI", 1, 2, 1, 2), {})["MASTER_ADDR"] == "127.0.0.1"
+    with pytest.raises(LaunchError, match="Open MPI started ranks on several hosts, and MASTER_ADDR is not set"):
+        environment_of(Found("Open MPI", 1, 4, 1, 2), {})

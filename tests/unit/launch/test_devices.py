@@ -1,0 +1,148 @@
+"""Exactly the devices that are given, cores that are shared out, and what Slurm writes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+import pytest
+
+from windlass.launch import cores, devices
+from windlass.launch.errors import LaunchError
+from windlass.launch.jobs import jobs_of
+from windlass.launch.place import Host, places_of
+from windlass.launch.plan import Plan
+from windlass.launch.program import Program
+from windlass.launch.slurm import allocated_hosts, expand_counts, expand_hosts
+
+
+@pytest.mark.parametrize(
+    ("environ", "count", "expected"),
+    [
+        ({}, 2, ["0", "1"]),
+        ({"CUDA_VISIBLE_DEVICES": "4,5"}, 2, ["4", "5"]),
+        ({"CUDA_VISIBLE_DEVICES": "GPU-8f, MIG-1/2"}, 2, ["GPU-8f", "MIG-1/2"]),
+        ({"CUDA_VISIBLE_DEVICES": "3,-1,2"}, 1, ["3"]),
+        ({"CUDA_VISIBLE_DEVICES": ""}, 8, []),
+        ({"CUDA_VISIBLE_DEVICES": "0,1"}, 0, []),
+        ({"CUDA_VISIBLE_DEVICES": "6", "SLURM_STEP_GPUS": "2,3"}, 1, ["6"]),
+        ({"SLURM_STEP_GPUS": "2,3", "SLURM_JOB_GPUS": "0-7"}, 8, ["2", "3"]),
+        ({"SLURM_STEP_GPUS": "2,3"}, 2, ["0", "1"]),  # the job sees no others, and counts them anew
+        ({"SLURM_JOB_GPUS": "4-6"}, 8, ["4", "5", "6"]),
+        ({"GPU_DEVICE_ORDINAL": "1", "SLURM_JOB_GPUS": "5"}, 8, ["1"]),
+        ({"SLURM_JOB_GPUS": "4-6"}, 0, []),
+    ],
+)
+def test_devices_given(environ: Mapping[str, str], count: int, expected: list[str]) -> None:
+    assert devices.devices_given(environ, count) == expected
+
+
+def test_slots_are_among_the_devices_given() -> None:
+    assert devices.chosen((0, 1), ["4", "5", "6"], "here") == ["4", "5"]
+    assert devices.chosen(("6", "GPU-1"), ["GPU-1", "6"], "here") == ["6", "GPU-1"]
+    assert devices.chosen((0, 1), [], "here") is None, "no GPUs: CPU ranks"
+    for slot in (2, "0", -1):
+        with pytest.raises(LaunchError) as caught:
+            devices.chosen((slot,), ["4", "5"], "node-1")
+        assert str(caught.value) == (
+            f"device {slot} is asked for on node-1, which gives 4,5 (2 in all); ask for fewer, or set "
+            "CUDA_VISIBLE_DEVICES"
+        )
+
+
+def jobs(
+    monkeypatch: pytest.MonkeyPatch, visible: str | None, count: int, plan: Plan, node: int = 0
+) -> list[dict[str, str]]:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr("windlass.launch.jobs.count_devices", lambda: count)
+    return [job.environment for job in jobs_of(plan, node, ("m", 1))]
+
+
+def test_ranks_see_the_devices_of_their_slots_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = Program(("s",))
+    hosts = (Host("a", (0, 1)), Host("b", (1, 3, 0)))
+    plan = Plan(program, hosts, use_devices=True)
+    assert [one["CUDA_VISIBLE_DEVICES"] for one in jobs(monkeypatch, None, 2, plan)] == ["0,1"] * 2
+    second = jobs(monkeypatch, "7,5,6,4", 4, plan, 1)
+    assert [one["CUDA_VISIBLE_DEVICES"] for one in second] == ["5,4,7"] * 3
+    assert [(one["RANK"], one["LOCAL_RANK"], one["WORLD_SIZE"]) for one in second] == [
+        ("2", "0", "5"),
+        ("3", "1", "5"),
+        ("4", "2", "5"),
+    ]
+    assert second[0]["LOCAL_WORLD_SIZE"] == "3" and second[0]["CROSS_RANK"] == second[0]["GROUP_RANK"] == "1"
+    with pytest.raises(LaunchError, match="device 3 is asked for on b, which gives 0,1"):
+        jobs(monkeypatch, None, 2, plan, 1)
+    assert [one.get("CUDA_VISIBLE_DEVICES") for one in jobs(monkeypatch, None, 0, plan)] == [None, None]
+    alone = Plan(program, (Host("a", (0, 1)),), use_devices=True, virtual_local_rank=True)
+    found = jobs(monkeypatch, "5,4", 2, alone)
+    assert [(one["CUDA_VISIBLE_DEVICES"], one["LOCAL_RANK"], one["RANK"]) for one in found] == [
+        ("5", "0", "0"),
+        ("4", "0", "1"),
+    ]
+    untouched = Plan(program, (Host("a", (0, 1, 2)),))
+    assert [one["CUDA_VISIBLE_DEVICES"] for one in jobs(monkeypatch, "3", 1, untouched)] == ["3"] * 3
+
+
+def test_local_ranks_count_within_hosts_of_any_size() -> None:
+    found = places_of([Host("a", (0, 1, 2)), Host("b", (0,)), Host("c", (5, 7))])
+    assert [[(place.rank, place.local_rank) for place in node] for node in found] == [
+        [(0, 0), (1, 1), (2, 2)],
+        [(3, 0)],
+        [(4, 0), (5, 1)],
+    ]
+
+
+@pytest.mark.parametrize(("text", "expected"), [("1,3-5,7", [1, 3, 4, 5, 7]), ("0", [0]), ("2-2", [2])])
+def test_lists_of_numbers(text: str, expected: list[int]) -> None:
+    assert devices.parse_numbers(text, "--x") == expected
+
+
+@pytest.mark.parametrize("text", ["", "a", "1,", "3-1", "1-2-3", "-1", "1 2"])
+def test_what_is_no_list_of_numbers(text: str) -> None:
+    with pytest.raises(LaunchError, match="--x is .* neither a number nor a range"):
+        devices.parse_numbers(text, "--x")
+
+
+def test_cores_are_shared_out_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [cores.share_of_cores([0, 2, 4, 6, 8], 2, rank) for rank in (0, 1)] == [[0, 2], [4, 6]]
+    with pytest.raises(LaunchError, match="2 cores for 3 ranks"):
+        cores.share_of_cores([0, 1], 3, 0)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {2, 3, 5}, raising=False)
+    assert cores.cores_to_share("5,2-3") == [5, 2, 3]
+    with pytest.raises(LaunchError, match="core 4 is not there or not allowed; this process may use 2,3,5"):
+        cores.cores_to_share("4")
+    with pytest.raises(LaunchError, match="names a core twice"):
+        cores.cores_to_share("2,2")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("n1", ["n1"]),
+        ("n[01-03,7]-ib,b1", ["n01-ib", "n02-ib", "n03-ib", "n7-ib", "b1"]),
+        ("a,b[9-10]", ["a", "b9", "b10"]),
+    ],
+)
+def test_slurms_lists_of_hosts(text: str, expected: list[str]) -> None:
+    assert expand_hosts(text) == expected
+
+
+def test_what_is_no_list_of_slurms() -> None:
+    for text in ("n[1", "n[x]", "n[1-]", "a;b"):
+        with pytest.raises(LaunchError):
+            expand_hosts(text)
+    with pytest.raises(LaunchError, match="no list of counts"):
+        expand_counts("2(x3")
+    assert expand_counts("2(x3),1") == [2, 2, 2, 1]
+
+
+def test_hosts_of_a_job() -> None:
+    job = {"SLURM_JOB_NODELIST": "n[1-3]", "SLURM_TASKS_PER_NODE": "4(x2),2"}
+    assert allocated_hosts(job) == {"n1": 4, "n2": 4, "n3": 2}
+    assert allocated_hosts({**job, "SLURM_NTASKS_PER_NODE": "8"}) == {"n1": 8, "n2": 8, "n3": 8}
+    assert allocated_hosts({"SLURM_JOB_NODELIST": "a"}) == {"a": 1}
+    with pytest.raises(LaunchError, match="outside of a job"):
+        allocated_hosts({})

@@ -1,0 +1,222 @@
+"""Every flag of torchrun and of the `deepspeed` command is known; what cannot be honoured is refused by name."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+import pytest
+
+from windlass.launch import command, deepspeed_command, request
+from windlass.launch.deepspeed_command import parser_of_deepspeed
+from windlass.launch.errors import LaunchError
+from windlass.launch.flags import parse, parser_of_run
+from windlass.launch.place import Host
+from windlass.launch.plan import Plan
+from windlass.launch.request import plan_of, refuse, says_where, wants_rendezvous
+
+_OF_DEEPSPEED = {
+    *(
+        "-H",
+        "-i",
+        "-e",
+        "-q",
+        "--hostfile",
+        "--include",
+        "--exclude",
+        "--num_nodes",
+        "--num_gpus",
+        "--num_accelerators",
+    ),
+    *("--master_port", "--master_addr", "--node_rank", "--launcher", "--launcher_args", "--module", "--no_python"),
+    *("--no_local_rank", "--no_ssh", "--no_ssh_check", "--force_multi", "--save_pid", "--enable_each_rank_log"),
+    *("--autotuning", "--bind_cores_to_rank", "--bind_core_list", "--ssh_port", "--venv_script", "--log_level"),
+    *("--quiet", "--elastic_training", "--min_elastic_nodes", "--max_elastic_nodes"),
+}
+
+
+@pytest.fixture(autouse=True)
+def _plain_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith(("SLURM_", "OMPI_", "PMI")) or name == "LOCAL_SIZE"]:
+        monkeypatch.delenv(name)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(request, "count_devices", lambda: 0)
+
+
+def flags(*words: str) -> argparse.Namespace:
+    return parse(parser_of_run(), [*words, "script.py"])
+
+
+def planned(*words: str) -> Plan:
+    args = flags(*words)
+    refuse(args)
+    return plan_of(args, {})
+
+
+def test_every_flag_of_torchrun_and_deepspeed_is_known() -> None:
+    from torch.distributed.run import get_args_parser
+
+    known = parser_of_run()._option_string_actions
+    torchruns = get_args_parser()._option_string_actions
+    assert not {*torchruns, *_OF_DEEPSPEED} - set(known)
+    for name, action in torchruns.items():
+        assert (action.nargs == 0) == (known[name].nargs == 0), f"{name} takes a value in one of them only"
+    assert not _OF_DEEPSPEED - set(parser_of_deepspeed()._option_string_actions)
+    for name in known:
+        if name.startswith("--") and name not in ("--labels", "--no-labels"):
+            assert "--" + name[2:].replace("-", "_") in known and "--" + name[2:].replace("_", "-") in known
+
+
+@pytest.mark.parametrize(
+    ("words", "script"),
+    [
+        (["s", "--nproc", "x", "-h"], ["s", "--nproc", "x", "-h"]),
+        (["-n", "2", "s", "--", "x"], ["s", "--", "x"]),
+        (["-n2", "--", "s", "--", "x"], ["s", "--", "x"]),
+        (["-qm", "mod", "-m"], ["mod", "-m"]),
+        (["-qn", "2", "s"], ["s"]),
+        (["--nproc=2", "--master-port", "9", "s", ""], ["s", ""]),
+        (["--launcher_args=-x", "s"], ["s"]),
+        (["--launcher_args", "-F a", "-q", "s"], ["s"]),
+        (["--launcher_args", "--oversubscribe", "s"], ["s"]),
+        (["-"], ["-"]),
+    ],
+)
+def test_where_the_scripts_words_begin(words: list[str], script: list[str]) -> None:
+    assert parse(parser_of_run(), words).words == script
+
+
+def test_flags_of_the_deepspeed_command_may_be_cut_short() -> None:
+    args = parse(parser_of_deepspeed(), ["--num_gp", "3", "--hostf=none", "--no_local", "s", "--num_gp", "4"])
+    assert (args.num_gpus, args.hostfile, args.no_local_rank, args.master_port) == (3, "none", True, 29500)
+    assert args.words == ["s", "--num_gp", "4"]
+    assert parse(parser_of_deepspeed(), ["s"]).hostfile == "/job/hostfile"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--autotuning", "tune"], "--autotuning is not built yet"),
+        (["--start-method", "fork"], "--start_method fork"),
+        (["--elastic_training"], "use --max-restarts K"),
+        (["--max_elastic_nodes", "4"], "use --max-restarts K"),
+        (["--local-addr", "a"], "--local_addr only applies to torch's rendezvous"),
+        (["--numa-binding", "node"], "--numa_binding only applies"),
+        (["--logs-specs", "a"], "--logs_specs only applies"),
+        (["--duplicate-stdout-filters", "a"], "--duplicate_stdout_filters only applies"),
+        (["--event-log-handler", "console"], "--event_log_handler only applies"),
+        (["--rdzv-id", "a"], "--rdzv_id needs --rdzv_backend"),
+        (["--bind_core_list", "0"], "--bind_core_list needs --bind_cores_to_rank"),
+        (["--module", "--no-python"], "--module and --no_python together"),
+        (["--run-path"], "--run_path script.py: give an absolute path"),
+        (["--nproc", "0"], "--nproc is 0; at least one is needed"),
+        (["--nproc", "-2"], "--nproc is -2; at least one is needed"),
+        (["--nproc", "many"], "--nproc many is neither a number nor gpu, cpu or auto"),
+        (["--nproc", "gpu"], "--nproc gpu, and this machine gives no GPU"),
+        (["--nproc", "2", "--num_gpus", "2"], "--num_gpus and --nproc together"),
+        (["--num_gpus", "0"], "--num_gpus 0 leaves no rank"),
+        (["--num_nodes", "2"], "--num_nodes 2 and no hostfile"),
+        (["--nnodes", "2", "--num_nodes", "2"], "--num_nodes and --nnodes together"),
+        (["--nnodes", "2", "--standalone"], "--standalone is one machine, --nnodes is 2"),
+        (["--include", "a:0", "--num_gpus", "1"], "--include or --exclude with a number"),
+        (["--include", "a:0"], "host 'a' is not in the hostfile"),
+        (["--exclude", "localhost:0"], "--exclude localhost:0 leaves no slot"),
+        (["--master-port", "65536"], "--master-port 65536 is no port"),
+        (["--launcher", "slurm"], "--launcher slurm outside of a job"),
+    ],
+)
+def test_what_is_refused(words: list[str], message: str) -> None:
+    with pytest.raises(LaunchError) as caught:
+        planned(*words)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--launcher", "telnet"], "--launcher telnet is unknown; choose one of ssh, pdsh"),
+        (["--launcher_args", "x"], "--launcher_args applies to other hosts"),
+        (["--ssh_port", "22"], "--ssh_port applies to other hosts"),
+        (["--node_rank", "1"], "--node_rank 1 of one node"),
+        (["--launcher", "OpenMPI"], "--launcher OpenMPI starts ranks on other hosts, and no hostfile names any"),
+        (["--signals_to_handle", "SIGTERM,SIGNOT"], "'SIGNOT' is no signal of this system"),
+        (["--nnodes", "2"], "--node_rank is -1; give each of the 2 hosts its number, 0 to 1"),
+        (["--nnodes", "2", "--node_rank", "0", "--max-restarts", "1"], "where hosts start by themselves"),
+        (["--redirects", "3"], "--redirects needs --log-dir DIR"),
+        (["--log-dir", "x", "--tee", "4"], "--tee 4: write 0, 1 (stdout)"),
+        (["--enable_each_rank_log", "x", "--log-dir", "y"], "--enable_each_rank_log and --log_dir together"),
+        (["--standalone", "--rdzv-id", "1"], "--standalone with --rdzv_id"),
+        (["--rdzv-backend", "c10d", "--watch"], "--watch does not go with a rendezvous"),
+        (["--max-restarts", "-1"], "--max-restarts -1"),
+    ],
+)
+def test_what_is_refused_before_anything_starts(words: list[str], message: str) -> None:
+    args = parse(parser_of_run(), [*words, __file__])
+    with pytest.raises(LaunchError) as caught:
+        command.perform(args)
+    assert message in str(caught.value)
+
+
+def test_ranks_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert planned().hosts == (Host("localhost", (0,)),)
+    assert planned("--nproc", "3").hosts == (Host("localhost", (0, 1, 2)),)
+    assert planned("--num_gpus", "2").hosts[0].slots == (0, 1)
+    assert (
+        planned("--nproc-per-node", "cpu").world_size == os.cpu_count() == planned("--nproc_per_node=auto").world_size
+    )
+    assert planned("--include", "localhost:0,2").world_size == 2
+    monkeypatch.setenv("LOCAL_SIZE", "3")
+    assert planned().world_size == 3 and planned("--exclude", "localhost:0").hosts[0].slots == ("1", "2")
+    monkeypatch.setattr(request, "count_devices", lambda: 4)
+    assert planned().world_size == planned("--nproc", "gpu").world_size == planned("--nproc", "auto").world_size == 4
+    assert planned("--exclude", "localhost:1").hosts[0].slots == ("0", "2", "3")
+    monkeypatch.setattr(request, "count_devices", lambda: 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,4")
+    assert planned().world_size == 2 and not planned("--nproc", "5").use_devices
+    assert planned("--include", "localhost:4").hosts[0].slots == ("4",)
+    assert planned("--num_gpus", "1").use_devices
+    for words in (("--num_gpus", "3"), ("--include", "localhost:0")):
+        with pytest.raises(LaunchError, match="this machine gives 2|no slot 0; there are 6,4"):
+            planned(*words)
+
+
+def test_devices_that_slurm_gives_are_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("windlass.launch.devices.count_devices", lambda: 8)
+    monkeypatch.setattr(request, "count_devices", lambda: 8)
+    monkeypatch.setenv("SLURM_STEP_GPUS", "2,5")
+    assert planned().env == {"CUDA_VISIBLE_DEVICES": "2,5"} and planned().world_size == 2
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert planned().env == {}
+
+
+def test_hosts_of_a_hostfile(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("a slots=2\nb slots=4\nc slots=1\n")
+    hostfile = ("-H", str(tmp_path / "hosts"))
+    assert planned(*hostfile).hosts == (Host("a", (0, 1)), Host("b", (0, 1, 2, 3)), Host("c", (0,)))
+    assert planned(*hostfile, "--include", "c@b:1,3").hosts == (Host("b", (1, 3)), Host("c", (0,)))
+    two = (Host("a", (0, 1)), Host("b", (0, 1)))
+    assert planned(*hostfile, "--num_nodes", "2", "--num_gpus", "2").hosts == two
+    assert planned(*hostfile, "--nnodes", "2", "--nproc", "2").hosts == two
+    with pytest.raises(LaunchError, match="--nproc gpu with a hostfile"):
+        planned(*hostfile, "--nproc", "gpu")
+
+
+def test_nodes_that_start_by_themselves() -> None:
+    plan = planned("--nnodes", "2", "--nproc", "2", "--rdzv-endpoint", "host:123", "--role", "trainer")
+    assert (plan.world_size, plan.master_addr, plan.master_port, plan.role) == (4, "host", 123, "trainer")
+    assert not wants_rendezvous(flags("--nnodes", "2:2")) and wants_rendezvous(flags("--nnodes", "1:2"))
+    assert wants_rendezvous(flags("--rdzv-backend", "c10d")) and not wants_rendezvous(flags("--rdzv-backend", "static"))
+    assert not wants_rendezvous(flags("--standalone"))
+
+
+def test_whether_a_flag_says_where_ranks_are() -> None:
+    assert not says_where(flags("-q", "--max-restarts", "2", "--module"))
+    for words in (("-n", "1"), ("--num_gpus", "1"), ("--standalone",), ("--nnodes", "1"), ("-H", "x"), ("-i", "a")):
+        assert says_where(flags(*words)), words
+
+
+def test_deepspeeds_own_entry_raises_what_its_tests_expect(monkeypatch: pytest.MonkeyPatch) -> None:
+    for words in ("--num_nodes 1 -i localhost", "--num_gpus 1 -e localhost", "--num_nodes 2", "-i a -e b", "-i nobody"):
+        with pytest.raises(ValueError):
+            deepspeed_command.run([*words.split(), "foo.py"])

@@ -1,0 +1,81 @@
+"""Messages between the launcher and a node: one JSON object a line, after a mark that no other output begins with."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+from typing import Any
+
+MARK = b"\x1ewindlass "
+BEAT = b"\n"
+BEAT_S = 1.0
+SILENCE_S = 6.0
+"""A node that has heard nothing for so long ends its ranks: whoever started them is gone."""
+
+
+class Channel:
+    """The writing end. Any thread may send; a signal's handler too."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor, self._lock, self.closed = descriptor, threading.RLock(), False
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Send a message; nothing where nobody reads any more, which `closed` then says."""
+        self.send_bytes(MARK + json.dumps(message).encode() + b"\n")
+
+    def send_bytes(self, data: bytes) -> None:
+        """Send bytes as they are."""
+        with self._lock:
+            if self.closed:
+                return
+            try:
+                while data:
+                    data = data[os.write(self._descriptor, data) :]
+            except OSError:  # a broken pipe
+                self.closed = True
+
+    def close(self) -> None:
+        """Tell the other side that nothing more will come."""
+        with self._lock:
+            if not self.closed:
+                self.closed = True
+            with contextlib.suppress(OSError):
+                os.close(self._descriptor)
+
+
+class Lines:
+    """The reading end: bytes in, messages and other lines out."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> list[dict[str, Any] | bytes]:
+        """What `data` completes: messages, and lines that are none as they are."""
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        return [parsed for line in lines if (parsed := _parse(line)) is not None]
+
+    def rest(self) -> bytes:
+        """What never became a line."""
+        rest, self._rest = self._rest, b""
+        return rest
+
+
+def text_of(data: bytes) -> str:
+    """Any bytes as a text that JSON carries; `bytes_of` is the way back."""
+    return data.decode("utf-8", "surrogateescape")
+
+
+def bytes_of(text: str) -> bytes:
+    """The bytes that `text_of` was given."""
+    return text.encode("utf-8", "surrogateescape")
+
+
+def _parse(line: bytes) -> dict[str, Any] | bytes | None:
+    if not line:
+        return None
+    if not line.startswith(MARK):
+        return line + b"\n"
+    found: dict[str, Any] = json.loads(line[len(MARK) :])
+    return found

@@ -1,0 +1,149 @@
+"""What ranks write, line by line: labelled, into one file a rank, and the last lines of each kept."""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+from windlass.launch.errors import LaunchError
+from windlass.launch.ranks import ERR, OUT
+
+LAST_LINES = 20
+_LONGEST = 1 << 16  # bytes of a line, after which it is shown in parts
+
+
+@dataclass(frozen=True)
+class Route:
+    """Where what ranks write goes.
+
+    Args:
+        directory: of one file a rank; None: no files.
+        name: of a file; `{rank}` is the rank.
+        silent: streams that go only to files, by local rank; -1 stands for all others.
+        filed: streams that go to files, by local rank; -1 stands for all others.
+        shown: local ranks that are seen; None: all.
+    """
+
+    directory: Path | None = None
+    name: str = "rank{rank}.log"
+    silent: Mapping[int, frozenset[str]] = field(default_factory=dict)
+    filed: Mapping[int, frozenset[str]] = field(default_factory=lambda: {-1: frozenset((OUT, ERR))})
+    shown: frozenset[int] | None = None
+
+    def is_shown(self, local_rank: int, stream: str) -> bool:
+        """Whether this stream of this rank is seen here."""
+        if self.shown is not None and local_rank not in self.shown:
+            return False
+        return stream not in _of(self.silent, local_rank)
+
+    def is_filed(self, local_rank: int, stream: str) -> bool:
+        """Whether it goes to the rank's file."""
+        return self.directory is not None and stream in _of(self.filed, local_rank)
+
+
+class Console:
+    """Shows what ranks write.
+
+    Args:
+        label: what each line of a rank begins with; "" for nothing.
+        local_rank: of a rank.
+        append: to files that are there; else they begin anew.
+    """
+
+    def __init__(
+        self, route: Route, label: Callable[[int], str], local_rank: Callable[[int], int], *, append: bool = False
+    ) -> None:
+        self.route, self._label, self._local_rank, self._append = route, label, local_rank, append
+        self._parts: dict[tuple[int, str], bytes] = {}
+        self._last: dict[tuple[int, str], deque[str]] = {}
+        self._newest: dict[int, str] = {}
+        self._files: dict[int, IO[bytes]] = {}
+        self.show: Callable[[str, bytes], None] = write
+        if route.directory is not None:
+            _make(route.directory)
+
+    def wrote(self, rank: int, stream: str, data: bytes) -> None:
+        """Some bytes of a rank's stream; what is no whole line yet waits for the rest."""
+        if self.route.is_filed(self._local_rank(rank), stream):
+            self._file(rank).write(data)
+        *lines, rest = _lines(self._parts.pop((rank, stream), b"") + data)
+        if len(rest) > _LONGEST:
+            lines, rest = [*lines, rest], b""
+        self._parts[rank, stream] = rest
+        self._emit(rank, stream, lines)
+
+    def finish(self, rank: int) -> None:
+        """Show what a rank left without an end of line."""
+        for stream in (OUT, ERR):
+            if rest := self._parts.pop((rank, stream), b""):
+                self._emit(rank, stream, [rest + b"\n"])
+
+    def last_lines(self, rank: int) -> list[str]:
+        """The last that a rank wrote to its standard error; if that was nothing, to its standard output."""
+        return list(self._last.get((rank, ERR)) or self._last.get((rank, OUT)) or [])
+
+    def newest_line(self, rank: int) -> str:
+        """The last whole line of either stream."""
+        return self._newest.get(rank, "")
+
+    def close(self) -> None:
+        """Show and write all that is left."""
+        for rank in {rank for rank, _ in self._parts}:
+            self.finish(rank)
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+
+    def _emit(self, rank: int, stream: str, lines: list[bytes]) -> None:
+        if not lines:
+            return
+        last = self._last.setdefault((rank, stream), deque(maxlen=LAST_LINES))
+        last.extend(text for line in lines if (text := line.decode(errors="replace").rstrip()))
+        if last:
+            self._newest[rank] = last[-1]
+        if self.route.is_shown(self._local_rank(rank), stream):
+            label = self._label(rank).encode()
+            self.show(stream, b"".join(label + line for line in lines))
+
+    def _file(self, rank: int) -> IO[bytes]:
+        if rank not in self._files:
+            assert self.route.directory is not None
+            path = self.route.directory / self.route.name.format(rank=rank)
+            self._files[rank] = path.open("ab" if self._append else "wb", buffering=0)
+        return self._files[rank]
+
+
+def write(stream: str, data: bytes) -> None:
+    """To this process's own standard output or error."""
+    file = sys.stdout if stream == OUT else sys.stderr
+    if hasattr(file, "buffer"):
+        file.flush()
+        file.buffer.write(data)
+    else:
+        file.write(data.decode(errors="replace"))
+    file.flush()
+
+
+def _lines(data: bytes) -> list[bytes]:
+    """Lines with their ends, and what is left; a progress bar's carriage return ends one too."""
+    found, begin = [], 0
+    for at, byte in enumerate(data):
+        if byte == 10 or (byte == 13 and at + 1 < len(data) and data[at + 1] != 10):
+            found.append(data[begin : at + 1])
+            begin = at + 1
+    return [*found, data[begin:]]
+
+
+def _of(table: Mapping[int, frozenset[str]], local_rank: int) -> frozenset[str]:
+    return table.get(local_rank, table.get(-1, frozenset()))
+
+
+def _make(directory: Path) -> None:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise LaunchError(f"{directory}: {error.strerror}; name a directory for the ranks' files") from None

@@ -1,0 +1,80 @@
+"""The `deepspeed` command: its flags, its defaults, `--local_rank` among the script's arguments."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from windlass.base.errors import WindlassError
+from windlass.base.log import logger
+from windlass.launch.back_ends import is_installed
+from windlass.launch.command import perform
+from windlass.launch.flags import parse, parser_of_run
+from windlass.launch.hosts import DEFAULT_HOSTFILE
+from windlass.launch.request import LATE_PORT
+
+_FLAGS = (
+    *("hostfile", "include", "exclude", "num_nodes", "num_gpus", "master_port", "master_addr", "node_rank", "launcher"),
+    *("launcher_args", "module", "no_python", "no_local_rank", "no_ssh", "no_ssh_check", "force_multi", "save_pid"),
+    *("enable_each_rank_log", "autotuning", "bind_cores_to_rank", "bind_core_list", "ssh_port", "venv_script"),
+    *("log_level", "quiet", "elastic_training", "min_elastic_nodes", "help"),
+)
+# DeepSpeed has no short form of it.
+_NO_SHORT = ("-m",)
+
+
+def parser_of_deepspeed() -> argparse.ArgumentParser:
+    """The flags of `windlass run` that the `deepspeed` command has, which may be cut short as there."""
+    known = parser_of_run()
+    parser = argparse.ArgumentParser(
+        prog="deepspeed",
+        usage="deepspeed [OPTION]... SCRIPT [ARGUMENT]...",
+        description="Start SCRIPT as the `deepspeed` command does, by windlass.",
+    )
+    for action in known._actions:
+        if action.dest in _FLAGS and action.dest != "help":
+            action.option_strings = [name for name in action.option_strings if name not in _NO_SHORT]
+            parser._add_action(action)
+    without = {action.dest: action.default for action in known._actions if action.dest not in _FLAGS}
+    parser.set_defaults(**without, hostfile=DEFAULT_HOSTFILE, master_port=LATE_PORT)
+    return parser
+
+
+def run(args: Sequence[str] | None = None) -> None:
+    """What `deepspeed.launcher.runner.main` does: start, and end the process only where a rank failed.
+
+    Differences: `--num_gpus` counts through the devices that CUDA_VISIBLE_DEVICES gives; without `--launcher`, or where
+    pdsh is not installed, hosts are reached over plain ssh; a rank that a signal ended is 128 and its number.
+
+    Raises:
+        LaunchError: it cannot be started as asked; a ValueError too where filters and numbers make no sense.
+    """
+    given = parse(parser_of_deepspeed(), sys.argv[1:] if args is None else args)
+    given.give_local_rank = not given.no_local_rank
+    given.single_is_local = True
+    given.keep_store = False  # rank 0 keeps it
+    given.labels = None if Path(given.hostfile).is_file() else False
+    given.assumed = {"master_port": LATE_PORT} | ({"hostfile": given.hostfile} if given.labels is False else {})
+    if (given.launcher or "").lower() == "pdsh" and not given.launcher_args and not is_installed("pdsh"):
+        logger.warning("pdsh is not installed: plain ssh reaches the other hosts instead")
+        given.launcher = None
+    code = perform(given, name="deepspeed")
+    if code:
+        sys.exit(code)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Behave as the `deepspeed` command: like `run`, and what cannot be started is one message and exit code 1."""
+    try:
+        run(argv)
+    except WindlassError as error:
+        print(f"deepspeed: {error}", file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

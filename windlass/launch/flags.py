@@ -1,0 +1,214 @@
+"""The flags of `windlass run`: those of torchrun and of the `deepspeed` command, spelled with dashes or underscores."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+LAUNCHERS = ("ssh", "pdsh", "openmpi", "mpich", "impi", "slurm", "mvapich")
+LEVELS = ("debug", "info", "warning", "error", "critical")
+
+_ABOUT = """Start SCRIPT on N ranks of this machine, or on those of several hosts over ssh.
+
+Each rank finds RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in its environment. Ranks end with this
+command, however it ends; Ctrl-C reaches each of them once. The worst exit code of the ranks comes back. With
+--max-restarts a run that lost ranks (a signal ended them) comes back on those that remain. Inside srun, mpirun or
+torchrun, without a flag that says where ranks are, nothing is started: SCRIPT runs as the rank that is there.
+
+Every flag of torchrun and of the `deepspeed` command is known; one that cannot be honoured is refused by name.
+"""
+
+
+class _Help(argparse.RawDescriptionHelpFormatter):
+    def add_usage(self, usage: Any, actions: Any, groups: Any, prefix: str | None = None) -> None:
+        super().add_usage(usage, actions, groups, prefix or "Usage: ")
+
+
+def parser_of_run() -> argparse.ArgumentParser:
+    """The parser of `windlass run`; `parse` is how it is used."""
+    parser = argparse.ArgumentParser(
+        prog="windlass run",
+        usage="windlass run [OPTION]... SCRIPT [ARGUMENT]...",
+        description=_ABOUT,
+        formatter_class=_Help,
+        allow_abbrev=False,
+    )
+    _program(parser)
+    _where(parser)
+    _hosts(parser)
+    _rendezvous(parser)
+    _ends(parser)
+    _output(parser)
+    _binding(parser)
+    _refused(parser)
+    return parser
+
+
+def parse(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
+    """The flags before the first word that is none; that word and all that follow are `words` of the result.
+
+    argparse alone would take a `--` that is the script's, and a value that begins with `-` for a flag.
+    """
+    flags, rest = [], list(words)
+    while rest and rest[0].startswith("-") and rest[0] not in ("-", "--"):
+        word = rest.pop(0)
+        if _wants_next(parser, word) and rest:
+            value = rest.pop(0)
+            flags += [f"{word}={value}"] if word.startswith("--") else [word, value]
+        else:
+            flags.append(word)
+    args = parser.parse_args(flags)
+    args.words = rest[1:] if rest[:1] == ["--"] else rest
+    if not args.words:
+        parser.error("nothing to run: name a script, or a module with --module")
+    return args
+
+
+def add(group: Any, *names: str, **settings: Any) -> None:
+    """Add a flag under each of its names, spelled with dashes and with underscores."""
+    every = []
+    for name in names:
+        every += (
+            [name, "--" + name[2:].replace("_", "-"), "--" + name[2:].replace("-", "_")] if "--" in name else [name]
+        )
+    group.add_argument(*dict.fromkeys(every), **settings)
+
+
+def _program(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("what is run")
+    add(group, "-m", "--module", action="store_true", help="SCRIPT names a module, as in python -m")
+    add(group, "--no-python", action="store_true", help="SCRIPT is a program, executed as it is")
+    add(group, "--run-path", action="store_true", help="SCRIPT, an absolute path, runs through runpy.run_path")
+    add(group, "--no-local-rank", action="store_true", help="SCRIPT gets no --local_rank=N: here it never does")
+
+
+def _where(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("ranks")
+    text = "ranks on each host: a number, gpu, cpu (cores), auto (GPUs, else cores) [one for each GPU, else 1]"
+    add(group, "-n", "--nproc", "--nproc_per_node", metavar="N", help=text)
+    text = "devices on each host, the first N that it gives; as many CPU ranks where it has none"
+    add(group, "--num_gpus", "--num_accelerators", type=int, default=-1, metavar="N", help=text)
+    text = "hosts: of the hostfile the first N, else as many as run this command; MIN:MAX needs a rendezvous"
+    add(group, "--nnodes", metavar="N", help=text)
+    add(group, "--num_nodes", type=int, default=-1, metavar="N", help="hosts: the first N of the hostfile")
+    add(group, "--node_rank", type=int, default=-1, metavar="K", help="this host among --nnodes, or with --no_ssh")
+    add(group, "--master_addr", metavar="HOST", help="where ranks meet [the first host]")
+    add(
+        group,
+        "--master_port",
+        type=int,
+        metavar="PORT",
+        help="and at which port [a free one; 29500 where hosts start by themselves]",
+    )
+    add(group, "--local_addr", metavar="HOST", help="address of this host; only with a rendezvous")
+    add(group, "--role", default="default", help="ROLE_NAME in the ranks' environment [default]")
+    text = "each rank has LOCAL_RANK 0 and sees its own device alone"
+    add(group, "--virtual_local_rank", action="store_true", help=text)
+
+
+def _hosts(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("several hosts")
+    add(group, "-H", "--hostfile", metavar="FILE", help="lines HOST slots=N [none; `deepspeed` looks at /job/hostfile]")
+    text = "hosts and slots to use: NAME[:SLOT[,SLOT...]][@NAME...]"
+    add(group, "-i", "--include", default="", metavar="FILTER", help=text)
+    add(group, "-e", "--exclude", default="", metavar="FILTER", help="hosts and slots to leave out, likewise")
+    text = f"how other hosts are reached: {', '.join(LAUNCHERS)} [ssh: plain, without pdsh]"
+    add(group, "--launcher", metavar="NAME", help=text)
+    add(
+        group, "--launcher_args", default="", metavar="TEXT", help="more options of ssh, pdsh, mpirun or srun, one text"
+    )
+    add(group, "--ssh_port", type=int, metavar="PORT", help="of ssh and pdsh")
+    add(group, "--venv_script", metavar="FILE", help="sourced on each host first; ssh and pdsh")
+    add(group, "--no_ssh", action="store_true", help="this command runs on every host by itself, with --node_rank")
+    add(group, "--no_ssh_check", action="store_true", help="no probe before: there is none here but the connection")
+    add(group, "--force_multi", action="store_true", help="over ssh (or by --launcher) even where there is one host")
+
+
+def _rendezvous(parser: argparse.ArgumentParser) -> None:
+    text = "where hosts find each other by torch's elastic agent, which then starts the ranks: no labels, no files"
+    group = parser.add_argument_group("rendezvous", text)
+    add(group, "--rdzv_backend", metavar="NAME", help="c10d, etcd-v2, ..., or static [static]")
+    add(group, "--rdzv_endpoint", metavar="HOST:PORT", help="with static: --master_addr and --master_port")
+    add(group, "--rdzv_id", metavar="NAME", help="of the run")
+    add(group, "--rdzv_conf", metavar="K=V,...", help="more of it")
+    add(group, "--standalone", action="store_true", help="this machine alone, at a free port: as without it")
+
+
+def _ends(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("ends")
+    text = "how often to start again after a failure, without the ranks that were lost [0]"
+    add(group, "--max-restarts", type=int, default=0, metavar="K", help=text)
+    add(group, "--min-nproc", type=int, default=1, metavar="N", help="with fewer ranks it is not started again [1]")
+    text = "seconds to end in after Ctrl-C or another rank's failure, before ranks are killed [7]"
+    add(group, "--grace", "--shutdown_timeout", type=float, default=7.0, metavar="S", help=text)
+    text = "signals that are passed on [SIGTERM,SIGINT,SIGHUP,SIGQUIT]"
+    add(group, "--signals_to_handle", metavar="NAME,...", help=text)
+    text = "seconds between two looks at the ranks [0.1]"
+    add(group, "--monitor_interval", type=float, default=0.1, metavar="S", help=text)
+    text = "write the pid of this process to /tmp/PID.deepspeed while it runs"
+    add(group, "--save_pid", action="store_true", help=text)
+
+
+def _output(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("output")
+    text = "one file a rank, DIR/rankN.log, beside what is shown; on this machine, whatever host a rank is on"
+    add(group, "--log-dir", metavar="DIR", help=text)
+    text = "which streams go to the files alone: 0 none, 1 stdout, 2 stderr, 3 both, or LOCAL_RANK:THAT,... [0]"
+    add(group, "-r", "--redirects", metavar="STD", help=text)
+    text = "which streams go to the files and are shown, likewise [3 with --log-dir]"
+    add(group, "-t", "--tee", metavar="STD", help=text)
+    add(group, "--local_ranks_filter", metavar="N,...", help="show only these local ranks")
+    text = "files DIR/TIME_rankN.log instead of what is shown, as `deepspeed` writes them"
+    add(group, "--enable_each_rank_log", default="None", metavar="DIR", help=text)
+    text = "begin each line with its rank [with more than one rank]"
+    group.add_argument("--labels", action=argparse.BooleanOptionalAction, default=None, help=text)
+    add(
+        group,
+        "--watch",
+        action="store_true",
+        help="a live table of the ranks; lines of text where there is no terminal",
+    )
+    add(group, "--log_level", choices=LEVELS, metavar="LEVEL", help=f"of this command: {', '.join(LEVELS)} [info]")
+    add(group, "-q", "--quiet", action="store_true", help="as --log_level error")
+
+
+def _binding(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("cores")
+    text = "each rank runs on an equal share of the cores alone, with OMP_NUM_THREADS their number; without numactl"
+    add(group, "--bind_cores_to_rank", action="store_true", help=text)
+    text = "the cores to share out: 1,3-5,7 [one thread of each core]"
+    add(group, "--bind_core_list", metavar="LIST", help=text)
+
+
+def _refused(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("known and refused")
+    add(group, "--autotuning", choices=["tune", "run"], metavar="MODE", help="not built yet")
+    text = "spawn alone: ranks are programs"
+    add(group, "--start_method", choices=["spawn", "fork", "forkserver"], default="spawn", metavar="spawn", help=text)
+    add(group, "--event_log_handler", default="null", metavar="null", help="only with a rendezvous")
+    add(group, "--logs_specs", metavar="NAME", help="only with a rendezvous")
+    add(group, "--numa_binding", metavar="MODE", help="only with a rendezvous; there is --bind_cores_to_rank")
+    for name in ("--duplicate_stdout_filters", "--duplicate_stderr_filters"):
+        add(group, name, metavar="TEXT", help="only with a rendezvous; there is --log-dir")
+    text = "gone from DeepSpeed too; there is --max-restarts"
+    add(group, "--elastic_training", action="store_true", help=text)
+    add(group, "--min_elastic_nodes", "--max_elastic_nodes", type=int, metavar="N", help=text)
+
+
+def _wants_next(parser: argparse.ArgumentParser, word: str) -> bool:
+    actions = parser._option_string_actions
+    if "=" in word and word.startswith("--"):
+        return False
+    if word in actions:
+        return actions[word].nargs is None
+    if word.startswith("--"):
+        found = {id(one): one for name, one in actions.items() if parser.allow_abbrev and name.startswith(word)}
+        return len(found) == 1 and next(iter(found.values())).nargs is None
+    for position, letter in enumerate(word[1:], 1):  # -mq, -n2
+        action = actions.get(f"-{letter}")
+        if action is None:
+            return False
+        if action.nargs is None:
+            return position == len(word) - 1
+    return False

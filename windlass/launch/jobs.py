@@ -1,0 +1,90 @@
+"""What the ranks of one host execute, and in which environment: a plan, told to this machine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from windlass.base.log import logger
+from windlass.launch import cores as own_cores
+from windlass.launch.devices import VISIBLE, chosen, count_devices, devices_given
+from windlass.launch.place import Place
+from windlass.launch.plan import Plan
+from windlass.launch.ranks import Job
+
+RESTARTS = "WINDLASS_RESTARTS"
+"""How often the run was started again, in the ranks' environment."""
+
+
+def jobs_of(plan: Plan, node: int, master: tuple[str, int]) -> list[Job]:
+    """The ranks of the host number `node`, which is this machine, to be started.
+
+    Args:
+        master: address and port at which ranks meet.
+
+    Raises:
+        LaunchError: devices or cores that this machine does not give.
+    """
+    places = plan.places(node)
+    shared = {**os.environ, **plan.env, **_of_the_run(plan, master)}
+    devices = _devices(plan, node, shared)
+    cores = own_cores.cores_to_share(plan.core_list) if plan.bind_cores else None
+    if cores is None:
+        shared |= _threads(len(places), shared)
+    found = []
+    for place in places:
+        environment = {**shared, **place.environment()}
+        if devices is not None:
+            environment |= _visible(plan, place, devices)
+        if plan.virtual_local_rank:
+            environment["LOCAL_RANK"] = "0"
+        if cores is not None:
+            mine = own_cores.share_of_cores(cores, len(places), place.local_rank)
+            environment |= {own_cores.VARIABLE: ",".join(map(str, mine)), "OMP_NUM_THREADS": str(len(mine))}
+        found.append(Job(place.rank, plan.program.command(place.local_rank), environment))
+    return found
+
+
+def threads_per_rank(nproc: int) -> int:
+    """An equal share of the cores that this process may use, at least one."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
+    return max(1, cores // nproc)
+
+
+def _of_the_run(plan: Plan, master: tuple[str, int]) -> dict[str, str]:
+    values = {
+        "MASTER_ADDR": master[0],
+        "MASTER_PORT": str(master[1]),
+        "ROLE_NAME": plan.role,
+        RESTARTS: str(plan.restarts),
+    }
+    if not plan.keep_store:
+        return values
+    return {
+        **values,
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": str(plan.restarts),
+        "TORCHELASTIC_MAX_RESTARTS": str(plan.max_restarts),
+        "TORCHELASTIC_RUN_ID": plan.run_id,
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+    }
+
+
+def _devices(plan: Plan, node: int, environ: Mapping[str, str]) -> list[str] | None:
+    if not (plan.use_devices or plan.virtual_local_rank):
+        return None
+    host = plan.hosts[node]
+    return chosen(host.slots, devices_given(environ, count_devices()), host.name)
+
+
+def _visible(plan: Plan, place: Place, devices: list[str]) -> dict[str, str]:
+    return {VISIBLE: devices[place.local_rank] if plan.virtual_local_rank else ",".join(devices)}
+
+
+def _threads(nproc: int, given: Mapping[str, str]) -> dict[str, str]:
+    if "OMP_NUM_THREADS" in given:
+        return {}
+    threads = threads_per_rank(nproc)
+    logger.info("OMP_NUM_THREADS=%d for each of %d ranks, their share of the cores (set it to choose)", threads, nproc)
+    return {"OMP_NUM_THREADS": str(threads)}

@@ -1,0 +1,85 @@
+"""A process that ends what its child leaves behind: it inherits whatever loses its parent below it (Linux).
+
+`python -I -S reaper.py LAUNCHER_PID COMMAND...` runs COMMAND so, and ends all if the launcher is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+from typing import NoReturn
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+
+
+def go_on_as_child() -> None:
+    """Return in a child of this process, which waits for its end and, if a signal was in it, for nothing to be left."""
+    parent = os.getpid()
+    child = os.fork()
+    if child:
+        _watch(child)
+    _end_with(parent, signal.SIGKILL)
+
+
+def main(launcher: int, command: list[str]) -> NoReturn:
+    """Run `command`; end it and what it started when `launcher`, the parent of this process, ends."""
+    parent = os.getpid()
+    child = os.fork()
+    if not child:
+        _end_with(parent, signal.SIGTERM)
+        try:
+            os.execvp(command[0], command)
+        except OSError as error:
+            print(f"windlass: {command[0]}: {error.strerror}", file=sys.stderr)
+            os._exit(127)
+    _watch(child, launcher)
+
+
+def _watch(child: int, launcher: int | None = None) -> NoReturn:
+    signalled: list[int] = []
+
+    def pass_on(number: int, frame: object) -> None:
+        signalled.append(number)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, number)
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, pass_on)
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    if launcher is not None:
+        _end_with(launcher, signal.SIGTERM)
+    while True:
+        pid, status = os.waitpid(-1, 0)
+        if pid == child:
+            break
+    code = os.waitstatus_to_exitcode(status)
+    if code < 0 or signalled:
+        _end_all()
+    os._exit(code if code >= 0 else 128 - code)
+
+
+def _end_all() -> None:
+    """Kill children until there is none: each that ends leaves its own to this process."""
+    while True:
+        with open(f"/proc/self/task/{os.getpid()}/children") as file:
+            left = [int(pid) for pid in file.read().split()]
+        if not left:
+            return
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, 0)
+
+
+def _end_with(parent: int, number: int) -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
+    if os.getppid() != parent:  # it ended before the request was made
+        os.kill(os.getpid(), number)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2:])
