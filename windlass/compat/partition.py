@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
 from inspect import signature
 from typing import Any
 
@@ -36,7 +35,6 @@ class Init(zero.Init):
     """As `windlass.zero.Init`, of any configuration that `deepspeed.initialize` takes; what is born inside can be asked
     as DeepSpeed's parameters can."""
 
-    @wraps(zero.Init.__init__)
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         parameters.install()
         given = signature(zero.Init.__init__).bind(self, *args, **kwargs).arguments
