@@ -113,8 +113,13 @@ def build(
     dist_init_required: bool | None = None,
     collate_fn: Callable[..., Any] | None = None,
     mesh_param: Any = None,
+    supersedes: bool = False,
 ) -> Kind:
-    """As `initialize`, for an engine of the class `kind`; `source` is the configuration."""
+    """As `initialize`, for an engine of the class `kind`; `source` is the configuration.
+
+    Args:
+        supersedes: an engine that trains this model makes way too, and its optimizer's states with it.
+    """
     if model is None:
         raise ModelError("initialize needs a model: initialize(model=..., config=...)")
     if mpu is not None or mesh_param is not None:
@@ -143,7 +148,7 @@ def build(
     progress = Progress(settings_of.resolve_batch(world, source))
     device = local_device()
     _check_hardware(settings_of, device)
-    _supersede(model)
+    _supersede(model, trained=supersedes)
     built = _optimizer(model, optimizer, model_parameters, settings_of)
     watch.before(model, built, settings_of)
     sharded = _shard(model, built, settings_of, device)
@@ -199,18 +204,22 @@ def _check_hardware(config: Config, device: torch.device) -> None:
         raise ConfigError(f"bf16.enabled: {torch.cuda.get_device_name(device)} has no bfloat16; use fp16 or neither")
 
 
-def _supersede(model: nn.Module) -> None:
-    """A model has one engine: one that only evaluates makes way, one that trains is in the way."""
+def _supersede(model: nn.Module, *, trained: bool) -> None:
+    """A model has one engine: one that only evaluates makes way, one that trains is in the way, unless `trained`."""
     others = {id(place.model): place.model for p in model.parameters() if (place := registry.find(p)) is not None}
     for number, other in others.items():
-        if other.update is not None:
+        trains = other.update is not None
+        if trains and not trained:
             raise ModelError(
                 "this model (or a part of it) has an engine that trains it; call engine.destroy() before the second "
                 "initialize"
             )
         engine = _engines.pop(number, None)
         if engine is not None:
-            logger.info("the evaluation engine of this model makes way for the new one")
+            lost = ", and its optimizer's states with it" if trains else ""
+            logger.info(
+                f"the {'training' if trains else 'evaluation'} engine of this model makes way for the new one{lost}"
+            )
             engine.destroy()
 
 

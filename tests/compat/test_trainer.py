@@ -10,21 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.compat.configs import config as _config
 from tests.compat.conftest import start
 
 pytest.importorskip("accelerate")
 
-_AUTO: dict[str, Any] = {
-    "train_batch_size": "auto",
-    "train_micro_batch_size_per_gpu": "auto",
-    "gradient_accumulation_steps": "auto",
-    "gradient_clipping": "auto",
-    "bf16": {"enabled": "auto"},
-    "optimizer": {
-        "type": "AdamW",
-        "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
-    },
-}
 _SCHEDULE = {
     "type": "WarmupDecayLR",
     "params": {
@@ -36,17 +26,6 @@ _SCHEDULE = {
     },
 }
 _HOST = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
-
-
-def _config(stage: int, zero: dict[str, Any] | None = None, **others: Any) -> dict[str, Any]:
-    section = {"stage": stage, "reduce_bucket_size": "auto", **(zero or {})}
-    if stage == 3:
-        section |= {
-            "stage3_prefetch_bucket_size": "auto",
-            "stage3_param_persistence_threshold": 0,
-            "stage3_gather_16bit_weights_on_model_save": True,
-        }
-    return {**_AUTO, "zero_optimization": section, **others}
 
 
 def _own_optimizer(config: dict[str, Any]) -> dict[str, Any]:

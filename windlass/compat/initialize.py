@@ -38,7 +38,8 @@ def initialize(
     config_params: Any = None,
 ) -> tuple[DeepSpeedEngine, Any, Any, Any]:
     """As `windlass.initialize`, with DeepSpeed's manners: `engine.config` is the caller's dict, top-level keys that
-    nobody knows are passed over with one warning, an `mpu` that cuts nothing is taken, `args.local_rank` is checked.
+    nobody knows are passed over with one warning, an `mpu` that cuts nothing is taken, `args.local_rank` is checked. A
+    model may be given again: its former engine makes way (lightning does so when it evaluates after training).
 
     Returns:
         `(engine, optimizer, loader, scheduler)`; the optimizer is `engine.optimizer`; the last three may be None.
@@ -71,6 +72,7 @@ def initialize(
         dist_init_required=dist_init_required,
         collate_fn=collate_fn,
         mesh_param=mesh_param,
+        supersedes=True,
     )
     engine.mpu = mpu
     engine.become(given, optimizer, lr_scheduler, training_data, collate_fn)

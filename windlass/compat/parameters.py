@@ -38,7 +38,8 @@ def install() -> None:
     if nn.Parameter.__dict__.get("__getattr__") is not _ask:
         nn.Parameter.__getattr__ = _ask  # type: ignore[attr-defined]
         nn.Module.ds_external_parameters = _external_of  # type: ignore[attr-defined]
-        access.lends_name = _is_born
+        access.lends_name = _lends_name
+        access.whole_of = _whole_of
 
 
 def under_stage_3(parameter: nn.Parameter) -> bool:
@@ -52,8 +53,11 @@ def external(module: nn.Module) -> dict[str, nn.Parameter]:
     return _external.setdefault(module, {})
 
 
-def _is_born(parameter: nn.Parameter) -> bool:
-    return born.find(parameter) is not None
+def _lends_name(parameter: nn.Parameter) -> bool:
+    """Whether `state_dict()` gets a stub, of which scripts on one rank read the name. Inside a forward `detach` means
+    the values, and its unit brings them."""
+    place = find(parameter)
+    return born.find(parameter) is not None if place is None else not place.unit.bring(parameter, [parameter])
 
 
 def _external_of(self: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -68,6 +72,10 @@ def _ask(self: nn.Parameter, name: str) -> Any:
     if answer is not None and find(self) is not None:
         return answer(self)
     raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+
+def _whole_of(parameter: nn.Parameter) -> torch.Tensor:
+    return zero.full_param(parameter).detach().to(parameter.dtype)
 
 
 # stage 3

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from inspect import signature
 from typing import Any
 
 import torch
 
 from windlass import zero
 from windlass.compat import parameters
+from windlass.compat.tolerance import tolerated
+from windlass.config import Config
 
 _orig_torch_arange = torch.arange
 _orig_torch_empty = torch.empty
@@ -29,11 +32,17 @@ def zero_wrapper_for_fp_tensor_constructor(fn: Callable[..., Any], *args: Any, *
 
 
 class Init(zero.Init):
-    """As `windlass.zero.Init`; what is born inside can be asked as DeepSpeed's parameters can."""
+    """As `windlass.zero.Init`, of any configuration that `deepspeed.initialize` takes; what is born inside can be asked
+    as DeepSpeed's parameters can."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         parameters.install()
-        super().__init__(*args, **kwargs)
+        given = signature(zero.Init.__init__).bind(self, *args, **kwargs).arguments
+        if given.get("enabled", True):
+            for name in ("config_dict_or_path", "config"):
+                if given.get(name) is not None and not isinstance(given[name], Config):
+                    given[name] = tolerated(given[name])
+        super().__init__(**{name: value for name, value in given.items() if name != "self"})
 
 
 def register_external_parameter(module: torch.nn.Module, parameter: torch.nn.Parameter) -> None:

@@ -18,6 +18,7 @@ from weakref import ReferenceType, ref
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from windlass.base.errors import ReleasedParameterError
 
@@ -47,7 +48,7 @@ HARMLESS = frozenset(
     is_xla
     element_size itemsize nbytes names name _version __hash__ register_hook register_post_accumulate_grad_hook
     _backward_hooks _post_accumulate_grad_hooks is_contiguous __len__ is_inference type is_shared retains_grad output_nr
-    _is_view is_conj is_neg get_device is_signed _has_symbolic_sizes_strides is_tensor
+    _is_view is_conj is_neg get_device is_signed _has_symbolic_sizes_strides is_tensor _has_compatible_shallow_copy_type
     """.split()  # noqa: SIM905
 )
 
@@ -70,6 +71,8 @@ class Released(nn.Parameter):
         cls, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = name_of_call(function)
+        if isinstance(args[0], Released) and _stays(name, args, kwargs or {}):
+            return args[0]
         if name == "detach" and isinstance(args[0], Released) and lends_name(args[0]):
             return Stub.of(args[0])
         if name not in HARMLESS:
@@ -96,46 +99,71 @@ class Released(nn.Parameter):
         raise _error(self, "pickle")
 
 
+def _stays(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call only moves a released parameter, as `module.cpu()` and `module.to(device)` do with each, or puts
+    it where it is: its pieces rest where the configuration says."""
+    if name == "set data":
+        return args[1] is args[0]
+    if name not in ("cpu", "cuda", "to"):
+        return False
+    copies = kwargs.get("copy", False) or sum(isinstance(value, bool) for value in args[1:]) > 1
+    asked = [value for value in (*args[1:], *kwargs.values()) if isinstance(value, (torch.dtype, torch.Tensor))]
+    return not copies and all(getattr(value, "dtype", value) == args[0].dtype for value in asked)
+
+
 def _nobody(parameter: nn.Parameter) -> bool:
     return False
 
 
 lends_name: Callable[[nn.Parameter], bool] = _nobody
-"""Whether a released parameter may stand in a `state_dict()` by name, shape and dtype alone (see `Stub`)."""
+"""Whether a released parameter may stand in a `state_dict()` by name, shape and dtype (see `Stub`)."""
+
+whole_of: Callable[[nn.Parameter], torch.Tensor] | None = None
+"""Reads the values behind a stub, by all ranks together; None: they cannot be had from it."""
 
 
 class Stub(torch.Tensor):
-    """What stands for a released parameter in a `state_dict()` of which only the names are wanted, as transformers asks
-    for it while it loads: it has shape and dtype, and raises when its values are asked for."""
+    """What stands for a released parameter in a `state_dict()` of which often only the names are wanted: transformers
+    asks for it while it loads, and peft on one rank while it saves. It has shape and dtype. Who asks for its values
+    gets them from `whole_of`, or an error; nobody can change them."""
 
-    _error: ReleasedParameterError
+    _parameter: nn.Parameter
 
     @classmethod
     def of(cls, parameter: Released) -> Stub:
         """The stub of a released parameter."""
-        error = _error(parameter, "state_dict")
         with torch._C.DisableTorchFunctionSubclass():
             stub = torch.Tensor._make_subclass(cls, parameter.data, False)
-        stub._error = error
+        stub._parameter = parameter
         return stub
 
     @classmethod
     def __torch_function__(
         cls, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if name_of_call(function) not in HARMLESS:
-            raise next(one for one in _tensors_in((args, kwargs)) if isinstance(one, Stub))._error
-        with torch._C.DisableTorchFunctionSubclass():
-            return function(*args, **(kwargs or {}))
+        name, given = name_of_call(function), kwargs or {}
+        if name in HARMLESS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(*args, **given)
+        args, given = tree_map_only(Stub, lambda stub: stub._whole(name), (args, given))
+        return function(*args, **given)
+
+    def _whole(self, what: str) -> torch.Tensor:
+        changes = what.startswith("set ") or (what.endswith("_") and not what.endswith("__"))
+        if changes or whole_of is None or what == "__setitem__":
+            raise _error(self._parameter, "state_dict")
+        if not isinstance(self._parameter, Released):
+            return self._parameter.detach()
+        return whole_of(self._parameter)
 
     def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
         return f"Stub of shape {tuple(self.shape)}, {self.dtype}: its values are spread over ranks"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise self._error
+        raise _error(self._parameter, "state_dict")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        raise self._error
+        raise _error(self._parameter, "state_dict")
 
 
 def mark_released(parameter: nn.Parameter, keeper: Keeper) -> None:

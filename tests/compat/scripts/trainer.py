@@ -52,8 +52,8 @@ class Case:
 class Lines(Dataset[dict[str, torch.Tensor]]):
     """Fixed random sequences of one length."""
 
-    def __init__(self, count: int = 64) -> None:
-        self.ids = torch.randint(2, VOCABULARY, (count, LENGTH), generator=torch.Generator().manual_seed(1))
+    def __init__(self, count: int = 64, vocabulary: int = VOCABULARY) -> None:
+        self.ids = torch.randint(2, vocabulary, (count, LENGTH), generator=torch.Generator().manual_seed(1))
 
     def __len__(self) -> int:
         return len(self.ids)

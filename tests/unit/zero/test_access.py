@@ -58,6 +58,9 @@ def test_it_keeps_its_shape_and_identity_and_takes_no_memory(released: tuple[nn.
         lambda p: p.detach(),
         lambda p: p[0],
         lambda p: p.to(torch.float64),
+        lambda p: p.to("cpu", torch.float32, False, True),  # a copy
+        lambda p: p.to("cpu", copy=True),
+        lambda p: p.to(torch.zeros(1, dtype=torch.float64)),
         lambda p: p.tolist(),
         copy.deepcopy,
         pickle.dumps,
@@ -66,6 +69,24 @@ def test_it_keeps_its_shape_and_identity_and_takes_no_memory(released: tuple[nn.
 def test_any_use_of_its_values_raises_and_says_how(released: tuple[nn.Parameter, FakeUnit], use: Any) -> None:
     with pytest.raises(ReleasedParameterError, match=r"layer\.weight.*GatheredParameters"):
         use(released[0])
+
+
+@pytest.mark.parametrize(
+    "move",
+    [
+        lambda p: p.cpu(),
+        lambda p: p.to("cpu"),
+        lambda p: p.to("cpu", torch.float32, True),
+        lambda p: p.to(device="cpu", dtype=None, non_blocking=False),
+        lambda p: p.to(torch.zeros(1)),
+    ],
+)
+def test_moving_it_leaves_it_where_it_is(released: tuple[nn.Parameter, FakeUnit], move: Any) -> None:
+    parameter, unit = released
+    assert move(parameter) is parameter and isinstance(parameter, Released) and unit.asked == 0
+    module = nn.Module()
+    module.weight = parameter
+    assert module.to("cpu").cpu().weight is parameter and isinstance(parameter, Released)
 
 
 def test_a_write_is_refused(released: tuple[nn.Parameter, FakeUnit]) -> None:

@@ -1,0 +1,110 @@
+"""Law: lightning's DeepSpeed strategy trains as lightning does without, as far as it can be taken to CPU."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.compat.conftest import start
+
+pytest.importorskip("lightning")
+
+_AIO = {"block_size": 1048576, "queue_depth": 8, "single_submit": False, "overlap_events": True, "strange": 2}
+
+
+def _config(stage: int, **others: Any) -> dict[str, Any]:
+    return {
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": stage},
+        "aio": _AIO,
+        **others,
+    }
+
+
+_ADAMW = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 1e-2}}
+_FILES = {"format": "deepspeed"}
+_CASES: dict[str, dict[str, Any]] = {
+    **{f"stage-{stage}": {"stage": stage, "like": "resumed", "resume": True} for stage in (1, 2, 3)},
+    "sharded": {"stage": 3, "like": "resumed", "sharded": True, "resume": True},
+    "accumulated": {"stage": 2, "like": "accumulated", "accumulation": 2},
+    "host": {"stage": 3, "like": "plain", "options": {"offload_optimizer": True, "offload_parameters": True}},
+    "configured": {"stage": 2, "like": "constant", "scheduled": False, "config": _config(2, optimizer=_ADAMW)},
+    **{
+        f"files-{stage}": {
+            "stage": stage,
+            "like": "resumed",
+            "resume": True,
+            "config": _config(stage, checkpoint=_FILES),
+        }
+        for stage in (2, 3)
+    },
+}
+_PLAIN: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "resumed": {"resume": True},
+    # lightning divides the loss by the number of micro-batches, and so does DeepSpeed's backward: half of the gradient
+    # under a limit of 1 makes the steps of Adam that the whole one makes under a limit of 2
+    "accumulated": {"accumulation": 2, "clip": 2.0},
+    "constant": {"scheduled": False},
+}
+Told = dict[str, dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Told]:
+    """What all cases told: on 0 ranks plain lightning, on 1 and 2 its DeepSpeed strategy."""
+    out = tmp_path_factory.mktemp("lightning")
+    found: dict[int, Told] = {}
+
+    def get(ranks: int) -> Told:
+        if ranks not in found:
+            chosen = _CASES if ranks else _PLAIN
+            cases = [
+                {"name": name, "ranks": max(ranks, 1), **{key: value for key, value in case.items() if key != "like"}}
+                for name, case in chosen.items()
+            ]
+            (out / f"cases-{ranks}.json").write_text(json.dumps(cases))
+            start("lightning_strategy.py", out, out / f"cases-{ranks}.json", ranks=ranks, stands_in=ranks > 0)
+            found[ranks] = json.loads((out / f"told-{max(ranks, 1)}{'' if ranks else '-plain'}.json").read_text())
+            for name, one in found[ranks].items():
+                one["folder"] = out / f"{name}-{max(ranks, 1)}"
+        return found[ranks]
+
+    return get
+
+
+_RANKS = [pytest.param(1, marks=pytest.mark.slow), 2]
+
+
+@pytest.mark.parametrize("ranks", _RANKS)
+@pytest.mark.parametrize("name", _CASES)
+def test_losses_are_plain_lightnings(told: Callable[[int], Told], name: str, ranks: int) -> None:
+    """Law: losses of training, those after a resume in a new Trainer, of validation afterwards, and the rate."""
+    plain, one = told(0)[_CASES[name]["like"]], told(ranks)[name]
+    assert one["engine"] == "windlass.compat.engine"
+    assert one["losses"] == pytest.approx(plain["losses"], abs=2e-6)
+    assert one["validated"] == pytest.approx(plain["validated"], abs=2e-6)
+    assert one["rates"] == pytest.approx(plain["rates"])
+    assert one.get("steps") == plain.get("steps")
+
+
+@pytest.mark.parametrize("ranks", _RANKS)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_lightnings_own_tool_reads_the_files(told: Callable[[int], Told], stage: int, ranks: int) -> None:
+    """Law: of files in DeepSpeed's format it makes one that a plain module loads, with lightning's own states."""
+    expected = _loaded(told(0)["resumed"]["folder"] / "half.ckpt")
+    found = _loaded(told(ranks)[f"files-{stage}"]["folder"] / "whole.ckpt")
+    for name, value in expected["state_dict"].items():
+        torch.testing.assert_close(found["state_dict"][name], value, atol=2e-6, rtol=1e-5)
+    assert found["global_step"] == expected["global_step"] == 2
+    assert found["epoch"] == expected["epoch"]
+
+
+def _loaded(path: Path) -> dict[str, Any]:
+    whole: dict[str, Any] = torch.load(path, weights_only=False)
+    return whole

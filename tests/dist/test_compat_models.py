@@ -1,0 +1,146 @@
+"""What clients do to the model of a stage-3 engine over the stand-in: names and values of `state_dict`, moves, a second
+engine of one model."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.dist.harness import run_ranks
+
+RANKS = 2
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 3))
+
+
+def batch() -> Tensor:
+    return torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
+
+
+def config(stage: int) -> dict[str, Any]:
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+    return {"train_micro_batch_size_per_gpu": 4, "zero_optimization": zero, "gradient_clipping": 0.0}
+
+
+def engine_of(net: nn.Module, stage: int, **others: Any) -> Any:
+    from windlass.compat.initialize import initialize
+
+    return initialize(model=net, config={**config(stage), **others})[0]
+
+
+ADAM = {"type": "AdamW", "params": {"lr": 1e-2}}
+
+
+def reads(born: bool) -> dict[str, Any]:
+    """Names on one rank, values on all, what is refused."""
+    from windlass.base.errors import ReleasedParameterError
+    from windlass.compat.partition import Init
+
+    with Init(config_dict_or_path={**config(3), "strange": 1, "aio": {"odd": 2}}, enabled=born):
+        net = model()
+    if not born:
+        engine_of(net, 3, optimizer=ADAM, aio={"odd": 2})
+    found: dict[str, Any] = {}
+    if dist.get_rank() == 0:  # alone, as peft does while it saves
+        found["names"] = [(name, tuple(value.shape), value.dtype) for name, value in net.state_dict().items()]
+    states = net.state_dict()
+    found["values"] = {name: value.cpu().clone() for name, value in states.items()}
+    found["equal"] = [torch.equal(value, found["values"][name]) for name, value in states.items()]
+    found["plain"] = {type(value) for value in found["values"].values()} == {Tensor}
+    first, found["refused"] = next(iter(states.values())), 0
+    for change in (lambda: first.zero_(), lambda: first.__setitem__(0, 1.0), lambda: pickle.dumps(first)):
+        with pytest.raises(ReleasedParameterError, match="GatheredParameters"):
+            change()
+        found["refused"] += 1
+    return found
+
+
+@pytest.mark.parametrize("born", [False, True])
+def test_state_dict_has_names_for_one_rank_and_values_for_all(born: bool) -> None:
+    """Law: names, shapes and dtypes are there without other ranks; values are the plain model's; none can be set."""
+    plain = model().state_dict()
+    first, second = run_ranks(reads, RANKS, born)
+    assert first["names"] == [(name, tuple(value.shape), value.dtype) for name, value in plain.items()]
+    for rank in (first, second):
+        assert all(torch.equal(rank["values"][name], value) for name, value in plain.items())
+        assert all(rank["equal"]) and rank["plain"] and rank["refused"] == 3
+
+
+def moved() -> dict[str, Any]:
+    """`cpu()` and `to(device)` between steps; what a cast does."""
+    from windlass.base.errors import ReleasedParameterError
+
+    net = model()
+    engine = engine_of(net, 3, optimizer=ADAM)
+    losses = []
+    for _ in range(3):
+        loss = engine(batch()).square().mean()
+        losses.append(loss.item())
+        engine.backward(loss)
+        engine.step()
+        net.cpu()
+        net.to("cpu", non_blocking=True)
+        net.to(torch.float32)
+    errors = []
+    for change in (lambda: net.to(torch.float64), lambda: net[0].weight.to("cpu", copy=True)):
+        with pytest.raises(ReleasedParameterError) as caught:
+            change()
+        errors.append(str(caught.value))
+    engine.destroy()
+    return {"losses": losses, "errors": errors}
+
+
+def expected(steps: int) -> list[float]:
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(steps):
+        loss = net(batch()).square().mean()
+        losses.append(loss.item())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def test_moving_a_model_leaves_released_parameters_where_they_are() -> None:
+    """Law: lightning's `module.cpu()` and a script's `module.to(device)` change nothing; a cast or a copy raises."""
+    for rank in run_ranks(moved, RANKS):
+        assert rank["losses"] == pytest.approx(expected(3), abs=1e-6)
+        assert all("GatheredParameters" in error for error in rank["errors"])
+
+
+def again(stage: int) -> dict[str, Any]:
+    """Train, evaluate by another engine of the same model, train by a third, as lightning's fit, validate, fit do."""
+    net = model()
+    losses = []
+    engine = engine_of(net, stage, optimizer=ADAM)
+    for _ in range(2):
+        loss = engine(batch()).square().mean()
+        losses.append(loss.item())
+        engine.backward(loss)
+        engine.step()
+    with torch.no_grad():
+        evaluated = engine_of(net, stage if stage == 3 else 0)(batch()).square().mean().item()
+    third = engine_of(net, stage, optimizer=ADAM)
+    found = third(batch()).square().mean().item()
+    third.destroy()
+    return {"losses": losses, "evaluated": evaluated, "third": found}
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_model_may_be_given_again(stage: int) -> None:
+    """Law: the weights stay those that the former engine made."""
+    plain = expected(3)
+    for rank in run_ranks(again, RANKS, stage):
+        assert rank["losses"] == pytest.approx(plain[:2], abs=1e-6)
+        assert rank["evaluated"] == pytest.approx(plain[2], abs=1e-6)
+        assert rank["third"] == pytest.approx(plain[2], abs=1e-6)
