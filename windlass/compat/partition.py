@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from inspect import signature
 from typing import Any
 
 import torch
 
 from windlass import zero
 from windlass.compat import parameters
+from windlass.compat.tolerance import tolerated
+from windlass.config import Config
 
 _orig_torch_arange = torch.arange
 _orig_torch_empty = torch.empty
@@ -20,6 +23,7 @@ _orig_torch_eye = torch.eye
 _orig_torch_randn = torch.randn
 
 zero_init_context: list[Any] = []
+_OF_INIT = tuple(signature(zero.Init).parameters)
 
 
 def zero_wrapper_for_fp_tensor_constructor(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
@@ -33,7 +37,11 @@ class Init(zero.Init):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         parameters.install()
-        super().__init__(*args, **kwargs)
+        given = dict(zip(_OF_INIT, args, strict=False)) | kwargs
+        for name in ("config_dict_or_path", "config"):
+            if given.get(name) is not None and not isinstance(given[name], Config):
+                given[name] = tolerated(given[name])
+        super().__init__(**given)
 
 
 def register_external_parameter(module: torch.nn.Module, parameter: torch.nn.Parameter) -> None:
