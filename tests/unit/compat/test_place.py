@@ -1,4 +1,4 @@
-"""The folder that makes `import deepspeed` windlass: by PYTHONPATH, in this process, for metadata, beside a real one."""
+"""The folder that makes `import deepspeed` windlass: by PYTHONPATH, here, for metadata, beside a real one."""
 
 from __future__ import annotations
 
