@@ -23,7 +23,6 @@ _orig_torch_eye = torch.eye
 _orig_torch_randn = torch.randn
 
 zero_init_context: list[Any] = []
-_OF_INIT = tuple(signature(zero.Init).parameters)
 
 
 def zero_wrapper_for_fp_tensor_constructor(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
