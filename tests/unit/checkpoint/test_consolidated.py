@@ -148,8 +148,8 @@ def test_the_script_beside_a_checkpoint_runs(tmp_path: Path) -> None:
     assert done.returncode == 0
     written = torch.load(tmp_path / "out" / "pytorch_model.bin", weights_only=True)
     assert torch.equal(written["up.weight"], weights["up.weight"])
-    (tmp_path / "windlass.py").write_text("raise ModuleNotFoundError(\"No module named 'windlass'\", name='windlass')")
-    missing = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    bare = [sys.executable, "-S", "-E", *command[1:]]  # without what is installed
+    missing = subprocess.run(bare, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert missing.returncode == 1 and "is not installed here; pip install windlass" in missing.stderr
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import mmap
 import os
 from collections.abc import Iterator
 
@@ -70,9 +71,10 @@ def test_memory_figures_are_the_processes_own() -> None:
     host = CPU_Accelerator()
     before = host.memory_allocated()
     assert 0 < before <= host.total_memory() and 0 < host.available_memory() <= host.total_memory()
-    held = torch.ones(8 << 20)  # 32 MiB
+    held = mmap.mmap(-1, 32 << 20)  # pages of its own, not what malloc kept of others
+    held.write(b"x" * (32 << 20))
     assert host.memory_allocated() - before >= 24 << 20
-    del held
+    held.close()
     peak = host.max_memory_allocated()
     assert peak >= before + (24 << 20)
     assert host.memory_stats()["allocated_bytes.all.peak"] == peak

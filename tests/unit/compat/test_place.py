@@ -31,7 +31,8 @@ print(json.dumps({{
 
 
 def _run(text: str, *, path: list[str], **env: str) -> subprocess.CompletedProcess[str]:
-    inherited = {key: value for key, value in os.environ.items() if key != "WINDLASS_STANDS_IN"}
+    ours = ("WINDLASS_STANDS_IN", "WINDLASS_LOG_LEVEL", "RANK")  # another rank than 0 says nothing
+    inherited = {key: value for key, value in os.environ.items() if key not in ours}
     variables = {**inherited, "PYTHONPATH": os.pathsep.join([*path, str(ROOT)]), **env}
     return subprocess.run([sys.executable, "-c", text], env=variables, capture_output=True, text=True, timeout=120)
 
