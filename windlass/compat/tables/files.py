@@ -12,6 +12,8 @@ _NAMES = (
     "get_model_state_files",
 )
 
+_HOSTS = ("fetch_hostfile", "parse_resource_filter", "parse_inclusion_exclusion", "encode_world_info")
+
 TABLE: dict[str, Entry] = {
     "deepspeed.checkpoint.utils.clone_tensors_for_torch_save": works(
         "windlass.checkpoint.clones:clone_tensors_for_torch_save"
@@ -19,6 +21,11 @@ TABLE: dict[str, Entry] = {
     "deepspeed.checkpoint.ds_to_universal": differs(
         "windlass.checkpoint.to_windlass", "writes a windlass checkpoint, which loads anywhere as it is"
     ),
+    "deepspeed.launcher.runner": works("windlass.launch.deepspeed_command"),
+    "deepspeed.launcher.runner.main": works("windlass.launch.deepspeed_command:run"),
+    "deepspeed.launcher.runner.DEEPSPEED_ENVIRONMENT_NAME": works("windlass.launch.exports:DEEPSPEED_ENVIRONMENT_NAME"),
+    **{f"deepspeed.launcher.runner.{name}": works(f"windlass.launch.hosts:{name}") for name in _HOSTS},
+    "deepspeed.env_report": works("windlass.cli.environment.ds_report"),
     "deepspeed.utils.zero_to_fp32": works(_WHOLE),
     "deepspeed.utils.zero_to_torch": works("windlass.compat.zero_to_torch"),
     **{f"deepspeed.utils.zero_to_fp32.{name}": works(f"{_WHOLE}:{name}") for name in _NAMES},
