@@ -71,7 +71,7 @@ class Released(nn.Parameter):
         cls, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = name_of_call(function)
-        if isinstance(args[0], Released) and _stays(name, args, kwargs or {}):
+        if args and isinstance(args[0], Released) and _stays(name, args, kwargs or {}):
             return args[0]
         if name == "detach" and isinstance(args[0], Released) and lends_name(args[0]):
             return Stub.of(args[0])
