@@ -12,6 +12,7 @@ from torch import nn
 
 from windlass.base.errors import ConfigError
 from windlass.compat.accessors import ANSWERS, KEYS, ask
+from windlass.compat.loader import DeepSpeedDataLoader, loader_of
 from windlass.compat.offload import ParameterOffload
 from windlass.compat.refusal import NotBuiltError
 from windlass.compat.timers import SynchronizedWallClockTimer, ThroughputTimer
@@ -85,6 +86,8 @@ class DeepSpeedEngine(Engine):
     flatten = staticmethod(torch._utils._flatten_dense_tensors)
     unflatten = staticmethod(torch._utils._unflatten_dense_tensors)
     _config: Config
+    collate_fn: Any = None
+    tput_timer: Any = None
 
     def become(
         self, given: Any, client_optimizer: Any, client_lr_scheduler: Any, training_data: Any, collate_fn: Any
@@ -101,6 +104,8 @@ class DeepSpeedEngine(Engine):
         self.losses: Any = None
         self.timers = SynchronizedWallClockTimer()
         self.tput_timer = ThroughputTimer(self._config.timers.throughput, batch_size=self.train_batch_size())
+        if isinstance(self.training_dataloader, DeepSpeedDataLoader):
+            self.training_dataloader.tput_timer = self.tput_timer
         self._compiled: list[nn.Module] = []
         if self.optimizer is not None:
             self._equip(self.optimizer)
@@ -137,7 +142,9 @@ class DeepSpeedEngine(Engine):
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """As `Engine.step`, refused inside `no_sync`."""
         assert not self.inside_no_sync_ctxt, "engine.step() inside no_sync: leave the context first"
+        acts = self.is_gradient_accumulation_boundary()
         super().step(lr_kwargs)
+        self.tput_timer.stop(global_step=acts)
 
     # what is asked
 
@@ -233,6 +240,10 @@ class DeepSpeedEngine(Engine):
             print(self._config.model_dump_json(indent=2, exclude_defaults=True))
 
     # what is done
+
+    def deepspeed_io(self, dataset: Any, *args: Any, **kwargs: Any) -> DeepSpeedDataLoader:
+        """See `windlass.compat.loader.loader_of`. The first to train on is `training_dataloader`."""
+        return loader_of(self, dataset, *args, **kwargs)
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Take another number of samples in a step, by another number of micro-batches.

@@ -29,9 +29,7 @@ TABLE: dict[str, Entry] = {
     "deepspeed.DeepSpeedConfig": works("windlass.compat.configuration:DeepSpeedConfig"),
     "deepspeed.DeepSpeedConfigError": works("windlass.base.errors:ConfigError"),
     "deepspeed.DeepSpeedOptimizer": works("windlass.engine.optimizer:ShardedOptimizer"),
-    "deepspeed.DeepSpeedDataLoader": differs(
-        "windlass.data.loader:EpochLoader", "made by `engine.deepspeed_io` and `initialize(training_data=...)`"
-    ),
+    "deepspeed.DeepSpeedDataLoader": works("windlass.compat.loader:DeepSpeedDataLoader"),
     "deepspeed.checkpointing": works("windlass.checkpointing"),
     "deepspeed.runtime.engine.DeepSpeedEngine": works("windlass.compat.engine:DeepSpeedEngine"),
     "deepspeed.runtime.engine.DeepSpeedOptimizerCallable": works("typing:Callable"),
@@ -39,9 +37,7 @@ TABLE: dict[str, Entry] = {
     "deepspeed.runtime.config.DeepSpeedConfigError": works("windlass.base.errors:ConfigError"),
     "deepspeed.runtime.base_optimizer.DeepSpeedOptimizer": works("windlass.engine.optimizer:ShardedOptimizer"),
     "deepspeed.runtime.base_optimizer.ZeROOptimizer": works("windlass.engine.optimizer:ShardedOptimizer"),
-    "deepspeed.runtime.dataloader.DeepSpeedDataLoader": differs(
-        "windlass.data.loader:EpochLoader", "made by `engine.deepspeed_io` and `initialize(training_data=...)`"
-    ),
+    "deepspeed.runtime.dataloader.DeepSpeedDataLoader": works("windlass.compat.loader:DeepSpeedDataLoader"),
     "deepspeed.runtime.activation_checkpointing.checkpointing": works("windlass.checkpointing"),
     "deepspeed.runtime.bf16_optimizer.BF16_Optimizer": works("windlass.engine.optimizer:ShardedOptimizer"),
     "deepspeed.runtime.fp16.fused_optimizer.FP16_Optimizer": differs(
