@@ -1,0 +1,89 @@
+"""A tokenizer and a text to fine-tune on, both from the sources of Python's standard library: nothing is downloaded."""
+
+import os
+import sysconfig
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch.utils.data import Dataset, IterableDataset
+from transformers import PreTrainedTokenizerFast
+
+
+def sources(count):
+    """The text of the first `count` modules of the standard library."""
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    return [path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.py"))[1 : count + 1]]
+
+
+def load_or_train_tokenizer(folder, texts, vocab_size=500):
+    """A byte-pair tokenizer without a pad token, as LLaMA's is; rank 0 trains it, once."""
+    if not os.path.exists(os.path.join(folder, "tokenizer.json")) and torch.distributed.get_rank() == 0:
+        tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        tokenizer.train_from_iterator(
+            texts,
+            trainers.BpeTrainer(
+                vocab_size=vocab_size,
+                special_tokens=["<unk>", "<s>", "</s>"],
+                initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+                show_progress=False,
+            ),
+        )
+        PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
+        ).save_pretrained(folder)
+    torch.distributed.barrier()
+    return PreTrainedTokenizerFast.from_pretrained(folder)
+
+
+def samples_of(texts, tokenizer, max_seq_len, count):
+    """`count` pieces of text, each padded to `max_seq_len`; padding is no part of the loss."""
+    samples = []
+    for text in texts:
+        for start in range(0, len(text), 3 * max_seq_len):
+            encoded = tokenizer(
+                text[start : start + 3 * max_seq_len],
+                max_length=max_seq_len,
+                padding="max_length",
+                truncation=True,
+                return_tensors="pt",
+            )
+            ids, mask = encoded["input_ids"][0], encoded["attention_mask"][0]
+            samples.append(
+                {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+            )
+            if len(samples) == count:
+                return samples
+    raise ValueError(f"the text has only {len(samples)} pieces, {count} are asked for")
+
+
+class PromptDataset(Dataset):
+    def __init__(self, samples):
+        self.samples = samples
+
+    def __len__(self):
+        return len(self.samples)
+
+    def __getitem__(self, index):
+        return self.samples[index]
+
+
+class StreamDataset(IterableDataset):
+    """A stream in an order of each epoch's own; a rank takes every `world_size`-th sample, and can begin further on."""
+
+    def __init__(self, samples, rank, world_size, seed):
+        self.samples, self.rank, self.world_size, self.seed = samples, rank, world_size, seed
+        self.epoch, self.skip = 0, 0
+
+    def set_epoch(self, epoch, skip=0):
+        """The next iteration is of `epoch`, without the first `skip` samples of this rank."""
+        self.epoch, self.skip = epoch, skip
+
+    def __iter__(self):
+        generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        order = torch.randperm(len(self.samples), generator=generator).tolist()
+        whole = len(order) // self.world_size * self.world_size
+        for index in order[self.rank : whole : self.world_size][self.skip :]:
+            yield self.samples[index]
