@@ -1,11 +1,14 @@
-"""Keys that DeepSpeed passes over in silence, and windlass's own reader refuses: left out, and said once.
+"""What DeepSpeed takes and windlass's own reader refuses: left out or settled as DeepSpeed does, and said once.
 
 DeepSpeed looks only for the top-level keys that it knows (trl sends dotted ones), and reads `aio` and
-`activation_checkpointing` key by key. In its other sections a key that is not known is an error, as here.
+`activation_checkpointing` key by key; in its other sections a key that is not known is an error, as here. Of two keys
+that contradict each other one wins there, and some keys only concern parallelism that a run does not have.
 """
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from typing import Any
 
 from windlass.base.log import logger
@@ -17,31 +20,79 @@ _said: set[str] = set()
 
 
 def tolerated(source: Any) -> Any:
-    """`source`, or a copy of its data without such keys.
+    """`source`, or a changed copy of its data.
 
     Raises:
         ConfigError: the source cannot be read at all.
     """
     found = examine(source)
     top = found.source.data
-    strange = [
-        problem.path for problem in found.problems if problem.kind is Kind.UNKNOWN and _lenient(problem.path, top)
-    ]
-    if not strange:
+    unknown = [problem.path for problem in found.problems if problem.kind is Kind.UNKNOWN]
+    strange = [path for path in unknown if path in top or path.partition(".")[0] in _LENIENT]
+    settled = [problem.path for problem in found.problems if problem.kind is Kind.CONTRADICTION]
+    settled = [path for path in settled if path in _SETTLED]
+    idle = [key for key, is_idle in _IDLE.items() if key in top and is_idle(top[key])]
+    if not (strange or settled or idle):
         return source
-    data = {key: dict(value) if key in _LENIENT else value for key, value in top.items()}
-    for path in strange:
-        section, _, name = path.partition(".")
-        if path in data:
-            del data[path]
-        else:
-            data[section].pop(name)
-    new = [path for path in strange if path not in _said]
-    if new:
-        _said.update(new)
-        logger.warning("%s: DeepSpeed has no such keys, they are passed over: %s", found.source.name, ", ".join(new))
+    data = copy.deepcopy(top)
+    for path in [*strange, *idle]:
+        _remove(data, path)
+    for path in settled:
+        _SETTLED[path][0](data)
+    name = found.source.name
+    if new := _new(strange):
+        logger.warning("%s: DeepSpeed has no such keys, they are passed over: %s", name, ", ".join(new))
+    for path in _new(settled):
+        logger.warning("%s: %s: %s", name, path, _SETTLED[path][1])
     return data
 
 
-def _lenient(path: str, top: dict[str, Any]) -> bool:
-    return path in top or path.partition(".")[0] in _LENIENT
+def _new(paths: list[str]) -> list[str]:
+    found = [path for path in paths if path not in _said]
+    _said.update(found)
+    return found
+
+
+def _remove(data: dict[str, Any], path: str) -> None:
+    section, _, name = path.partition(".")
+    if path in data:
+        del data[path]
+    else:
+        data[section].pop(name)
+
+
+def _no_parameters_away(data: dict[str, Any]) -> None:
+    for name in ("offload_param", "cpu_offload_param"):
+        data["zero_optimization"].pop(name, None)
+
+
+def _no_predivide(data: dict[str, Any]) -> None:
+    del data["gradient_predivide_factor"]
+
+
+def _the_schedules_rate(data: dict[str, Any]) -> None:
+    data["optimizer"]["params"]["lr"] = data["scheduler"]["params"]["warmup_max_lr"]
+
+
+def _long_enough(data: dict[str, Any]) -> None:
+    params = data["scheduler"]["params"]
+    params["total_num_steps"] = params["warmup_num_steps"]
+
+
+_SETTLED: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
+    "zero_optimization.offload_param": (
+        _no_parameters_away,
+        "passed over, since parameters are released, and so can live elsewhere, only at stage 3",
+    ),
+    "gradient_predivide_factor": (_no_predivide, "passed over, since prescale_gradients divides by all ranks"),
+    "scheduler.params.warmup_max_lr": (_the_schedules_rate, "not optimizer.params.lr: the schedule sets the rate"),
+    "scheduler.params.warmup_num_steps": (_long_enough, "more than total_num_steps: the rate is 0 when it has warmed"),
+}
+"""Contradictions that DeepSpeed settles by itself: how, and what to say of it."""
+
+_IDLE: dict[str, Callable[[Any], bool]] = {
+    "pipeline": lambda value: True,  # read by pipeline modules alone, which are refused when they are made
+    "use_data_before_expert_parallelism": lambda value: True,  # about groups of experts
+    "sequence_parallel_size": lambda value: value == 1,
+}
+"""Top-level keys that ask for nothing where there is only the data axis."""

@@ -12,6 +12,7 @@ from windlass.config.section import NUMBER, Count, Int, Names, Positive, Section
 from windlass.config.verdict import accepted, honoured, refused
 
 NO_MODEL_LIMIT = 2**63 - 1
+_LEAVES = "what runs is gathered, and ranks may run different modules; zero_optimization.blocks chooses what is one"
 
 
 def _off_or_positive(value: int) -> int:
@@ -21,13 +22,11 @@ def _off_or_positive(value: int) -> int:
 
 
 class LeafModule(Section):
-    """Modules whose whole subtree is gathered at once."""
+    """Modules whose whole subtree DeepSpeed gathers at once, since their ranks may run different parts of it."""
 
-    refusal = "not yet built under this name: list the classes or module names in zero_optimization.blocks instead"
-
-    classes: Names = refused(list, "")
-    names: Names = refused(list, "")
-    name_suffixes: Names = refused(list, "")
+    classes: Names = accepted(list, _LEAVES)
+    names: Names = accepted(list, _LEAVES)
+    name_suffixes: Names = accepted(list, _LEAVES)
 
 
 class Zero(Section):
@@ -122,7 +121,7 @@ class Zero(Section):
     offload_optimizer: OffloadOptimizer | None = honoured(None)
     """Where master weights and optimizer states live."""
     zenflow: ZenFlow | None = refused(None, "not yet built: ZenFlow; delete the section")
-    leaf_module: LeafModule = refused(LeafModule, "")
+    leaf_module: LeafModule = accepted(LeafModule, _LEAVES)
 
     @property
     def overlaps(self) -> bool:

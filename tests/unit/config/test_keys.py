@@ -130,7 +130,6 @@ ASKS: list[tuple[str, Any]] = [
     ("zero_optimization.zero_quantized_weights", True),
     ("zero_optimization.zeropp_loco_param", {"err_beta": 0.8}),
     ("zero_optimization.legacy_stage1", True),
-    ("zero_optimization.leaf_module.classes", "Block"),
     ("tensor_parallel.autotp_size", 2),
     ("tensor_parallel.tp.tp_size", 2),
     ("pipeline.activation_checkpoint_interval", 1),
