@@ -96,6 +96,9 @@ def main():
             model_engine.backward(loss)
             model_engine.step()
             step += 1
+            loss = loss.detach().float()
+            deepspeed.comm.all_reduce(loss)  # of all ranks
+            loss /= deepspeed.comm.get_world_size()
             if model_engine.global_rank == 0:
                 print(f"step {step} loss {loss.item():.6f} lr {lr_scheduler.get_last_lr()[0]:.6f}")
             if args.save_interval and step % args.save_interval == 0:

@@ -172,10 +172,12 @@ def main(args):
             loss = criterion(model_engine(images), labels)
             model_engine.backward(loss)
             model_engine.step()
-            running_loss += loss.item()
+            running_loss += loss.detach().float()
             if i % args.log_interval == args.log_interval - 1:
+                deepspeed.comm.all_reduce(running_loss)
+                mean = running_loss.item() / args.log_interval / deepspeed.comm.get_world_size()
                 if model_engine.global_rank == 0:
-                    print(f"[{epoch + 1:2d}, {i + 1:4d}] loss {running_loss / args.log_interval:.6f}")
+                    print(f"[{epoch + 1:2d}, {i + 1:4d}] loss {mean:.6f}")
                 running_loss = 0.0
     test(model_engine, testset, local_device, target_dtype)
 

@@ -1,0 +1,203 @@
+"""Law: classic scripts that say `import deepspeed` train under the stand-in as in plain PyTorch, and as in DeepSpeed."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.compat.conftest import ROOT, start
+
+EXAMPLES = ROOT / "examples" / "deepspeed"
+HELLO = EXAMPLES / "hello_world" / "hello_world.py"
+CLASSIFIER = EXAMPLES / "image_classifier" / "train.py"
+LLAMA = EXAMPLES / "llama" / "main.py"
+TOUR = EXAMPLES / "features" / "tour.py"
+_HELLO = ("--deepspeed", "--deepspeed_config", HELLO.parent / "ds_config.json", "--epochs", 3, "--samples", 256)
+_CLASSIFIER = ("--deepspeed", "--epochs", 3)
+_LLAMA = ("--train_samples", 48, "--eval_samples", 8)
+
+Numbers = list[tuple[str, ...]]
+
+
+def numbers(said: str) -> Numbers:
+    """Every line of losses, rates and perplexities."""
+    lines = [line for line in said.splitlines() if re.match(r"(step \d|\[ *\d|ppl:|accuracy)", line)]
+    return [tuple(re.findall(r"-?\d+\.?\d*(?:e-?\d+)?", line)) for line in lines]
+
+
+def losses(said: str) -> dict[int, float]:
+    """By step."""
+    return {int(step): float(loss) for step, loss in re.findall(r"^step (\d+) loss (\S+)", said, re.M)}
+
+
+def perplexities(said: str) -> list[float]:
+    """In the order in which they were said."""
+    return [float(found) for found in re.findall(r"^ppl: (\S+),", said, re.M)]
+
+
+def assert_same(found: Numbers, wanted: Numbers, tolerance: float = 1e-4) -> None:
+    """Equal lines, their numbers within `tolerance` of each other."""
+    assert wanted and [len(line) for line in found] == [len(line) for line in wanted]
+    for one, other in zip(found, wanted, strict=True):
+        values = [[float(value) for value in line] for line in (one, other)]
+        assert values[0] == pytest.approx(values[1], rel=tolerance, abs=tolerance)
+
+
+def plainly(script: Path, *arguments: object) -> str:
+    """Run an example in plain PyTorch: what it imports as `deepspeed` is `plain/deepspeed`."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent / "plain")}
+    command = [sys.executable, str(script), *map(str, arguments)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+def test_hello_world_learns_as_plain_pytorch_and_goes_on(tmp_path: Path) -> None:
+    """Law: 2 ranks print plain PyTorch's losses; after a crash the rest of them, from the skipped batch on."""
+    plain = plainly(HELLO, *_HELLO)
+    begun = start(HELLO, *_HELLO, "--save_dir", tmp_path, "--save_interval", 5, "--stop_after", 12, ranks=2)
+    assert_same(numbers(begun), numbers(plain)[:12])
+    resumed = start(HELLO, *_HELLO, "--load_dir", tmp_path, ranks=2)
+    assert "resumed at step 10" in resumed
+    wanted = {step: loss for step, loss in losses(plain).items() if step > 10}
+    assert losses(resumed) == pytest.approx(wanted, abs=1e-4)
+    assert losses(plain)[24] < 0.7 * losses(plain)[1]
+
+
+def test_the_classifier_learns_as_plain_pytorch() -> None:
+    """Law: losses of a step and accuracies are plain PyTorch's, at stage 2 on 2 ranks."""
+    plain = plainly(CLASSIFIER, *_CLASSIFIER)
+    assert_same(numbers(start(CLASSIFIER, *_CLASSIFIER, "--stage", 2, ranks=2)), numbers(plain), 5e-4)
+    assert float(re.findall(r"accuracy (\S+) %", plain)[0]) > 70
+
+
+@pytest.mark.slow
+def test_hello_world_on_one_rank() -> None:
+    """Law: as above."""
+    assert_same(numbers(start(HELLO, *_HELLO)), numbers(plainly(HELLO, *_HELLO)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_classifier_at_every_stage(stage: int, ranks: int) -> None:
+    """Law: as above, and bf16 learns too."""
+    plain = plainly(CLASSIFIER, *_CLASSIFIER)
+    assert_same(numbers(start(CLASSIFIER, *_CLASSIFIER, "--stage", stage, ranks=ranks)), numbers(plain), 5e-4)
+    said = start(CLASSIFIER, *_CLASSIFIER, "--stage", stage, "--dtype", "bf16", ranks=ranks)
+    assert float(re.findall(r"accuracy (\S+) %", said)[0]) > 70
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Callable[..., str]:
+    """Runs the fine-tune in its own folder."""
+
+    def run(*arguments: object, ranks: int = 1, out: str = "out") -> str:
+        return start(LLAMA, "--output_dir", tmp_path / out, *_LLAMA, *arguments, ranks=ranks)
+
+    return run
+
+
+def test_a_llama_is_fine_tuned(llama: Callable[..., str], tmp_path: Path) -> None:
+    """Law: at stage 3, away on the host, recomputing, from a stream: the losses of stage 0; what is saved evaluates
+    the same, loads as a plain model, and has the padding token's row."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    plain = llama("--stream", "--compare_saved", ranks=2, out="plain")
+    far = ("--zero_stage", 3, "--offload", "--gradient_checkpointing", "--enable_tensorboard")
+    said = llama("--stream", "--compare_saved", *far, "--tensorboard_path", tmp_path / "board", ranks=2)
+    assert_same(numbers(said), numbers(plain))
+    seen = perplexities(said)
+    assert seen[2] < 0.7 * seen[0]
+    assert seen[3] == pytest.approx(seen[2], rel=1e-4)
+    assert list((tmp_path / "board").rglob("events.out.tfevents.*"))
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out" / "final")
+    assert tokenizer.pad_token == "[PAD]"
+    weights = [AutoModelForCausalLM.from_pretrained(tmp_path / out / "final").state_dict() for out in ("plain", "out")]
+    assert weights[0]["lm_head.weight"].shape[0] % 8 == 0 and weights[0]["lm_head.weight"].shape[0] >= len(tokenizer)
+    for name, value in weights[0].items():
+        torch.testing.assert_close(weights[1][name], value, atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("away", [(), ("--offload",)], ids=["device", "host"])
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_llama_goes_on_from_a_checkpoint(llama: Callable[..., str], ranks: int, stage: int, away: tuple[str]) -> None:
+    """Law: at every stage, from either home, the losses of stage 0, and the same ones after a crash in an epoch."""
+    every = ("--gradient_accumulation_steps", 2, *away)
+    order = ("--stream",) if stage % 2 else ()
+    plain = llama(*every, *order, ranks=ranks, out="plain")
+    options = (*every, *order, "--zero_stage", stage, "--save_steps", 4)
+    llama(*options, "--max_train_steps", 5, ranks=ranks)
+    resumed = llama(*options, "--resume_from", llama_checkpoints(llama), ranks=ranks)
+    wanted = {step: loss for step, loss in losses(plain).items() if step > 4}
+    assert wanted and losses(resumed) == pytest.approx(wanted, abs=1e-4)
+    assert perplexities(resumed)[-1] == pytest.approx(perplexities(plain)[-1], rel=1e-3)
+
+
+def llama_checkpoints(run: Callable[..., str]) -> Path:
+    """Where the fixture's runs save."""
+    (cell,) = (cell.cell_contents for cell in run.__closure__ or ())
+    return Path(cell) / "out" / "checkpoints"
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_the_tour(tmp_path: Path, ranks: int) -> None:
+    """Law: `zero.Init`, recomputation, a one-cycle schedule and accumulation over a loader that repeats change no loss;
+    the files have each update's rate and loss."""
+    cycle = ("--schedule", "OneCycle")
+    plain = start(TOUR, *cycle, "--stage", 0, ranks=ranks)
+    said = start(TOUR, *cycle, "--stage", 3, "--checkpoint_activations", "--monitor_path", tmp_path, ranks=ranks)
+    assert_same(numbers(said), numbers(plain))
+    rows = (tmp_path / "tour" / "Train_Samples_lr.csv").read_text().splitlines()
+    assert rows[0] == "step,lr"
+    found = [float(row.split(",")[1]) for row in rows[1:]]
+    assert found == pytest.approx([float(rate) for rate in re.findall(r" lr (\S+)", said)], abs=1e-6)
+
+
+# DeepSpeed itself
+
+_PEER = importlib.util.find_spec("deepspeed") is None
+_SAME: dict[str, tuple[object, ...]] = {
+    "hello": (HELLO, *_HELLO),
+    "classifier": (CLASSIFIER, *_CLASSIFIER, "--stage", 2),
+    "classifier-3": (CLASSIFIER, *_CLASSIFIER, "--stage", 3),
+    "llama-0": (LLAMA, *_LLAMA),
+    "llama-2-host": (LLAMA, *_LLAMA, "--zero_stage", 2, "--offload"),
+    "llama-3-accumulated": (LLAMA, *_LLAMA, "--zero_stage", 3, "--stream", "--gradient_accumulation_steps", 2),
+    "tour": (TOUR, "--stage", 2, "--schedule", "OneCycle"),
+    "tour-3": (TOUR, "--stage", 3, "--checkpoint_activations"),
+}
+
+
+def in_deepspeed(script: Path, *arguments: object, ranks: int) -> str:
+    """Run an example with the DeepSpeed that is installed."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "TOKENIZERS_PARALLELISM": "false"}
+    env |= {"PATH": os.pathsep.join([str(Path(sys.executable).parent), env["PATH"]])}  # ninja, for its native code
+    command = [*launch, str(script), *map(str, arguments)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    return done.stdout
+
+
+@pytest.mark.peer
+@pytest.mark.skipif(_PEER, reason="deepspeed is not installed: pip install deepspeed==0.19.8")
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", _SAME)
+def test_deepspeed_prints_the_same(tmp_path: Path, name: str, ranks: int) -> None:
+    """Law: the same script and seed print the same losses, rates, norms and accuracies in DeepSpeed."""
+    script, *arguments = _SAME[name]
+    if script == LLAMA:
+        arguments += ["--output_dir", tmp_path]
+    wanted = in_deepspeed(Path(str(script)), *arguments, ranks=ranks)
+    assert_same(numbers(start(Path(str(script)), *arguments, ranks=ranks)), numbers(wanted), 2e-4)
