@@ -29,7 +29,7 @@ Numbers = list[tuple[str, ...]]
 
 def numbers(said: str) -> Numbers:
     """Every line of losses, rates and perplexities."""
-    lines = [line for line in said.splitlines() if re.match(r"(step \d|\[ *\d|ppl:|accuracy)", line)]
+    lines = [line for line in said.splitlines() if re.match(r"(step \d|\[ *\d+, |ppl:|accuracy)", line)]
     return [tuple(re.findall(r"-?\d+\.?\d*(?:e-?\d+)?", line)) for line in lines]
 
 
@@ -166,7 +166,7 @@ def test_the_tour(tmp_path: Path, ranks: int) -> None:
 
 # DeepSpeed itself
 
-_PEER = importlib.util.find_spec("deepspeed") is None
+_NO_PEER = importlib.util.find_spec("deepspeed") is None
 _SAME: dict[str, tuple[object, ...]] = {
     "hello": (HELLO, *_HELLO),
     "classifier": (CLASSIFIER, *_CLASSIFIER, "--stage", 2),
@@ -191,7 +191,7 @@ def in_deepspeed(script: Path, *arguments: object, ranks: int) -> str:
 
 
 @pytest.mark.peer
-@pytest.mark.skipif(_PEER, reason="deepspeed is not installed: pip install deepspeed==0.19.8")
+@pytest.mark.skipif(_NO_PEER, reason="deepspeed is not installed: pip install deepspeed==0.19.8")
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("name", _SAME)
 def test_deepspeed_prints_the_same(tmp_path: Path, name: str, ranks: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -145,6 +145,13 @@ class DeepSpeedEngine(Engine):
         acts = self.is_gradient_accumulation_boundary()
         super().step(lr_kwargs)
         self.tput_timer.stop(global_step=acts)
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        """As DeepSpeed: the configuration's `torch_autocast`, whatever a GPU's script has put around the forward."""
+        if torch.is_autocast_enabled() and not self._config.torch_autocast.enabled:
+            self._reporter.once("autocast", "torch.autocast around the engine is off in it: enable torch_autocast")
+            return torch.autocast(self.device.type, enabled=False)
+        return super()._autocast()
 
     # what is asked
 

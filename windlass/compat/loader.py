@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from multiprocessing import current_process
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +22,9 @@ from windlass.compat.refusal import NotBuiltError
 if TYPE_CHECKING:
     from windlass.compat.engine import DeepSpeedEngine
 
-_WORKERS = 2  # processes that read ahead, unless the caller says how many
+_WORKERS = 2
+"""Processes that read ahead, unless the caller says how many; none where a process may have no children, nor for an
+iterable dataset, of which each would give all."""
 
 
 class DeepSpeedDataLoader:
@@ -66,8 +69,8 @@ class DeepSpeedDataLoader:
                 else RandomSampler(dataset)
             )
         self.device_count = 1 if local_rank >= 0 else get_accelerator().device_count()
-        if num_local_io_workers is None:  # copies of an iterable dataset would each give all of it
-            num_local_io_workers = 0 if iterable else _WORKERS * self.device_count
+        if num_local_io_workers is None:
+            num_local_io_workers = 0 if iterable or current_process().daemon else _WORKERS * self.device_count
         self.dataset, self.data_sampler, self.collate_fn = dataset, data_sampler, collate_fn
         self.batch_size = batch_size * self.device_count
         self.num_local_io_workers, self.tput_timer = num_local_io_workers, tput_timer

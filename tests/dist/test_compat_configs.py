@@ -1,0 +1,209 @@
+"""Law: configurations as they circulate train under `deepspeed.initialize`, or say in one sentence what they lack."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+from tests.dist.harness import run_ranks
+from windlass.base.errors import ConfigError
+from windlass.config.source import read
+
+CONFIGS = Path(__file__).resolve().parents[3] / "shared" / "compat" / "configs"
+NO_BATCH = "neither train_batch_size nor train_micro_batch_size_per_gpu is given"
+NOBODY = "nobody filled it in"
+AS_THEY_ARE = {
+    "fp16_all_knobs": "trains",
+    "full_zero3_offload": NO_BATCH,
+    "llama_practice": "trains",
+    "onebit_adam": "not yet built: 1-bit optimizers",
+    "trainer_auto": NOBODY,
+    "zero2_knobs": NO_BATCH,
+    "zero3_nvme_buffers": NO_BATCH,
+    "zero3_nvme_missing_comma": NO_BATCH,
+    "zero3_trailing_comma": NO_BATCH,
+}
+WITH_A_BATCH = {name: "trains" if why == NO_BATCH else why for name, why in AS_THEY_ARE.items()}
+
+
+def attempt(config: Any) -> str:
+    """Train a small model for one step: "trains", or why not."""
+    from windlass.compat.initialize import initialize
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+    data = config if isinstance(config, dict) else read(config).data
+    optimizer = None if "optimizer" in data else torch.optim.AdamW(model.parameters(), lr=1e-3)
+    try:
+        engine = initialize(model=model, model_parameters=model.parameters(), optimizer=optimizer, config=config)[0]
+    except ConfigError as error:
+        return str(error)
+    assert engine.config == data
+    x = torch.ones(2, 4, dtype=engine.get_data_types()[0])
+    for _ in range(engine.gradient_accumulation_steps()):
+        loss = engine(x).float().square().mean()
+        engine.backward(loss)
+        engine.step()
+    assert engine.global_steps == 1 and loss.isfinite()
+    engine.destroy()
+    return "trains"
+
+
+def attempts(folder: str) -> dict[str, tuple[str, str]]:
+    """Each file as it is, and with a batch size."""
+    found = {}
+    for name in AS_THEY_ARE:
+        data = dict(read(str(CONFIGS / f"{name}.json")).data)
+        for key in ("train_batch_size", "gradient_accumulation_steps"):
+            data.pop(key, None)
+        zero = data.get("zero_optimization", {})
+        for section in ("offload_optimizer", "offload_param"):
+            if "nvme_path" in zero.get(section, {}):
+                zero[section]["nvme_path"] = folder
+        batched = {**data, "train_micro_batch_size_per_gpu": 2}
+        found[name] = (attempt(str(CONFIGS / f"{name}.json")), attempt(batched))
+    return found
+
+
+@pytest.mark.skipif(not CONFIGS.is_dir(), reason="the collection of configurations is not beside the checkout")
+def test_circulating_configurations(tmp_path: Path) -> None:
+    (found,) = run_ranks(attempts, 1, str(tmp_path))
+    for name, (as_is, batched) in found.items():
+        assert AS_THEY_ARE[name] in as_is, f"{name}: {as_is}"
+        assert WITH_A_BATCH[name] in batched, f"{name} with a batch size: {batched}"
+
+
+SETTLED: dict[str, dict[str, Any]] = {
+    "parameters that stage 2 keeps": {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}},
+    "two ways to divide": {"prescale_gradients": True, "gradient_predivide_factor": 2.0},
+    "two rates": {
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-3}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 3e-3, "warmup_num_steps": 2}},
+    },
+    "a warm-up that never ends": {
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-3}},
+        "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 9, "total_num_steps": 4}},
+    },
+    "other axes": {
+        "pipeline": {"stages": 1, "seed_layers": True},
+        "sequence_parallel_size": 1,
+        "use_data_before_expert_parallelism": True,
+    },
+    "leaves": {"zero_optimization": {"stage": 3, "leaf_module": {"classes": ["Block"], "name_suffixes": ["mlp"]}}},
+}
+
+
+def settle() -> dict[str, str]:
+    return {name: attempt({"train_micro_batch_size_per_gpu": 2, **config}) for name, config in SETTLED.items()}
+
+
+def test_what_deepspeed_settles_by_itself_trains() -> None:
+    """Contradictions where one key wins, and keys about axes that there are not."""
+    assert set(run_ranks(settle, 1)[0].values()) == {"trains"}
+
+
+def rates() -> list[float]:
+    """Of each update, where the two rates differ."""
+    from windlass.compat.initialize import initialize
+
+    model = nn.Linear(4, 4)
+    config = {"train_micro_batch_size_per_gpu": 2, **SETTLED["two rates"]}
+    engine = initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+    found = []
+    for _ in range(4):
+        engine.backward(engine(torch.ones(2, 4)).square().mean())
+        found += engine.get_lr()
+        engine.step()
+    engine.destroy()
+    return found
+
+
+def test_the_schedules_rate_wins() -> None:
+    assert run_ranks(rates, 1)[0] == pytest.approx([0, 0, 3e-3, 3e-3])
+
+
+class Numbers(Dataset[torch.Tensor]):
+    """0 to 10."""
+
+    def __len__(self) -> int:
+        return 11
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([float(index)])
+
+
+def order(folder: str) -> list[list[list[float]]]:
+    """What the loader gives: twice, in the next epoch, and after a checkpoint of a place inside one."""
+    from windlass.compat.initialize import initialize
+
+    model = nn.Linear(1, 1)
+    config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "Adam", "params": {"lr": 1e-3}}}
+    engine, _, loader, _ = initialize(
+        model=model, model_parameters=model.parameters(), training_data=Numbers(), config=config
+    )
+
+    def once() -> list[list[float]]:
+        return [batch.flatten().tolist() for batch in loader]
+
+    found = [once(), once()]
+    loader.data_sampler.set_epoch(1)
+    found.append(once())
+    for number, batch in enumerate(loader):
+        engine.backward(engine(batch).square().mean())
+        engine.step()
+        if number == 1:
+            engine.save_checkpoint(folder)
+    assert len(loader) == len(found[0]) and engine.tput_timer.avg_samples_per_sec() > 0
+    engine.load_checkpoint(folder)
+    found.append(once())
+    evaluated = engine.deepspeed_io(Numbers(), route="eval")
+    found.append([batch.flatten().tolist() for batch in evaluated])
+    engine.destroy()
+    return found
+
+
+def test_the_loader_begins_where_scripts_expect_it(tmp_path: Path) -> None:
+    """Law: torch's DistributedSampler, the same in each epoch until `set_epoch`, whatever a checkpoint brought."""
+    by_rank = run_ranks(order, 2, str(tmp_path))
+    for rank, (first, second, third, resumed, evaluated) in enumerate(by_rank):
+        for epoch, found in enumerate((first, third)):
+            sampler = torch.utils.data.DistributedSampler(Numbers(), 2, rank)
+            sampler.set_epoch(epoch)
+            assert [value for batch in found for value in batch] == [float(index) for index in sampler]
+        assert second == first and resumed == third != first
+        assert evaluated[0] == [float(rank), float(rank + 2)]
+
+
+def autocasts() -> dict[tuple[bool, bool], bool]:
+    """Whether autocast reaches the model, by what the script has put around the engine and what the section says."""
+    from windlass.compat.initialize import initialize
+
+    class Told(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen.append(torch.is_autocast_enabled("cpu"))
+            return super().forward(x)
+
+    seen: list[bool] = []
+    found = {}
+    for around, section in ((False, False), (False, True), (True, False), (True, True)):
+        model = Told(4, 4)
+        config = {"train_micro_batch_size_per_gpu": 2, "torch_autocast": {"enabled": section, "dtype": "bfloat16"}}
+        engine = initialize(model=model, config=config, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))[0]
+        for device in ("cpu", "cuda"):  # of a GPU's script; DeepSpeed asks no other
+            torch.set_autocast_enabled(device, around)
+        engine(torch.ones(2, 4))
+        for device in ("cpu", "cuda"):
+            torch.set_autocast_enabled(device, False)
+        engine.destroy()
+        found[around, section] = seen.pop()
+    return found
+
+
+def test_autocast_is_the_configurations() -> None:
+    found = run_ranks(autocasts, 1)[0]
+    assert found == {(around, section): section for around in (False, True) for section in (False, True)}
