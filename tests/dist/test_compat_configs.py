@@ -33,10 +33,14 @@ WITH_A_BATCH = {name: "trains" if why == NO_BATCH else why for name, why in AS_T
 
 def attempt(config: Any) -> str:
     """Train a small model for one step: "trains", or why not."""
+    torch.manual_seed(0)
+    return attempt_on(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4)), config)
+
+
+def attempt_on(model: nn.Module, config: Any) -> str:
+    """As `attempt`, of a model that is made."""
     from windlass.compat.initialize import initialize
 
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
     data = config if isinstance(config, dict) else read(config).data
     optimizer = None if "optimizer" in data else torch.optim.AdamW(model.parameters(), lr=1e-3)
     try:
@@ -100,6 +104,19 @@ SETTLED: dict[str, dict[str, Any]] = {
 
 def settle() -> dict[str, str]:
     return {name: attempt({"train_micro_batch_size_per_gpu": 2, **config}) for name, config in SETTLED.items()}
+
+
+def born() -> str:
+    """A model made under `zero.Init` with such a configuration."""
+    from windlass.compat.partition import Init
+
+    with Init(config_dict_or_path={"train_micro_batch_size_per_gpu": 2, **SETTLED["two rates"], "no.such": 1}):
+        model = nn.Linear(4, 4)
+    return attempt_on(model, {"train_micro_batch_size_per_gpu": 2, **SETTLED["two rates"]})
+
+
+def test_zero_init_takes_what_initialize_takes() -> None:
+    assert run_ranks(born, 2) == ["trains", "trains"]
 
 
 def test_what_deepspeed_settles_by_itself_trains() -> None:
@@ -207,3 +224,29 @@ def autocasts() -> dict[tuple[bool, bool], bool]:
 def test_autocast_is_the_configurations() -> None:
     found = run_ranks(autocasts, 1)[0]
     assert found == {(around, section): section for around in (False, True) for section in (False, True)}
+
+
+def monitored(folder: str) -> list[str]:
+    """A script's own numbers, and the engine's."""
+    from windlass.compat.configuration import DeepSpeedConfig
+    from windlass.compat.initialize import initialize
+    from windlass.compat.monitors import MonitorMaster
+
+    section = {"enabled": True, "output_path": folder, "job_name": "run"}
+    config = {"train_micro_batch_size_per_gpu": 2, "csv_monitor": section}
+    monitor = MonitorMaster(DeepSpeedConfig(config).monitor_config)
+    assert monitor.enabled
+    for step in range(3):
+        monitor.write_events([("Mine/loss", torch.tensor(step / 2), step), ("Mine/best so far", 1, step)])
+    model = nn.Linear(4, 4)
+    engine = initialize(model=model, config=config, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))[0]
+    engine.monitor.write_events([("Own", 0.5, 7)])
+    engine.destroy()
+    return (Path(folder) / "run" / "Mine_loss.csv").read_text().split()
+
+
+def test_a_script_writes_numbers_of_its_own(tmp_path: Path) -> None:
+    found = run_ranks(monitored, 2, str(tmp_path))[0]
+    assert found == ["step,loss", "0,0.0", "1,0.5", "2,1.0"], "once, by rank 0"
+    assert (tmp_path / "run" / "Own.csv").read_text().split() == ["step,Own", "7,0.5"]
+    assert (tmp_path / "run" / "Mine_best_so_far.csv").exists()

@@ -8,6 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from windlass.compat.accessors import ANSWERS
+from windlass.compat.monitors import get_monitor_config
 from windlass.compat.tolerance import tolerated
 from windlass.config import load
 from windlass.config.source import read
@@ -41,6 +42,7 @@ class DeepSpeedConfig:
         self.optimizer_params = ANSWERS["optimizer_params"](self.config)
         self.scheduler_name = self.config.scheduler.type if self.config.scheduler is not None else None
         self.scheduler_params = ANSWERS["scheduler_params"](self.config)
+        self.monitor_config = get_monitor_config(config)
 
     def __getattr__(self, name: str) -> Any:
         if name == "config":

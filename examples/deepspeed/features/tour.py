@@ -118,7 +118,9 @@ def main():
         fill(model, torch.Generator().manual_seed(5))
 
     if args.checkpoint_activations:
-        deepspeed.checkpointing.configure(mpu_=None, deepspeed_config=None, partition_activations=False, num_checkpoints=3)
+        deepspeed.checkpointing.configure(
+            mpu_=None, deepspeed_config=None, partition_activations=False, num_checkpoints=3
+        )
         assert deepspeed.checkpointing.is_configured()
 
     engine, optimizer, loader, scheduler = deepspeed.initialize(

@@ -133,8 +133,9 @@ def test(model_engine, testset, local_device, target_dtype, batch_size=32):
     deepspeed.comm.all_reduce(total)
     if deepspeed.comm.get_rank() == 0:
         print(f"accuracy {100 * right.sum().item() / total.sum().item():.2f} %")
-        for name, share in zip(CLASSES, (right / total).tolist()):
-            print(f"accuracy of {name:>8s}: {100 * share:2.0f} %")
+        shares = (right / total).tolist()
+        for i, name in enumerate(CLASSES):
+            print(f"accuracy of {name:>8s}: {100 * shares[i]:2.0f} %")
 
 
 def main(args):

@@ -32,7 +32,9 @@ from transformers import (
 def parse_args():
     parser = argparse.ArgumentParser(description="Fine-tune a LLaMA on a causal language modelling task")
     parser.add_argument("--model_name_or_path", type=str, default=None, help="a folder; by default a tiny one is made")
-    parser.add_argument("--output_dir", type=str, default=None, help="where the model, the tokenizer and checkpoints go")
+    parser.add_argument(
+        "--output_dir", type=str, default=None, help="where the model, the tokenizer and checkpoints go"
+    )
     parser.add_argument("--per_device_train_batch_size", type=int, default=4)
     parser.add_argument("--per_device_eval_batch_size", type=int, default=4)
     parser.add_argument("--max_seq_len", type=int, default=48)
@@ -114,11 +116,11 @@ def evaluation(model, eval_dataloader, device):
     """Perplexity and loss, over all ranks."""
     model.eval()
     losses = 0
-    for step, batch in enumerate(eval_dataloader):
+    for batch in eval_dataloader:
         with torch.no_grad():
             outputs = model(**to_device(batch, device))
         losses += outputs.loss.float()
-    losses = losses / (step + 1)
+    losses = losses / len(eval_dataloader)
     dist.all_reduce(losses, op=dist.ReduceOp.SUM)
     losses = losses / dist.get_world_size()
     model.train()
@@ -183,7 +185,9 @@ def main():
         else:
             train_sampler = DistributedSampler(train_dataset, seed=args.seed)
         batches = math.ceil(math.ceil(args.train_samples / world_size) / args.per_device_train_batch_size)
-    eval_sampler = SequentialSampler(eval_dataset) if world_size == 1 else DistributedSampler(eval_dataset, shuffle=False)
+    eval_sampler = (
+        SequentialSampler(eval_dataset) if world_size == 1 else DistributedSampler(eval_dataset, shuffle=False)
+    )
     train_dataloader = DataLoader(
         train_dataset,
         collate_fn=default_data_collator,

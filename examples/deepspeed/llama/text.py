@@ -51,9 +51,7 @@ def samples_of(texts, tokenizer, max_seq_len, count):
                 return_tensors="pt",
             )
             ids, mask = encoded["input_ids"][0], encoded["attention_mask"][0]
-            samples.append(
-                {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
-            )
+            samples.append({"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)})
             if len(samples) == count:
                 return samples
     raise ValueError(f"the text has only {len(samples)} pieces, {count} are asked for")

@@ -143,6 +143,18 @@ _ROOT: dict[str, Entry] = {
     ),
 }
 
+_MONITORS: dict[str, Entry] = {
+    **_all(
+        "deepspeed.monitor.monitor",
+        "windlass.compat.monitors",
+        "Monitor MonitorMaster TensorBoardMonitor WandbMonitor csvMonitor",
+    ),
+    **_all("deepspeed.monitor.config", "windlass.compat.monitors", "DeepSpeedMonitorConfig get_monitor_config"),
+    "deepspeed.monitor.tensorboard.TensorBoardMonitor": works("windlass.compat.monitors:TensorBoardMonitor"),
+    "deepspeed.monitor.wandb.WandbMonitor": works("windlass.compat.monitors:WandbMonitor"),
+    "deepspeed.monitor.csv_monitor.csvMonitor": works("windlass.compat.monitors:csvMonitor"),
+}
+
 _EXPERTS = _all("deepspeed.moe.utils", "windlass.compat.experts", "has_moe_layers is_moe_param is_moe_param_group")
 
-TABLE: dict[str, Entry] = {**_EXPERTS, **_UTILS, **_RUNTIME, **_ROOT}
+TABLE: dict[str, Entry] = {**_EXPERTS, **_MONITORS, **_UTILS, **_RUNTIME, **_ROOT}

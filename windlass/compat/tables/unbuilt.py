@@ -26,7 +26,6 @@ _DEEP_COMPILE = "DeepCompile's passes are not built; use engine.compile or torch
 _LINEAR = "OptimizedLinear is not built; use peft's LoRA on a model that windlass shards"
 _TUNING = "autotuning is not built yet; use windlass check, which tells what a configuration needs"
 _PROFILER = "the FLOPS profiler is not built yet; use torch.utils.flop_counter.FlopCounterMode"
-_MONITOR = "the engine writes its own numbers; set tensorboard, wandb or csv_monitor in the configuration"
 _STATES = "DataStates checkpoints are not built; use the checkpoint section with async saving"
 _INSIDE = "this is part of DeepSpeed's own optimizers, which are not here; use safe_get_full_* and the engine"
 _GONE = "this was taken out of DeepSpeed itself and is not built here; leave it out of the configuration"
@@ -155,10 +154,8 @@ TABLE: dict[str, Entry] = {
         "profiling.config.DeepSpeedFlopsProfilerConfig",
     ),
     **_none(
-        _MONITOR,
-        "monitor.monitor.MonitorMaster monitor.monitor.Monitor monitor.tensorboard.TensorBoardMonitor "
-        "monitor.wandb.WandbMonitor monitor.csv_monitor.csvMonitor monitor.comet.CometMonitor "
-        "monitor.config.DeepSpeedMonitorConfig monitor.config.get_monitor_config",
+        "monitoring by Comet is not built; use tensorboard, wandb or csv_monitor",
+        "monitor.comet.CometMonitor monitor.monitor.CometMonitor",
     ),
     **_none(_STATES, "datastates.config.DeepSpeedDataStatesConfig datastates.DeepSpeedDataStatesConfig"),
     **_none(
