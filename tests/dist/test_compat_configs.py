@@ -144,6 +144,26 @@ def test_the_schedules_rate_wins() -> None:
     assert run_ranks(rates, 1)[0] == pytest.approx([0, 0, 3e-3, 3e-3])
 
 
+def decays() -> list[float]:
+    """By type and `torch_adam`, where the configuration names none."""
+    from windlass.compat.initialize import initialize
+
+    found = []
+    for kind in ("Adam", "AdamW"):
+        for of_torch in (False, True):
+            model, params = nn.Linear(4, 4), {"lr": 1e-3, "torch_adam": of_torch}
+            config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": kind, "params": params}}
+            engine = initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+            found.append(engine.optimizer.param_groups[0]["weight_decay"])
+            engine.destroy()
+    return found
+
+
+def test_decay_that_is_not_said_is_deepspeeds() -> None:
+    """0 in DeepSpeed's own Adam, under both names; 0.01 in torch's AdamW, which it takes for `torch_adam`."""
+    assert run_ranks(decays, 1)[0] == [0.0, 0.01, 0.0, 0.01]
+
+
 class Numbers(Dataset[torch.Tensor]):
     """0 to 10."""
 

@@ -32,9 +32,12 @@ def tolerated(source: Any) -> Any:
     settled = [problem.path for problem in found.problems if problem.kind is Kind.CONTRADICTION]
     settled = [path for path in settled if path in _SETTLED]
     idle = [key for key, is_idle in _IDLE.items() if key in top and is_idle(top[key])]
-    if not (strange or settled or idle):
+    decay = _unsaid_decay(top.get("optimizer"))
+    if not (strange or settled or idle) and decay is None:
         return source
     data = copy.deepcopy(top)
+    if decay is not None:
+        data["optimizer"]["params"] = {**(data["optimizer"].get("params") or {}), "weight_decay": decay}
     for path in [*strange, *idle]:
         _remove(data, path)
     for path in settled:
@@ -45,6 +48,18 @@ def tolerated(source: Any) -> Any:
     for path in _new(settled):
         logger.warning("%s: %s: %s", name, path, _SETTLED[path][1])
     return data
+
+
+def _unsaid_decay(optimizer: Any) -> float | None:
+    """What DeepSpeed's Adam decays by where nobody says it, if windlass's own would by something else: nothing, but in
+    torch's AdamW, which `torch_adam` asks for."""
+    if not isinstance(optimizer, dict) or not isinstance(optimizer.get("params") or {}, dict):
+        return None
+    params, name = optimizer.get("params") or {}, str(optimizer.get("type")).lower()
+    if name not in ("adam", "adamw") or "weight_decay" in params:
+        return None
+    theirs = 0.01 if params.get("torch_adam") and params.get("adam_w_mode", True) else 0.0
+    return theirs if theirs != (0.01 if name == "adamw" else 0.0) else None
 
 
 def _new(paths: list[str]) -> list[str]:
