@@ -22,6 +22,7 @@ from tests.dist.laws import ADAMW, Setting, ds_config, specimen
 from tests.dist.test_offload import EMULATED, LATE, homes
 from tests.models import Place, cast
 from tests.oracle import Recipe
+from windlass.checkpoint.scripts import SCRIPTS
 
 SMALL = (("sub_group_size", 100),)
 ADAM = Recipe(optimizer="AdamW", optimizer_params=ADAMW)
@@ -151,7 +152,7 @@ def test_it_holds_what_a_blocking_save_holds(ranks: int, transport: str, env: di
     results = run_ranks(all_compared, ranks, cases, str(tmp_path), env=env, transport=transport, timeout=120)
     for case, one in ((case, one) for found in results for case, one in zip(cases, found, strict=True)):
         assert not one["early"], f"{case}: it blocked"
-        assert one["different"] == [] and one["left"] == ["global_step2", "latest"], case
+        assert one["different"] == [] and one["left"] == ["global_step2", "latest", *sorted(SCRIPTS)], case
         assert one["files"] == ranks + 1 and one["found"], case
     for case, *of_ranks in zip(cases, *results, strict=True):
         if case[3] == "nvme":
@@ -268,8 +269,8 @@ def test_a_full_disk_is_told_on_all_ranks_at_once_and_leaves_the_former_checkpoi
             call == "blocking"
         )
     assert (said["steps"], said["then"], said["again"], said["plain"], said["loaded"]) == (2, "", "", True, 3)
-    assert said["left"] == ["global_step1", "latest"]
-    assert sorted(os.listdir(folder)) == ["global_step1", "good", "latest"]
+    assert said["left"] == ["global_step1", "latest", *sorted(SCRIPTS)]
+    assert sorted(os.listdir(folder)) == ["global_step1", "good", "latest", *sorted(SCRIPTS)]
 
 
 def cramped(folder: str) -> list[Any]:
@@ -337,7 +338,8 @@ def test_what_rests_on_disk_and_cannot_be_read_keeps_no_step_waiting(tmp_path: P
         told = said["steps"] or said["finish"]
         assert told.startswith("CheckpointError: ") and f"rank {BAD_RANK}: StorageError: EIO" in told
         assert not (said["steps"] and said["finish"])
-        assert (said["then"], said["save"], said["left"]) == ("", "", ["global_step1", "global_step4", "latest"])
+        assert (said["then"], said["save"]) == ("", "")
+        assert said["left"] == ["global_step1", "global_step4", "latest", *sorted(SCRIPTS)]
 
 
 def laid_out_again(folder: str) -> str:
