@@ -2,19 +2,21 @@
 
 PYTHON ?= python3
 VENV := .venv
+NEWEST := .venv-newest
 BIN := $(VENV)/bin
 # What is never imported need not be compiled to bytecode: that saves a good part of the installation's time.
 INSTALL := $(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check -c constraints.txt
 INPUTS := pyproject.toml constraints.txt CMakeLists.txt $(wildcard windlass/kernels/native/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check lint parity bench bench-infinity chaos clean
+.PHONY: help demo test check lint parity clients-newest bench bench-infinity chaos clean
 
 help:
 	@echo "make demo    train a small Llama on real text over two ranks; about five minutes with the installation"
 	@echo "make test    every test that needs no GPU and no rival, without the long products"
 	@echo "make check   style, types, import contract, unit tests: what a commit has to pass"
 	@echo "make parity  the full products of the laws (long)"
+	@echo "make clients-newest  tests of transformers, accelerate, peft, trl and lightning, of their newest versions"
 	@echo "make bench   speed and memory beside plain PyTorch (long)"
 	@echo "make chaos   kills ranks and launchers while they train and save, 50 times (some minutes)"
 	@echo "make bench-infinity  half a billion parameters under a third of the memory that their states take (some minutes)"
@@ -37,7 +39,20 @@ lint: $(VENV)/.dev
 	$(BIN)/lint-imports
 
 parity: $(VENV)/.test
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m slow; slow=$$?; \
+	$(MAKE) clients-newest && exit $$slow
+
+# The pins are what is tested at every change; this is what a user gets who installs clients today.
+clients-newest: $(NEWEST)/.test
+	$(NEWEST)/bin/python -m pip list --format=freeze | grep -iE '^(transformers|accelerate|peft|trl|lightning)=='
+	$(NEWEST)/bin/python -m pytest tests/compat -n 2 --dist worksteal
+
+$(NEWEST)/.test: $(INPUTS)
+	test -x $(NEWEST)/bin/python || $(PYTHON) -m venv $(NEWEST)
+	grep '^torch==' constraints.txt > $(NEWEST)/torch.txt
+	$(NEWEST)/bin/python -m pip install -qq --disable-pip-version-check -c $(NEWEST)/torch.txt torch
+	$(NEWEST)/bin/python -m pip install -qq --disable-pip-version-check -c $(NEWEST)/torch.txt --upgrade -e '.[test]'
+	@touch $@
 
 bench: $(VENV)/.test
 	$(BIN)/python bench/train.py
@@ -49,7 +64,7 @@ chaos: $(VENV)/.test
 	$(BIN)/python bench/chaos.py
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(NEWEST)
 
 # torch first and by its exact version: what needs torch then finds it, and no other build is fetched.
 $(VENV)/.torch: $(INPUTS)
