@@ -13,6 +13,7 @@ from pathlib import Path
 
 from windlass.compat.entry import Entry, State
 from windlass.compat.names import NAMES
+from windlass.compat.tables.members import MEMBERS
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "compat.md"
 _MARKS = r"(?P<head><!-- generated: (?P<name>\w+) -->).*?(?P<tail><!-- end generated -->)"
@@ -34,7 +35,7 @@ def main(arguments: list[str]) -> int:
 
 def rendered(text: str) -> str:
     """The page with the text between each pair of marks renewed."""
-    parts = {"counts": _counts, "names": _names}
+    parts = {"counts": _counts, "members": _members, "names": _names}
 
     def renew(match: re.Match[str]) -> str:
         return f"{match['head']}\n\n{parts[match['name']]()}\n\n{match['tail']}"
@@ -45,6 +46,16 @@ def rendered(text: str) -> str:
 def _counts() -> str:
     number = {state: sum(entry.state is state for entry in NAMES.values()) for state in State}
     return f"{len(NAMES)} names: " + ", ".join(f"{count} {state.value}" for state, count in number.items()) + "."
+
+
+def _members() -> str:
+    lines = ["| member | | how, or why not |", "|---|---|---|"]
+    alike: dict[tuple[State, str], list[str]] = defaultdict(list)
+    for name, entry in MEMBERS.items():
+        alike[entry.state, entry.note].append(name)
+    for (state, note), names in alike.items():
+        lines.append(f"| {', '.join(f'`{name}`' for name in names)} | {state.value} | {note} |")
+    return "\n".join(lines)
 
 
 def _area(name: str) -> str:

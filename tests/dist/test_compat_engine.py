@@ -128,6 +128,31 @@ def test_manners(stage: int) -> None:
     run_ranks(_manners, 2, stage)
 
 
+def _refused() -> list[str]:
+    from windlass.compat.entry import State
+    from windlass.compat.refusal import NotBuiltError
+    from windlass.compat.tables.members import MEMBERS
+
+    engine = _engine(3)
+    owners = {"engine": engine, "optimizer": engine.optimizer, "parameter": next(engine.module.parameters())}
+    silent = []
+    for name, entry in MEMBERS.items():
+        owner, _, own = name.partition(".")
+        if entry.state is State.REFUSED:
+            try:
+                getattr(owners[owner], own)()
+                silent.append(name)
+            except NotBuiltError as error:
+                assert entry.note in str(error), name
+    engine.destroy()
+    return silent
+
+
+def test_what_is_refused_says_why() -> None:
+    """Law: each refused member raises the sentence that docs/compat.md has of it."""
+    assert run_ranks(_refused, 1) == [[]]
+
+
 def _batch_changes() -> list[float]:
     engine = _engine(2)
     _step(engine)

@@ -22,7 +22,7 @@ from windlass.engine.train import Engine
 _OWN_REDUCTIONS = "gradients are reduced by the engine, in an order that all ranks agree on; call engine.backward"
 _COMPILERS = "DeepSpeed's compilers are not built; engine.compile() compiles the module by torch"
 _TUNER = "the autotuner is not built"
-_REFUSED = {
+REFUSED = {
     "allreduce_and_copy": _OWN_REDUCTIONS,
     "allreduce_bucket": _OWN_REDUCTIONS,
     "allreduce_no_retain": _OWN_REDUCTIONS,
@@ -340,7 +340,7 @@ def _computed(name: str, make: Callable[[Any], Any]) -> Any:
 
 
 def _refusing(name: str, why: str) -> Any:
-    def refuse(self: DeepSpeedEngine, *args: Any, **kwargs: Any) -> Any:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
         raise NotBuiltError(f"engine.{name}: {why}")
 
     return _named(refuse, name, f"Refused: {why}.")
@@ -355,5 +355,5 @@ for _name, _path in KEYS.items():
     setattr(DeepSpeedEngine, _name, _answer(_name, _path))
 for _name, _make in ANSWERS.items():
     setattr(DeepSpeedEngine, _name, _computed(_name, _make))
-for _name, _why in _REFUSED.items():
+for _name, _why in REFUSED.items():
     setattr(DeepSpeedEngine, _name, _refusing(_name, _why))

@@ -1,0 +1,40 @@
+"""Members of what scripts hold in their hands: the engine, its optimizer, parameters. What is not here works as it did.
+
+These are no dotted names, so the finder does not read them: the classes themselves have them (`windlass.compat.engine`,
+`windlass.compat.parameters`). A test holds the refused ones to raise what is said here.
+"""
+
+from windlass.compat.engine import REFUSED as OF_ENGINE
+from windlass.compat.entry import Entry, differs, refused
+
+MEMBERS: dict[str, Entry] = {
+    **{f"engine.{name}": refused(why) for name, why in OF_ENGINE.items()},
+    "engine.compile": differs(
+        "windlass.compat.engine:DeepSpeedEngine.compile",
+        "by torch: the module's forward, or at stage 3 the forward of each block; no schedules of DeepCompile",
+    ),
+    "engine.no_sync": differs(
+        "windlass.compat.engine:DeepSpeedEngine.no_sync",
+        "refused at stages 2 and 3, as in DeepSpeed; that of `windlass.initialize` works at every stage",
+    ),
+    "engine.optimizer": differs(
+        "windlass.engine.optimizer:ShardedOptimizer",
+        "one class at every stage, a torch optimizer; None where none is given, at stage 3 too",
+    ),
+    "engine.state_dict": differs(
+        "windlass.zero.access:Stub",
+        "at stage 3 it has names and shapes; values are read by all ranks together, and cannot be changed",
+    ),
+    "engine.allreduce_gradients": differs("", "nothing to do: gradients are reduced as they come"),
+    "engine.empty_partition_cache": differs("", "nothing to do: what a forward gathered is released when it ends"),
+    "engine.get_compile_time": differs("", "0: torch compiles at the first forward, and does not tell"),
+    "optimizer.quantize_nontrainable_params": refused("quantized gathers are not built"),
+    "optimizer.parameter_offload": differs(
+        "windlass.compat.offload:ParameterOffload", "hooks can be taken off and put back; they are in nobody's way"
+    ),
+    "parameter.data": differs("", "at stage 3 of the whole shape, not empty; reading it outside a gather raises"),
+    "parameter.ds_tensor": differs("", "this rank's part of the unit that the parameter is in, flat"),
+    "parameter.partition_gradients": refused("windlass moves gradients by itself; use windlass.zero.full_grad"),
+    "parameter.reduce_gradients_at_owner": refused("windlass moves gradients by itself; use windlass.zero.full_grad"),
+    "module.ds_external_parameters": differs("", "only what register_external_parameter was told; nothing needs it"),
+}
