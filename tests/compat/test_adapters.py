@@ -38,11 +38,9 @@ _CASES: dict[str, dict[str, Any]] = {
 _QUICK = (
     "lora-trainer-3",
     "lora-engine-2",
-    "modules-trainer-2",
     "modules-trainer-3-born",
     "modules-engine-3",
     "tied-trainer-3",
-    "tied-engine-3-born",
     "tokens-engine-3",
     "dora-trainer-3-born",
 )

@@ -31,9 +31,7 @@ _QUICK = (
     "sft-3-born",
     "sft-lora-3",
     "dpo-3",
-    "dpo-before-2",
     "dpo-before-3-born",
-    "dpo-lora-3-born",
     "grpo-2",
     "grpo-3",
 )
