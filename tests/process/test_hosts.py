@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.process.machines import Machines, why_not
+from tests.process.waiting import is_alive, until
 from windlass.launch.channel import SILENCE_S
 
 _WHY_NOT = why_not()
@@ -29,20 +30,6 @@ def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machines]:
     made = Machines(tmp_path_factory.mktemp("machines"), 3)
     yield made
     made.close()
-
-
-def until(condition: Callable[[], bool], what: str, seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"{what}: not after {seconds} s"
-        time.sleep(0.05)
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 class Launched:

@@ -7,12 +7,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.process.waiting import is_alive, until
 from windlass.launch import rank
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="asks Linux's /proc who is alive")
@@ -31,20 +30,6 @@ time.sleep(600)
 """
 STUBBORN = SAVER.replace("signal.signal(signal.SIGINT, save)", "signal.signal(signal.SIGINT, signal.SIG_IGN)")
 RANKS = 2
-
-
-def until(condition: Callable[[], bool], what: str, seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"{what}: not after {seconds} s"
-        time.sleep(0.05)
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 class Launched:

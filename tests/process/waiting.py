@@ -1,0 +1,23 @@
+"""Waiting for what other processes do."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+
+def until(condition: Callable[[], bool], what: str, seconds: float = 60) -> None:
+    """Wait until `condition()`; `what` is said where that takes longer than `seconds`."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"{what}: not after {seconds} s"
+        time.sleep(0.05)
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs; one that ended and was not waited for does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
