@@ -40,6 +40,9 @@ def main(
     rows: Annotated[int, typer.Option(min=1, help="In a micro-batch.")] = 512,
     rounds: Annotated[int, typer.Option(min=1, help="Turns that each case takes.")] = 7,
     steps: Annotated[int, typer.Option(min=1, help="Timed steps of a turn.")] = 4,
+    agreeing_only: Annotated[
+        bool, typer.Option("--agreeing-only", help="The two cases that agree: many short rounds against the noise.")
+    ] = False,
     name: Annotated[str, typer.Option(help="Of the file in --results.")] = "agreement",
     results: Annotated[Path, typer.Option(help="Folder of the JSON.")] = _RESULTS,
 ) -> None:
@@ -51,11 +54,12 @@ def main(
     os.environ.pop("WINDLASS_TRANSPORT", None)
     context = multiprocessing.get_context("spawn")
     console, found = screen(), {}
+    cases = [case for case in CASES if case.startswith("agreeing") or not agreeing_only]
     for transport in transports.split(","):
         for stage in (int(stage) for stage in stages.split(",")):
             answers = context.SimpleQueue()
             with tempfile.TemporaryDirectory(prefix="windlass-bench-") as folder:
-                shape = (stage, transport, width, layers, rows, rounds, steps)
+                shape = (stage, transport, width, layers, rows, rounds, steps, cases)
                 spawn(_rank, (ranks, shape, f"file://{folder}/meeting", answers), nprocs=ranks)
                 found[f"{transport}, stage {stage}"] = measured = answers.get()
             console.print(_table(measured, f"{transport}, stage {stage}, {ranks} ranks"))
@@ -67,7 +71,7 @@ def _rank(rank: int, ranks: int, shape: tuple[Any, ...], meeting: str, answers: 
     import torch
     import torch.distributed as dist
 
-    stage, transport, width, layers, rows, rounds, steps = shape
+    stage, transport, width, layers, rows, rounds, steps, cases = shape
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=ranks)
     engine = _engine(stage, transport, width, layers, ranks)
@@ -81,11 +85,11 @@ def _rank(rank: int, ranks: int, shape: tuple[Any, ...], meeting: str, answers: 
 
     board.post = counted
     x = torch.randn(rows, width, generator=torch.Generator().manual_seed(rank))
-    times: dict[str, list[float]] = {case: [] for case in CASES}
-    talks: dict[str, list[float]] = {case: [] for case in CASES}
+    times: dict[str, list[float]] = {case: [] for case in cases}
+    talks: dict[str, list[float]] = {case: [] for case in cases}
     number = 0
     for turn in range(rounds + 1):
-        for case in CASES if turn % 2 else reversed(CASES):
+        for case in cases if turn % 2 else reversed(cases):
             order.trusts = False
             taken = []
             for step in range(-2, steps):  # two steps to learn in
@@ -157,7 +161,8 @@ def _step(engine: Any, x: Any, case: str, number: int, rank: int, ranks: int, la
 
 
 def _table(measured: Times, title: str) -> Table:
-    table = Table("case", "ms a step", "x agreeing, nobody asks", "spread of that", "exchanges", title=title)
+    ratio, error = "x agreeing, nobody asks", "standard error of the mean"
+    table = Table("case", "ms a step", ratio, "mean of that", error, "spread", "exchanges", title=title)
     base = measured["milliseconds"]["agreeing, nobody asks"]
     for case, times in measured["milliseconds"].items():
         ratios = [one / other for one, other in zip(times, base, strict=True)]
@@ -166,9 +171,10 @@ def _table(measured: Times, title: str) -> Table:
             said += f" (promised: at most {_PROMISED})"
         spread = f"{min(ratios):.3f} to {max(ratios):.3f}"
         often = f"{statistics.median(measured['exchanges'][case]):.0f}"
-        table.add_row(case, f"{statistics.median(times):.1f}", said, spread, often)
-    for case, what in CASES.items():
-        table.caption = f"{table.caption or ''}{case}: {what}\n"
+        mean = f"{statistics.mean(ratios):.3f}"
+        error = f"{statistics.stdev(ratios) / len(ratios) ** 0.5:.3f}" if len(ratios) > 1 else "-"
+        table.add_row(case, f"{statistics.median(times):.1f}", said, mean, error, spread, often)
+        table.caption = f"{table.caption or ''}{case}: {CASES[case]}\n"
     return table
 
 
