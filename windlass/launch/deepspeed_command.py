@@ -9,6 +9,7 @@ from pathlib import Path
 
 from windlass.base.errors import WindlassError
 from windlass.base.log import logger
+from windlass.base.output import while_read
 from windlass.launch.back_ends import is_installed
 from windlass.launch.command import perform
 from windlass.launch.flags import parse, parser_of_run
@@ -65,6 +66,7 @@ def run(args: Sequence[str] | None = None) -> None:
         sys.exit(code)
 
 
+@while_read()
 def main(argv: Sequence[str] | None = None) -> None:
     """Behave as the `deepspeed` command: like `run`, and what cannot be started is one message and exit code 1."""
     try:
