@@ -13,7 +13,6 @@ from windlass.launch.jobs import jobs_of
 from windlass.launch.place import Host, places_of
 from windlass.launch.plan import Plan
 from windlass.launch.program import Program
-from windlass.launch.slurm import allocated_hosts, expand_counts, expand_hosts
 
 
 @pytest.mark.parametrize(
@@ -116,33 +115,3 @@ def test_cores_are_shared_out_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
         cores.cores_to_share("4")
     with pytest.raises(LaunchError, match="names a core twice"):
         cores.cores_to_share("2,2")
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("n1", ["n1"]),
-        ("n[01-03,7]-ib,b1", ["n01-ib", "n02-ib", "n03-ib", "n7-ib", "b1"]),
-        ("a,b[9-10]", ["a", "b9", "b10"]),
-    ],
-)
-def test_slurms_lists_of_hosts(text: str, expected: list[str]) -> None:
-    assert expand_hosts(text) == expected
-
-
-def test_what_is_no_list_of_slurms() -> None:
-    for text in ("n[1", "n[x]", "n[1-]", "a;b"):
-        with pytest.raises(LaunchError):
-            expand_hosts(text)
-    with pytest.raises(LaunchError, match="no list of counts"):
-        expand_counts("2(x3")
-    assert expand_counts("2(x3),1") == [2, 2, 2, 1]
-
-
-def test_hosts_of_a_job() -> None:
-    job = {"SLURM_JOB_NODELIST": "n[1-3]", "SLURM_TASKS_PER_NODE": "4(x2),2"}
-    assert allocated_hosts(job) == {"n1": 4, "n2": 4, "n3": 2}
-    assert allocated_hosts({**job, "SLURM_NTASKS_PER_NODE": "8"}) == {"n1": 8, "n2": 8, "n3": 8}
-    assert allocated_hosts({"SLURM_JOB_NODELIST": "a"}) == {"a": 1}
-    with pytest.raises(LaunchError, match="outside of a job"):
-        allocated_hosts({})
