@@ -50,7 +50,18 @@ def perform(args: argparse.Namespace, env: Mapping[str, str] | None = None, name
     if args.quiet or args.log_level:
         set_level("error" if args.quiet else args.log_level, "--log_level")
     with _pid_file(args.save_pid):
-        outcome = _outcome(args, dict(env or {}))
+        return _told(_outcome(args, dict(env or {})), name)
+
+
+def perform_plan(args: argparse.Namespace, plan: Plan, name: str = "deepspeed") -> int:
+    """As `perform`, of a plan that is made: start this host's ranks of it, with output as `args` ask."""
+    if args.quiet or args.log_level:
+        set_level("error" if args.quiet else args.log_level, "--log_level")
+    _check_script(plan.program)
+    return _told(_shown(args, plan, start_here, here=True), name)
+
+
+def _told(outcome: Outcome, name: str) -> int:
     for failure in outcome.failures:
         print(f"{name}: {failure}", file=sys.stderr)
     if outcome.interrupted_by is not None:

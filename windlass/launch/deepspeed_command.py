@@ -43,6 +43,13 @@ def parser_of_deepspeed() -> argparse.ArgumentParser:
     return parser
 
 
+def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command's flags, with the script as `user_script` and what follows it as `user_args`."""
+    given = parse(parser_of_deepspeed(), sys.argv[1:] if args is None else args)
+    given.user_script, given.user_args = given.words[0], given.words[1:]
+    return given
+
+
 def run(args: Sequence[str] | None = None) -> None:
     """What `deepspeed.launcher.runner.main` does: start, and end the process only where a rank failed.
 
@@ -52,7 +59,7 @@ def run(args: Sequence[str] | None = None) -> None:
     Raises:
         LaunchError: it cannot be started as asked; a ValueError too where filters and numbers make no sense.
     """
-    given = parse(parser_of_deepspeed(), sys.argv[1:] if args is None else args)
+    given = parse_args(args)
     given.give_local_rank = not given.no_local_rank
     given.single_is_local = True
     given.keep_store = False  # rank 0 keeps it

@@ -112,9 +112,9 @@ def first_of(active: Mapping[str, Sequence[int]], num_nodes: int = -1, num_slots
     return {name: list(range(num_slots)) if num_slots > 0 else list(slots) for name, slots in kept}
 
 
-def encode_world_info(world_info: Mapping[str, Sequence[int | str]]) -> str:
-    """URL-safe base64 of the JSON `{host: [slot, ...]}`: a word that no shell changes."""
-    text = json.dumps({name: list(slots) for name, slots in world_info.items()})
+def encode_world_info(world_info: Mapping[str, Sequence[int | str] | int]) -> str:
+    """URL-safe base64 of the JSON `{host: [slot, ...]}`, or of numbers of slots: a word that no shell changes."""
+    text = json.dumps({name: slots if isinstance(slots, int) else list(slots) for name, slots in world_info.items()})
     return base64.urlsafe_b64encode(text.encode()).decode()
 
 

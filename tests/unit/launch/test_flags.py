@@ -12,6 +12,8 @@ from windlass.launch import command, deepspeed_command, request
 from windlass.launch.deepspeed_command import parser_of_deepspeed
 from windlass.launch.errors import LaunchError
 from windlass.launch.flags import parse, parser_of_run
+from windlass.launch.hosts import encode_world_info
+from windlass.launch.node_command import parser_of_node, plan_of_node
 from windlass.launch.place import Host
 from windlass.launch.plan import Plan
 from windlass.launch.request import plan_of, refuse, says_where, wants_rendezvous
@@ -220,3 +222,33 @@ def test_deepspeeds_own_entry_raises_what_its_tests_expect(monkeypatch: pytest.M
     for words in ("--num_nodes 1 -i localhost", "--num_gpus 1 -e localhost", "--num_nodes 2", "-i a -e b", "-i nobody"):
         with pytest.raises(ValueError):
             deepspeed_command.run([*words.split(), "foo.py"])
+
+
+def test_the_launcher_of_one_host_is_told_by_its_caller() -> None:
+    """`python -m deepspeed.launcher.launch`, which schedulers call by themselves."""
+    told = encode_world_info({"a": [0, 1], "b": [0, 3]})
+    words = [f"--world_info={told}", "--node_rank", "1", "--master_addr", "m", "--master_port=7", "s.py", "--node_rank"]
+    plan = plan_of_node(parse(parser_of_node(), words))
+    assert [(place.rank, place.local_rank, place.host) for place in plan.places(plan.node)] == [
+        (2, 0, "b"),
+        (3, 1, "b"),
+    ]
+    assert (plan.master_addr, plan.master_port, plan.keep_store, plan.use_devices) == ("m", 7, False, True)
+    assert plan.program.command(1)[-3:] == ["s.py", "--local_rank=1", "--node_rank"]
+    for wrong, words_of_it in (
+        (["--world_info=None"], "no base64 of"),
+        ([f"--world_info={told}", "--node_rank=2"], "has no slot for it"),
+        ([f"--world_info={encode_world_info({'a': 2})}"], "no base64 of"),
+    ):
+        with pytest.raises(LaunchError, match=words_of_it):
+            plan_of_node(parse(parser_of_node(), [*wrong, "s.py"]))
+
+
+def test_the_parsed_command_names_script_and_arguments() -> None:
+    args = deepspeed_command.parse_args(["--num_gpus", "2", "--launcher_arg", "-x y", "s.py", "--num_gpus", "3"])
+    assert (args.user_script, args.user_args, args.num_gpus, args.launcher_args) == (
+        "s.py",
+        ["--num_gpus", "3"],
+        2,
+        "-x y",
+    )
