@@ -120,6 +120,8 @@ class Console:
 def write(stream: str, data: bytes) -> None:
     """To this process's own standard output or error."""
     file = sys.stdout if stream == OUT else sys.stderr
+    if file is None:  # whoever started this process had closed it
+        return
     if hasattr(file, "buffer"):
         file.flush()
         file.buffer.write(data)

@@ -1,9 +1,10 @@
-"""Exactly the devices that are given, cores that are shared out, and what Slurm writes."""
+"""Exactly the devices that are given, cores that are shared out, and environments."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 
@@ -57,6 +58,18 @@ def jobs(
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.setattr("windlass.launch.jobs.count_devices", lambda: count)
     return [job.environment for job in jobs_of(plan, node, ("m", 1))]
+
+
+def test_ranks_of_a_rank_do_not_look_for_its_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`deepspeed` started by a rank of torchrun's: its own rank 0 keeps the store, and must know that."""
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "outer")
+    plan = Plan(Program(("s",)), (Host("a", (0, 1)),), keep_store=False)
+    assert not any(name.startswith("TORCHELASTIC") for one in jobs(monkeypatch, None, 0, plan) for name in one)
+    kept = jobs(monkeypatch, None, 0, replace(plan, keep_store=True))
+    assert {(one["TORCHELASTIC_USE_AGENT_STORE"], one["TORCHELASTIC_RUN_ID"]) for one in kept} == {
+        ("True", plan.run_id)
+    }
 
 
 def test_ranks_see_the_devices_of_their_slots_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
