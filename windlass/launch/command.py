@@ -136,7 +136,7 @@ def _one_of_several(args: argparse.Namespace, plan: Plan) -> Outcome:
             "or --rdzv_backend c10d"
         )
     _check_script(plan.program)
-    address = plan.master_addr or (plan.hosts[0].name if args.hostfile else "127.0.0.1")
+    address = plan.master_addr or (plan.hosts[0].address if args.hostfile else "127.0.0.1")
     plan = replace(plan, node=args.node_rank, master_addr=address, master_port=plan.master_port or LATE_PORT)
     return _shown(args, plan, start_here, here=True)
 
@@ -161,7 +161,7 @@ def _by_back_end(args: argparse.Namespace, plan: Plan, launcher: str) -> Outcome
             raise LaunchError(f"--{flag} does not apply to --launcher {launcher}, which starts ranks itself; use ssh")
     if args.enable_each_rank_log != "None":
         raise LaunchError(f"--enable_each_rank_log does not apply to --launcher {launcher}; use ssh")
-    address = plan.master_addr or plan.hosts[0].name.rpartition("@")[2]
+    address = plan.master_addr or plan.hosts[0].address
     plan = replace(plan, master_addr=address, master_port=plan.master_port or LATE_PORT, keep_store=launcher == "pdsh")
     path = agent_path(plan.env.get("PYTHONPATH", ""))
     plan = replace(plan, env={**plan.env, "PYTHONPATH": path})

@@ -113,7 +113,10 @@ class Console:
         if rank not in self._files:
             assert self.route.directory is not None
             path = self.route.directory / self.route.name.format(rank=rank)
-            self._files[rank] = path.open("ab" if self._append else "wb", buffering=0)
+            try:
+                self._files[rank] = path.open("ab" if self._append else "wb", buffering=0)
+            except OSError as error:
+                raise LaunchError(f"{path}: {error.strerror}; name another directory for the ranks' files") from None
         return self._files[rank]
 
 

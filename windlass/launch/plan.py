@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import getpass
 import os
 import socket
 import uuid
@@ -78,8 +79,11 @@ def is_this_machine(name: str) -> bool:
     """Whether a host's name or address is one of this machine's."""
     if name in ("localhost", "127.0.0.1", "::1", socket.gethostname(), os.uname().nodename):
         return True
+    user, _, address = name.rpartition("@")
+    if user and user != getpass.getuser():
+        return False  # somebody else's ranks
     try:
-        found = socket.getaddrinfo(name.rpartition("@")[2], None, type=socket.SOCK_STREAM)
+        found = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
     except OSError:
         return False
     for family, kind, _, _, address in found:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import signal
 from collections.abc import Mapping
 
@@ -212,8 +213,7 @@ def _filtered(args: argparse.Namespace, given: list[str]) -> tuple[int | str, ..
         )
     numbers = [int(name) for name in given]
     if not numbers:  # CPU ranks: slots only count
-        named = args.include.rpartition(":")[2] if ":" in args.include else ""
-        highest = max((int(slot) for slot in named.split(",") if slot.isdecimal()), default=0)
+        highest = max(map(int, re.findall(r"(?<=[:,])\d+", args.include)), default=0)
         numbers = list(range(max(int(os.environ.get("LOCAL_SIZE") or 1), highest + 1)))
     left = parse_resource_filter({"localhost": numbers}, args.include, args.exclude)
     if not left:
