@@ -79,11 +79,11 @@ def is_this_machine(name: str) -> bool:
     """Whether a host's name or address is one of this machine's."""
     if name in ("localhost", "127.0.0.1", "::1", socket.gethostname(), os.uname().nodename):
         return True
-    user, _, address = name.rpartition("@")
-    if user and user != getpass.getuser():
+    user, _, host = name.rpartition("@")
+    if user and user != _own_name():
         return False  # somebody else's ranks
     try:
-        found = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:
         return False
     for family, kind, _, _, address in found:
@@ -94,3 +94,10 @@ def is_this_machine(name: str) -> bool:
                 continue
             return True
     return False
+
+
+def _own_name() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container's user that no file knows
+        return ""
