@@ -135,12 +135,9 @@ def write(stream: str, data: bytes) -> None:
 
 def _lines(data: bytes) -> list[bytes]:
     """Lines with their ends, and what is left; a progress bar's carriage return ends one too."""
-    found, begin = [], 0
-    for at, byte in enumerate(data):
-        if byte == 10 or (byte == 13 and at + 1 < len(data) and data[at + 1] != 10):
-            found.append(data[begin : at + 1])
-            begin = at + 1
-    return [*found, data[begin:]]
+    found = data.splitlines(keepends=True)
+    rest = found.pop() if found and not found[-1].endswith(b"\n") else b""  # a return may be half of an end
+    return [*found, rest]
 
 
 def _of(table: Mapping[int, frozenset[str]], local_rank: int) -> frozenset[str]:
