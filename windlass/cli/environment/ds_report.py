@@ -83,7 +83,10 @@ def report(*, operators: bool = True, warnings: bool = True) -> Iterator[str]:
     for name, value in _general():
         yield f"{name} {'.' * max(2, 33 - len(name))} {value}"
     if warnings:
-        for one in settings.in_force():
+        found = ask(settings.in_force)
+        if is_unknown(found):
+            yield f"[WARNING] settings: {_said(found)}"
+        for one in found if isinstance(found, list) else ():
             yield f"[WARNING] {one['name']} = {one['value']}: {one['costs']}; instead: {one['instead']}"
 
 
