@@ -31,6 +31,7 @@ from windlass.launch.routes import route_of
 from windlass.launch.scheduled import place_given, run_as_found
 from windlass.launch.ssh import Ssh, agent_path
 from windlass.launch.starter import run_starter
+from windlass.launch.store import port_is_free
 from windlass.launch.watch import Watch
 
 
@@ -120,6 +121,9 @@ def _check_script(program: Program) -> None:
 def _here(args: argparse.Namespace, plan: Plan) -> Outcome:
     if len(plan.hosts) == 1 and plan.master_addr and is_this_machine(plan.master_addr) and plan.master_port is None:
         plan = replace(plan, master_addr=None)
+    if getattr(args, "any_port", False) and plan.master_port is not None and not port_is_free(plan.master_port):
+        logger.warning("port %d is in use, and nobody asked for it: ranks meet at a free one", plan.master_port)
+        plan = replace(plan, master_port=None)
     return again_and_again(plan, lambda plan: _shown(args, plan, start_here, here=True), args.min_nproc)
 
 
