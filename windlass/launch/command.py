@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from windlass.base.log import logger, set_level
+from windlass.comm.slurm import port_of
 from windlass.launch.back_ends import Asked, command_of, is_installed
 from windlass.launch.conduct import Events, last_words
 from windlass.launch.console import Console, Route
@@ -166,18 +167,26 @@ def _by_back_end(args: argparse.Namespace, plan: Plan, launcher: str) -> Outcome
     if args.enable_each_rank_log != "None":
         raise LaunchError(f"--enable_each_rank_log does not apply to --launcher {launcher}; use ssh")
     address = plan.master_addr or plan.hosts[0].address
-    plan = replace(plan, master_addr=address, master_port=plan.master_port or LATE_PORT, keep_store=launcher == "pdsh")
+    port = _port_for_all(args, plan, launcher)
+    plan = replace(plan, master_addr=address, master_port=port, keep_store=launcher == "pdsh")
     path = agent_path(plan.env.get("PYTHONPATH", ""))
     plan = replace(plan, env={**plan.env, "PYTHONPATH": path})
     ssh_words = os.environ.get("PDSH_SSH_ARGS_APPEND", "")
-    asked = Asked(args.launcher_args, args.ssh_port, args.venv_script, args.num_gpus, path, ssh_words)
-    command = command_of(launcher, plan, asked)
+    words = Asked(args.launcher_args, args.ssh_port, args.venv_script, args.num_gpus, path, ssh_words)
+    command = command_of(launcher, plan, words)
     if not is_installed(launcher):
         raise LaunchError(
             f"--launcher {launcher}: {command.words[0]} is not installed; plain ssh needs nothing but ssh"
         )
     logger.info("%s starts %d ranks on %d hosts", command.words[0], plan.world_size, len(plan.hosts))
     return run_starter(command, plan)
+
+
+def _port_for_all(args: argparse.Namespace, plan: Plan, launcher: str) -> int:
+    """Where ranks meet that another launcher starts; jobs of Slurm may share a host, and each has a port of its own."""
+    asked = None if getattr(args, "any_port", False) else plan.master_port
+    job = os.environ.get("SLURM_JOB_ID", "") if launcher == "slurm" else ""
+    return asked or (port_of(int(job), 0) if job.isdecimal() else plan.master_port or LATE_PORT)
 
 
 def _shown(args: argparse.Namespace, plan: Plan, start: Callable[[Plan, Events], Outcome], *, here: bool) -> Outcome:
