@@ -55,6 +55,9 @@ def count_calls() -> dict[str, Any]:
         for _ in range(3):
             comm.all_reduce(torch.ones(256))
         comm.all_reduce(torch.ones(2, 4), async_op=True).wait()
+        work = comm.all_reduce(torch.ones(5), async_op=True)
+        assert work.get_future().wait()[0].tolist() == [size] * 5
+        work.wait()  # once more; it counts once
         comm.all_gather([torch.zeros(8) for _ in range(size)], torch.zeros(8))
         for work in comm.batch_isend_irecv(
             [comm.P2POp(comm.isend, torch.ones(3), (rank + 1) % size), comm.P2POp(comm.irecv, torch.ones(3), rank - 1)]
@@ -89,14 +92,14 @@ def test_calls_are_counted_by_name_and_size() -> None:
         assert counts == {
             "gradients": {16: 1},
             "broadcast": {8: 1},
-            "all_reduce": {32: 1, 1024: 3},
+            "all_reduce": {20: 1, 32: 1, 1024: 3},
             "all_gather": {32: 1},
             "batch_isend_irecv": {24: 1},
             "barrier": {0: 1},
             "barrier | [Caller Func: count_calls]": {0: 1},
             "late": {4000: 1},
         }
-        assert result["total"] == 11 and result["metadata"]["rank"] == rank and result["metadata"]["world_size"] == 3
+        assert result["total"] == 12 and result["metadata"]["rank"] == rank and result["metadata"]["world_size"] == 3
         row = summary["all_reduce"][1024]
         assert row["msg_size_str"] == "1.0 KB" and 0 < row["avg_latency_ms"] <= row["total_latency_ms"]
         late = result["straggler_analysis"]["late"][4000]

@@ -197,6 +197,42 @@ def test_nodes_that_start_by_themselves_meet(tmp_path: Path) -> None:
     assert _both(tmp_path, "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", "x") == expected
 
 
+# What Slurm tells the tasks of a step on one host.
+SRUN = """#!{python}
+import os, subprocess, sys
+words = sys.argv[1:]
+size = words[words.index("-n") + 1]
+program = words[words.index({python!r}):]
+step = {{"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": size, "SLURM_STEP_NUM_NODES": "1", "SLURM_NODEID": "0"}}
+tasks = [
+    subprocess.Popen(program, env={{**os.environ, **step, "SLURM_PROCID": str(task), "SLURM_LOCALID": str(task)}})
+    for task in range(int(size))
+]
+sys.exit(max(task.wait() for task in tasks))
+"""
+
+
+@pytest.mark.slow
+def test_slurm_starts_ranks(program: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path) -> None:
+    """With an srun of our own, which knows what it has to: one task too, and jobs that meet at ports of their own."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    (folder / "srun").write_text(SRUN.format(python=sys.executable))
+    (folder / "srun").chmod(0o755)
+    job = {"SLURM_JOB_NODELIST": "localhost", "PATH": os.pathsep.join([str(folder), os.environ["PATH"]])}
+    flags = ["--launcher", "slurm"]
+    for number, tasks in (("7", 2), ("8", 1)):
+        environ = {**job, "SLURM_JOB_ID": number, "SLURM_TASKS_PER_NODE": str(tasks), "NCCL_MINE": "a  b"}
+        done = program(*RUN, *flags, "script.py", "a b", "$x", environ=environ)
+        assert done.returncode == 0, done.stderr
+        ranks = told(tmp_path)[:tasks]
+        assert [one["RANK"] for one in ranks] == [str(rank) for rank in range(tasks)]
+        assert {(one["WORLD_SIZE"], one["MASTER_PORT"]) for one in ranks} == {(str(tasks), f"1500{number}")}
+        assert all(one["arguments"] == ["a b", "$x"] for one in ranks)
+    environ = {**job, "SLURM_JOB_ID": "9", "SLURM_TASKS_PER_NODE": "2"}
+    assert program(*RUN, *flags, "script.py", "fail", environ=environ).returncode == 9
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["openmpi", "mpich"])
 def test_mpi_starts_ranks(

@@ -28,7 +28,14 @@ signal.signal(signal.SIGINT, save)
 mine.with_suffix(".pid").write_text(str(os.getpid()))
 time.sleep(600)
 """
-STUBBORN = SAVER.replace("signal.signal(signal.SIGINT, save)", "signal.signal(signal.SIGINT, signal.SIG_IGN)")
+# It ignores Ctrl-C, and has started something in a session of its own.
+STUBBORN = SAVER.replace(
+    "signal.signal(signal.SIGINT, save)",
+    """signal.signal(signal.SIGINT, signal.SIG_IGN)
+import subprocess
+stray = subprocess.Popen(["sleep", "600"], start_new_session=True)
+mine.with_name("stray" + os.environ["RANK"]).write_text(str(stray.pid))""",
+)
 RANKS = 2
 
 
@@ -95,6 +102,9 @@ def test_no_way_to_end_leaves_a_rank(tmp_path: Path) -> None:
         ignored.send(signal.SIGINT)
         until(lambda: all(launched.status() is not None for launched in everyone), "launchers end")
         until(lambda: not any(is_alive(pid) for launched in everyone for pid in launched.pids()), "ranks end", 10)
+        strays = [int(path.read_text()) for path in ignored.folder.glob("stray*")]
+        until(lambda: not any(map(is_alive, strays)), "what ranks started ends", 10)
+        assert len(strays) == RANKS
     finally:
         for launched in everyone:
             if launched.status() is None and (launched.folder / "launcher").exists():

@@ -1,9 +1,11 @@
-"""Whether a process of this host is there, and what it ends with when its watchdog ends it."""
+"""Processes of this host: whether one is there, which it started, what it ends with when its watchdog ends it."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
+from pathlib import Path
 
 ENDED_BY_WATCHDOG = 86
 """Exit code of a rank that its watchdog ended: the cause is in the report, and as a rule with another rank."""
@@ -27,10 +29,34 @@ def is_stopped(pid: int) -> bool:
     return _state(pid) in ("T", "t")
 
 
+def descendants(pid: int) -> dict[int, str]:
+    """The processes that a process started, and theirs, each with the moment of its start, which tells it from a later
+    one of the same number; Linux only. Those that lost their parent are no longer among them."""
+    found: dict[int, str] = {}
+    waiting = [pid]
+    while waiting:
+        for tasks in Path(f"/proc/{waiting.pop()}/task").glob("*/children"):
+            with contextlib.suppress(OSError):  # it ended meanwhile
+                children = [int(child) for child in tasks.read_text().split()]
+                found |= {child: started_at(child) for child in children}
+                waiting += children
+    return found
+
+
+def started_at(pid: int) -> str:
+    """When a process was started, in the system's own count; empty where there is no such process. Linux only."""
+    return next(iter(_stat(pid)[19:20]), "")
+
+
 def _state(pid: int) -> str:
     """The letter of /proc/PID/stat; empty where there is no such process."""
+    return next(iter(_stat(pid)), "")
+
+
+def _stat(pid: int) -> list[str]:
+    """What /proc/PID/stat says behind the name; empty where there is no such process."""
     try:
         with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0]
-    except OSError:
-        return ""
+            return file.read().rpartition(")")[2].split()
+    except (OSError, UnicodeDecodeError):
+        return []

@@ -22,6 +22,7 @@ from torch import nn
 
 from windlass.base.errors import CheckpointError, WindlassError
 from windlass.base.log import logger
+from windlass.base.output import while_read
 from windlass.checkpoint.consolidated_files import Weight, require_dtype, shard_bytes, write_weights
 from windlass.checkpoint.directory import LATEST, METADATA, read_latest
 from windlass.checkpoint.export import absent_from, dtype_in_use, tensors_of
@@ -193,6 +194,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return zero_to_fp32(argv)
 
 
+@while_read()
 def _command(prog: str, argv: Sequence[str] | None, *, with_dtype: bool) -> int:
     parser = argparse.ArgumentParser(prog, description="Write whole weights of a checkpoint.")
     parser.add_argument("checkpoint_dir", help="the directory that the checkpoints lie in, with `latest`")

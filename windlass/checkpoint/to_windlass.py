@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from windlass.base.errors import CheckpointError, WindlassError
+from windlass.base.output import while_read
 from windlass.checkpoint.agree import Ranks
 from windlass.checkpoint.deepspeed_files import Order
 from windlass.checkpoint.directory import is_checkpoint, is_deepspeed, write_latest
@@ -81,6 +82,7 @@ def to_windlass(source: Path, target: Path, order: Order | None = None) -> Path:
         return Begun(target.parent, target.name, SavedState(shards, plain=stored.plain), ranks, False).finish(ranks)
 
 
+@while_read()
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; the exit code."""
     parser = argparse.ArgumentParser(

@@ -12,6 +12,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 import windlass
+from windlass.base.output import while_read
 from windlass.cli.failure import explain
 
 
@@ -120,6 +121,7 @@ def _take_debug(command: Any, arguments: list[str]) -> list[str]:
     return [argument for argument in arguments if argument != "--debug"]
 
 
+@while_read()
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line and end the process with its exit code."""
     try:

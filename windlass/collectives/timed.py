@@ -107,5 +107,17 @@ class Timed:
             self._clock.stop()
         return over
 
+    def result(self) -> Any:
+        found = self._work.result()
+        self._clock.stop()
+        return found
+
+    def get_future(self) -> Any:
+        return self._work.get_future().then(self._ended)  # which is over once the end was recorded
+
+    def _ended(self, future: torch.futures.Future[Any]) -> Any:
+        self._clock.stop()
+        return future.value()
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._work, name)

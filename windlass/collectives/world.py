@@ -15,7 +15,7 @@ from windlass.base.log import logger
 from windlass.collectives.backends import group_of, require_group
 from windlass.collectives.comms_log import comms_logger
 from windlass.comm import bootstrap
-from windlass.comm.launchers import local_rank_of
+from windlass.comm.launchers import HERE, local_rank_of
 
 
 def init_distributed(
@@ -33,7 +33,8 @@ def init_distributed(
     """Start the process group unless there is one. Collective over all processes of the launcher.
 
     Who this process is comes from the environment of torchrun, DeepSpeed's launcher, Slurm, Open MPI, MPICH, Intel MPI,
-    Azure ML or SageMaker; without any it is alone. `RANK`, `WORLD_SIZE` and `LOCAL_RANK` are set afterwards.
+    Azure ML or SageMaker; without any it is alone. `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `MASTER_ADDR` and `MASTER_PORT`
+    are set afterwards.
 
     Args:
         dist_backend: torch's name; None: gloo for CPU tensors and, where CUDA is there, nccl for its tensors.
@@ -66,9 +67,10 @@ def init_distributed(
         rank=rank,
         world_size=world_size,
     )
-    alone = {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size()), "LOCAL_RANK": "0"}
-    for name, value in alone.items():
-        os.environ.setdefault(name, value)
+    alone = {"RANK": dist.get_rank(), "WORLD_SIZE": dist.get_world_size(), "LOCAL_RANK": 0}
+    meeting = {} if init_method is not None else {"MASTER_ADDR": HERE, "MASTER_PORT": distributed_port}
+    for name, value in {**alone, **meeting}.items():
+        os.environ.setdefault(name, str(value))
     if verbose:
         logger.info("torch.distributed started: %d ranks, %s", dist.get_world_size(), dist.get_backend_config())
 

@@ -1,2 +1,2 @@
-"""How ranks talk, in reading order: launchers, bootstrap, groups, traffic, ordered_sum, shared_memory, pages,
+"""How ranks talk, in reading order: slurm, launchers, bootstrap, groups, traffic, ordered_sum, shared_memory, pages,
 transport, windows, shm, wire, choose."""

@@ -61,9 +61,9 @@ def init_distributed(
     """Start the default process group unless there is one.
 
     Reads who this process is from the environment of its launcher (`comm/launchers`): torchrun, DeepSpeed's launcher,
-    Open MPI, MVAPICH, MPICH, Intel MPI, Slurm, Azure ML, SageMaker. Without any the group is this process alone,
-    through no socket at all. Where a launcher started several processes they form a group, or this raises.
-    Afterwards `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `MASTER_ADDR` and `MASTER_PORT` are set.
+    Open MPI, MVAPICH, MPICH, Intel MPI, Slurm, Azure ML, SageMaker. Without any, or by one that started no other
+    process, the group is this process alone, through no socket at all. Where a launcher started several processes they
+    form a group, or this raises; `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `MASTER_ADDR` and `MASTER_PORT` are set then.
 
     Args:
         backend: torch's name; by default gloo for CPU tensors and, where CUDA is there, nccl for its tensors.
@@ -87,7 +87,7 @@ def init_distributed(
         torch.cuda.set_device(local_device())
     if init_method is not None and init_method not in _ENVIRONMENT:
         _meet_at(init_method, place, backend, timeout)
-    elif place is None or (place.world == 1 and place.master is None):
+    elif place is None or place.world == 1:  # alone, whoever says so: nobody else looks for a port here
         if place is None:
             _warn_of_an_allocation()
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from windlass.base.errors import CommunicationError
+from windlass.comm import slurm
 
 Environment = Mapping[str, str]
 HERE = "127.0.0.1"
-# Ports below those that systems hand out by themselves (32768 on Linux).
-_FIRST_PORT, _PORTS = 15000, 16384
+SLURM = "Slurm"
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def place_of(environ: Environment, *, others: bool = True) -> Place | None:
     Raises:
         CommunicationError: a variable is not the number that it should be, or half of them are missing.
     """
-    if "RANK" in environ or "WORLD_SIZE" in environ:
+    if environ.get("RANK") or environ.get("WORLD_SIZE"):
         found: Place | None = _torchrun(environ)
     elif others:
         found = _other(environ)
@@ -66,29 +66,14 @@ def place_of(environ: Environment, *, others: bool = True) -> Place | None:
 
 def local_rank_of(environ: Environment) -> int | None:
     """This process among those of its host, by the first launcher that says it."""
-    names = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID",
-             "PALS_LOCAL_RANKID", "SLURM_LOCALID")  # fmt: skip
-    return next((_number(environ, name) for name in names if environ.get(name)), None)
-
-
-def first_host(nodes: str) -> str:
-    """The first host of a Slurm node list: `gpu[03-05,9],login` is `gpu03`."""
-    first = re.split(r",(?![^\[]*\])", nodes.strip(), maxsplit=1)[0]
-    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first)
-
-
-def slurm_port(environ: Environment) -> int:
-    """A port that all tasks of a job step reckon alike, and other steps differently."""
-    job = _number(environ, "SLURM_JOB_ID", 0) or _number(environ, "SLURM_JOBID", 0) or 0
-    step = _number(environ, "SLURM_STEP_ID", 0) or 0
-    return _FIRST_PORT + (job + 1009 * step) % _PORTS
+    return _first(environ, ("LOCAL_RANK", *(name for family in _MPI for name in family.local_rank), "SLURM_LOCALID"))
 
 
 def _torchrun(environ: Environment) -> Place:
     """torchrun, windlass run, DeepSpeed's launcher, Kubernetes, or the user's own hand."""
-    if "RANK" not in environ or "WORLD_SIZE" not in environ:
+    if not (environ.get("RANK") and environ.get("WORLD_SIZE")):
         names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-        raise CommunicationError(half([name for name in names if name not in environ]))
+        raise CommunicationError(half([name for name in names if not environ.get(name)]))
     rank, world = _need(environ, "RANK"), _need(environ, "WORLD_SIZE")
     local_world = _number(environ, "LOCAL_WORLD_SIZE") or _number(environ, "LOCAL_SIZE")
     other = _other(environ) if world == 1 else None
@@ -103,45 +88,64 @@ def _torchrun(environ: Environment) -> Place:
 
 def _other(environ: Environment) -> Place | None:
     """The place that a launcher other than torchrun gave."""
-    return next((place for look in (_open_mpi, _mvapich, _hydra, _slurm) if (place := look(environ))), None)
+    step = _slurm(environ)
+    for family in _MPI:
+        place = _of_mpi(family, environ)
+        # Slurm's own PMI says less than Slurm does; MPI's proxies are tasks of a step too, and not of this one's ranks.
+        if place is not None and family.of_slurm_too and step is not None:
+            return step if (step.rank, step.world) == (place.rank, place.world) else place
+        if place is not None:
+            return place
+    return step
 
 
-def _open_mpi(environ: Environment) -> Place | None:
-    if "OMPI_COMM_WORLD_RANK" not in environ:
-        return None
-    world, local_world = _need(environ, "OMPI_COMM_WORLD_SIZE"), _number(environ, "OMPI_COMM_WORLD_LOCAL_SIZE")
-    return Place(
-        "Open MPI",
-        _need(environ, "OMPI_COMM_WORLD_RANK"),
-        world,
-        _number(environ, "OMPI_COMM_WORLD_LOCAL_RANK"),
-        local_world,
-        HERE if local_world == world else None,
+@dataclass(frozen=True)
+class _Family:
+    """How one kind of MPI names a rank's place; of several names of one thing the first that is set counts.
+
+    Args:
+        of_slurm_too: Slurm sets the same names, and some of them alone.
+    """
+
+    source: str
+    rank: tuple[str, ...]
+    world: tuple[str, ...]
+    local_rank: tuple[str, ...]
+    local_world: tuple[str, ...]
+    of_slurm_too: bool = False
+
+
+def _world_of(source: str, prefix: str) -> _Family:
+    rank, world, local_rank, local_world = (
+        (f"{prefix}_COMM_WORLD_{name}",) for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
     )
+    return _Family(source, rank, world, local_rank, local_world)
 
 
-def _mvapich(environ: Environment) -> Place | None:
-    if "MV2_COMM_WORLD_RANK" not in environ:
+_MPI = (
+    _world_of("Open MPI", "OMPI"),
+    _world_of("MVAPICH", "MV2"),
+    _Family(  # MPICH, Intel MPI, Cray's PALS
+        "MPI (PMI)",
+        ("PMI_RANK", "PMIX_RANK"),
+        ("PMI_SIZE", "PMIX_SIZE", "PALS_SIZE"),
+        ("MPI_LOCALRANKID", "PALS_LOCAL_RANKID"),
+        ("MPI_LOCALNRANKS", "PALS_LOCAL_SIZE"),
+        of_slurm_too=True,
+    ),
+)
+
+
+def _of_mpi(family: _Family, environ: Environment) -> Place | None:
+    rank, world = _first(environ, family.rank), _first(environ, family.world)
+    if rank is None or (world is None and family.of_slurm_too):
         return None
-    world, local_world = _need(environ, "MV2_COMM_WORLD_SIZE"), _number(environ, "MV2_COMM_WORLD_LOCAL_SIZE")
-    local_rank = _number(environ, "MV2_COMM_WORLD_LOCAL_RANK")
-    here = HERE if local_world == world else None
-    return Place("MVAPICH", _need(environ, "MV2_COMM_WORLD_RANK"), world, local_rank, local_world, here)
-
-
-def _hydra(environ: Environment) -> Place | None:
-    """MPICH, Intel MPI, Cray's PALS; Slurm's own PMI, which says less than Slurm does."""
-    if "PMI_RANK" not in environ or "PMI_SIZE" not in environ:
-        return None
-    rank, world = _need(environ, "PMI_RANK"), _need(environ, "PMI_SIZE")
-    slurm = _slurm(environ)
-    if slurm is not None and (slurm.rank, slurm.world) == (rank, world):
-        return slurm
-    local_rank = _number(environ, "MPI_LOCALRANKID")
-    if local_rank is None:
-        local_rank = _number(environ, "PALS_LOCAL_RANKID")
-    local_world = _number(environ, "MPI_LOCALNRANKS") or _number(environ, "PALS_LOCAL_SIZE")
-    return Place("MPI (PMI)", rank, world, local_rank, local_world, HERE if local_world == world else None)
+    if world is None:
+        raise CommunicationError(half([family.world[0]]))
+    local_world = _first(environ, family.local_world)
+    # mpirun fills the hosts of a job in their order, and begins with the first.
+    master = HERE if local_world == world else next(iter(slurm.allocated_hosts(environ)), None)
+    return Place(family.source, rank, world, _first(environ, family.local_rank), local_world, master)
 
 
 def _slurm(environ: Environment) -> Place | None:
@@ -152,28 +156,24 @@ def _slurm(environ: Environment) -> Place | None:
     )
     if world is None:
         return None
-    nodes = next((environ[name] for name in _NODE_LISTS if environ.get(name)), "")
     count = _number(environ, "SLURM_STEP_NUM_NODES") or _number(environ, "SLURM_NNODES")
-    alone = count == 1 or (count is None and not re.search(r"[,\[]", nodes))
-    batch = world > 1 and not any(environ.get(name) for name in ("SLURM_STEP_ID", "SLURM_STEPID", *_STEP))
+    hosts = [] if count == 1 else slurm.hosts_of_step(environ)
+    alone = count == 1 or (count is None and len(hosts) < 2)
+    job = _number(environ, "SLURM_JOB_ID", 0) or _number(environ, "SLURM_JOBID", 0) or 0
     warning = (
         f"SLURM_NTASKS is {world}, but no variable of a job step is set: if this process was not started by srun, the "
         "others will not come; start the script with srun, or with `windlass run`"
     )
     return Place(
-        "Slurm",
+        SLURM,
         _need(environ, "SLURM_PROCID"),
         world,
         _number(environ, "SLURM_LOCALID"),
-        world if alone else None,
-        HERE if alone else first_host(nodes) or None,
-        slurm_port(environ),
-        warning if batch else "",
+        world if alone else slurm.tasks_here(environ),
+        HERE if alone else next(iter(hosts), None),
+        slurm.port_of(job, _number(environ, "SLURM_STEP_ID", 0) or 0),
+        warning if world > 1 and not slurm.is_step(environ) else "",
     )
-
-
-_NODE_LISTS = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
-_STEP = ("SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST")
 
 
 def _cloud(environ: Environment, place: Place) -> Place:
@@ -222,6 +222,10 @@ def _number(environ: Environment, name: str, default: int | None = None) -> int 
         raise CommunicationError(
             f"the environment variable {name} = {text!r} is no whole number; mend or unset it"
         ) from None
+
+
+def _first(environ: Environment, names: tuple[str, ...]) -> int | None:
+    return next((_number(environ, name) for name in names if environ.get(name)), None)
 
 
 def _need(environ: Environment, name: str) -> int:

@@ -66,13 +66,15 @@ class MonitorMaster(Monitor):
 
 
 class _OfOne(Monitor):
-    """Writes to one place, by its own section."""
+    """Writes to one place, by its own section, whose settings are its attributes (`output_path`, `project`, ...)."""
 
     _section: str
 
     def __init__(self, monitor_config: Any) -> None:
         super().__init__(monitor_config)
         self.enabled: bool = monitor_config.enabled
+        for name in type(monitor_config).model_fields:
+            setattr(self, name, getattr(monitor_config, name))
         sections = {"tensorboard": _OFF, "csv_monitor": _OFF, "wandb": _OFF, self._section: monitor_config}
         self._monitor = monitor.Monitor(SimpleNamespace(**sections))
 

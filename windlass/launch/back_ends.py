@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from windlass.launch.errors import LaunchError
 from windlass.launch.plan import Plan
@@ -165,7 +165,8 @@ _BUILDERS: Mapping[str, Callable[[Plan, Asked], Command]] = {
 
 
 def _rank(plan: Plan) -> list[str]:
-    return [sys.executable, "-u", "-m", "windlass.launch.scheduled", encode(plan)]
+    """What each rank executes; the plan's variables reach it by the back end, where who lists processes sees none."""
+    return [sys.executable, "-u", "-m", "windlass.launch.scheduled", encode(replace(plan, env={}))]
 
 
 def _exported_by_hydra(plan: Plan, environment: Mapping[str, str] | None = None) -> list[str]:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from windlass.base.log import logger, set_level
+from windlass.comm.slurm import port_of
 from windlass.launch.back_ends import Asked, command_of, is_installed
 from windlass.launch.conduct import Events, last_words
 from windlass.launch.console import Console, Route
@@ -31,6 +32,7 @@ from windlass.launch.routes import route_of
 from windlass.launch.scheduled import place_given, run_as_found
 from windlass.launch.ssh import Ssh, agent_path
 from windlass.launch.starter import run_starter
+from windlass.launch.store import port_is_free
 from windlass.launch.watch import Watch
 
 
@@ -50,7 +52,18 @@ def perform(args: argparse.Namespace, env: Mapping[str, str] | None = None, name
     if args.quiet or args.log_level:
         set_level("error" if args.quiet else args.log_level, "--log_level")
     with _pid_file(args.save_pid):
-        outcome = _outcome(args, dict(env or {}))
+        return _told(_outcome(args, dict(env or {})), name)
+
+
+def perform_plan(args: argparse.Namespace, plan: Plan, name: str = "deepspeed") -> int:
+    """As `perform`, of a plan that is made: start this host's ranks of it, with output as `args` ask."""
+    if args.quiet or args.log_level:
+        set_level("error" if args.quiet else args.log_level, "--log_level")
+    _check_script(plan.program)
+    return _told(_shown(args, plan, start_here, here=True), name)
+
+
+def _told(outcome: Outcome, name: str) -> int:
     for failure in outcome.failures:
         print(f"{name}: {failure}", file=sys.stderr)
     if outcome.interrupted_by is not None:
@@ -109,6 +122,9 @@ def _check_script(program: Program) -> None:
 def _here(args: argparse.Namespace, plan: Plan) -> Outcome:
     if len(plan.hosts) == 1 and plan.master_addr and is_this_machine(plan.master_addr) and plan.master_port is None:
         plan = replace(plan, master_addr=None)
+    if getattr(args, "any_port", False) and plan.master_port is not None and not port_is_free(plan.master_port):
+        logger.warning("port %d is in use, and nobody asked for it: ranks meet at a free one", plan.master_port)
+        plan = replace(plan, master_port=None)
     return again_and_again(plan, lambda plan: _shown(args, plan, start_here, here=True), args.min_nproc)
 
 
@@ -125,7 +141,7 @@ def _one_of_several(args: argparse.Namespace, plan: Plan) -> Outcome:
             "or --rdzv_backend c10d"
         )
     _check_script(plan.program)
-    address = plan.master_addr or (plan.hosts[0].name if args.hostfile else "127.0.0.1")
+    address = plan.master_addr or (plan.hosts[0].address if args.hostfile else "127.0.0.1")
     plan = replace(plan, node=args.node_rank, master_addr=address, master_port=plan.master_port or LATE_PORT)
     return _shown(args, plan, start_here, here=True)
 
@@ -150,19 +166,27 @@ def _by_back_end(args: argparse.Namespace, plan: Plan, launcher: str) -> Outcome
             raise LaunchError(f"--{flag} does not apply to --launcher {launcher}, which starts ranks itself; use ssh")
     if args.enable_each_rank_log != "None":
         raise LaunchError(f"--enable_each_rank_log does not apply to --launcher {launcher}; use ssh")
-    address = plan.master_addr or plan.hosts[0].name.rpartition("@")[2]
-    plan = replace(plan, master_addr=address, master_port=plan.master_port or LATE_PORT, keep_store=launcher == "pdsh")
+    address = plan.master_addr or plan.hosts[0].address
+    port = _port_for_all(args, plan, launcher)
+    plan = replace(plan, master_addr=address, master_port=port, keep_store=launcher == "pdsh")
     path = agent_path(plan.env.get("PYTHONPATH", ""))
     plan = replace(plan, env={**plan.env, "PYTHONPATH": path})
     ssh_words = os.environ.get("PDSH_SSH_ARGS_APPEND", "")
-    asked = Asked(args.launcher_args, args.ssh_port, args.venv_script, args.num_gpus, path, ssh_words)
-    command = command_of(launcher, plan, asked)
+    words = Asked(args.launcher_args, args.ssh_port, args.venv_script, args.num_gpus, path, ssh_words)
+    command = command_of(launcher, plan, words)
     if not is_installed(launcher):
         raise LaunchError(
             f"--launcher {launcher}: {command.words[0]} is not installed; plain ssh needs nothing but ssh"
         )
     logger.info("%s starts %d ranks on %d hosts", command.words[0], plan.world_size, len(plan.hosts))
     return run_starter(command, plan)
+
+
+def _port_for_all(args: argparse.Namespace, plan: Plan, launcher: str) -> int:
+    """Where ranks meet that another launcher starts; jobs of Slurm may share a host, and each has a port of its own."""
+    asked = None if getattr(args, "any_port", False) else plan.master_port
+    job = os.environ.get("SLURM_JOB_ID", "") if launcher == "slurm" else ""
+    return asked or (port_of(int(job), 0) if job.isdecimal() else plan.master_port or LATE_PORT)
 
 
 def _shown(args: argparse.Namespace, plan: Plan, start: Callable[[Plan, Events], Outcome], *, here: bool) -> Outcome:

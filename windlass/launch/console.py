@@ -113,13 +113,18 @@ class Console:
         if rank not in self._files:
             assert self.route.directory is not None
             path = self.route.directory / self.route.name.format(rank=rank)
-            self._files[rank] = path.open("ab" if self._append else "wb", buffering=0)
+            try:
+                self._files[rank] = path.open("ab" if self._append else "wb", buffering=0)
+            except OSError as error:
+                raise LaunchError(f"{path}: {error.strerror}; name another directory for the ranks' files") from None
         return self._files[rank]
 
 
 def write(stream: str, data: bytes) -> None:
     """To this process's own standard output or error."""
     file = sys.stdout if stream == OUT else sys.stderr
+    if file is None:  # whoever started this process had closed it
+        return
     if hasattr(file, "buffer"):
         file.flush()
         file.buffer.write(data)
@@ -130,12 +135,9 @@ def write(stream: str, data: bytes) -> None:
 
 def _lines(data: bytes) -> list[bytes]:
     """Lines with their ends, and what is left; a progress bar's carriage return ends one too."""
-    found, begin = [], 0
-    for at, byte in enumerate(data):
-        if byte == 10 or (byte == 13 and at + 1 < len(data) and data[at + 1] != 10):
-            found.append(data[begin : at + 1])
-            begin = at + 1
-    return [*found, data[begin:]]
+    found = data.splitlines(keepends=True)
+    rest = found.pop() if found and not found[-1].endswith(b"\n") else b""  # a return may be half of an end
+    return [*found, rest]
 
 
 def _of(table: Mapping[int, frozenset[str]], local_rank: int) -> frozenset[str]:

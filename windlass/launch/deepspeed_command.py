@@ -9,6 +9,7 @@ from pathlib import Path
 
 from windlass.base.errors import WindlassError
 from windlass.base.log import logger
+from windlass.base.output import while_read
 from windlass.launch.back_ends import is_installed
 from windlass.launch.command import perform
 from windlass.launch.flags import parse, parser_of_run
@@ -38,20 +39,29 @@ def parser_of_deepspeed() -> argparse.ArgumentParser:
             action.option_strings = [name for name in action.option_strings if name not in _NO_SHORT]
             parser._add_action(action)
     without = {action.dest: action.default for action in known._actions if action.dest not in _FLAGS}
-    parser.set_defaults(**without, hostfile=DEFAULT_HOSTFILE, master_port=LATE_PORT)
+    parser.set_defaults(**without, hostfile=DEFAULT_HOSTFILE)
     return parser
+
+
+def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command's flags, with the script as `user_script` and what follows it as `user_args`."""
+    given = parse(parser_of_deepspeed(), sys.argv[1:] if args is None else args)
+    given.any_port, given.master_port = given.master_port is None, given.master_port or LATE_PORT
+    given.user_script, given.user_args = given.words[0], given.words[1:]
+    return given
 
 
 def run(args: Sequence[str] | None = None) -> None:
     """What `deepspeed.launcher.runner.main` does: start, and end the process only where a rank failed.
 
     Differences: `--num_gpus` counts through the devices that CUDA_VISIBLE_DEVICES gives; without `--launcher`, or where
-    pdsh is not installed, hosts are reached over plain ssh; a rank that a signal ended is 128 and its number.
+    pdsh is not installed, hosts are reached over plain ssh; a rank that a signal ended is 128 and its number; where
+    nobody gave a port and 29500 is in use, ranks of this machine meet at a free one.
 
     Raises:
         LaunchError: it cannot be started as asked; a ValueError too where filters and numbers make no sense.
     """
-    given = parse(parser_of_deepspeed(), sys.argv[1:] if args is None else args)
+    given = parse_args(args)
     given.give_local_rank = not given.no_local_rank
     given.single_is_local = True
     given.keep_store = False  # rank 0 keeps it
@@ -65,6 +75,7 @@ def run(args: Sequence[str] | None = None) -> None:
         sys.exit(code)
 
 
+@while_read()
 def main(argv: Sequence[str] | None = None) -> None:
     """Behave as the `deepspeed` command: like `run`, and what cannot be started is one message and exit code 1."""
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from windlass.base.errors import WindlassError
@@ -34,7 +34,11 @@ def fetch_hostfile(path: str | Path) -> dict[str, int] | None:
     if not Path(path).is_file():
         logger.warning("no hostfile at %s: only this machine is used", path)
         return None
-    return parse_hostfile(Path(path).read_text().splitlines(), source=str(path))
+    try:
+        text = Path(path).read_text(encoding="utf-8-sig")  # editors of Windows put a mark before it
+    except UnicodeDecodeError as error:
+        raise HostError(f"{path} is no text: {error}; write a line HOST slots=N for each host") from None
+    return parse_hostfile(text.splitlines(), source=str(path))
 
 
 def parse_hostfile(lines: Iterable[str], source: str = "the hostfile") -> dict[str, int]:
@@ -74,7 +78,7 @@ def parse_resource_filter(
         raise HostError("--include and --exclude together; give one of them")
     if not include_str and not exclude_str:
         return {name: list(slots) for name, slots in host_info.items()}
-    named: Mapping[str, Sequence[int]] = _parse_filter(include_str or exclude_str)
+    named: Mapping[str, Sequence[int]] = _parse_filter(include_str or exclude_str, host_info)
     for name, slots in named.items():
         if name not in host_info:
             raise HostError(f"host {name!r} is not in the hostfile; there are {', '.join(host_info)}")
@@ -112,9 +116,9 @@ def first_of(active: Mapping[str, Sequence[int]], num_nodes: int = -1, num_slots
     return {name: list(range(num_slots)) if num_slots > 0 else list(slots) for name, slots in kept}
 
 
-def encode_world_info(world_info: Mapping[str, Sequence[int | str]]) -> str:
-    """URL-safe base64 of the JSON `{host: [slot, ...]}`: a word that no shell changes."""
-    text = json.dumps({name: list(slots) for name, slots in world_info.items()})
+def encode_world_info(world_info: Mapping[str, Sequence[int | str] | int]) -> str:
+    """URL-safe base64 of the JSON `{host: [slot, ...]}`, or of numbers of slots: a word that no shell changes."""
+    text = json.dumps({name: slots if isinstance(slots, int) else list(slots) for name, slots in world_info.items()})
     return base64.urlsafe_b64encode(text.encode()).decode()
 
 
@@ -131,11 +135,15 @@ def decode_world_info(text: str) -> dict[str, list[int | str]]:
         raise HostError(f"{text!r} is no base64 of {{host: [slot, ...]}}: {error}") from None
 
 
-def _parse_filter(text: str) -> dict[str, list[int]]:
-    """Slots by host; none means all. Entries of one host are merged."""
+def _parse_filter(text: str, known: Container[str]) -> dict[str, list[int]]:
+    """Slots by host; none means all. Entries of one host are merged.
+
+    Args:
+        known: hosts, whose names may hold what separates here: `user@host`, an address of IPv6.
+    """
     found: dict[str, list[int]] = {}
-    for node in text.split("@"):
-        name, colon, slots = node.partition(":")
+    for node in _nodes(text, known):
+        name, colon, slots = node.rpartition(":") if ":" in node and node not in known else (node, "", "")
         try:
             numbers = [int(slot) for slot in slots.split(",")] if colon else []
         except ValueError:
@@ -143,4 +151,16 @@ def _parse_filter(text: str) -> dict[str, list[int]]:
         if not name:
             raise HostError(f"{text!r} names no host before {node!r}; write NAME[:SLOT[,SLOT...]][@...]")
         found[name] = sorted({*found.get(name, []), *numbers})
+    return found
+
+
+def _nodes(text: str, known: Container[str]) -> list[str]:
+    """The entries between the `@`s, of which one may belong to a known host's name."""
+    found: list[str] = []
+    for part in text.split("@"):
+        joined = f"{found[-1]}@{part}" if found else part
+        if any("@" in name and name in known for name in (joined, joined.rpartition(":")[0])):
+            found[-1] = joined
+        else:
+            found.append(part)
     return found

@@ -26,7 +26,7 @@ def jobs_of(plan: Plan, node: int, master: tuple[str, int]) -> list[Job]:
         LaunchError: devices or cores that this machine does not give.
     """
     places = plan.places(node)
-    shared = {**os.environ, **plan.env, **_of_the_run(plan, master)}
+    shared = {**_inherited(), **plan.env, **_of_the_run(plan, master)}
     devices = _devices(plan, node, shared)
     cores = own_cores.cores_to_share(plan.core_list) if plan.bind_cores else None
     if cores is None:
@@ -50,6 +50,11 @@ def threads_per_rank(nproc: int) -> int:
     affinity = getattr(os, "sched_getaffinity", None)
     cores = len(affinity(0)) if affinity else os.cpu_count() or 1
     return max(1, cores // nproc)
+
+
+def _inherited() -> dict[str, str]:
+    """This process's environment, without what tells ranks of a store that another launcher keeps: it may be a rank."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
 
 
 def _of_the_run(plan: Plan, master: tuple[str, int]) -> dict[str, str]:

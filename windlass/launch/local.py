@@ -70,7 +70,7 @@ def check_port(port: int) -> int:
     if not 0 < port < 65536:
         raise LaunchError(f"--master-port {port} is no port; give one from 1 to 65535, or none")
     if not port_is_free(port):
-        raise LaunchError(f"port {port} is in use; leave out --master-port and a free one is taken")
+        raise LaunchError(f"port {port} is in use; give another --master-port, or none and a free one is taken")
     return port
 
 

@@ -11,6 +11,7 @@ from windlass.base.process import ENDED_BY_WATCHDOG
 # What a rank ends with that was asked to stop and did: by a signal, or by a handler that says so.
 _STOPPED = frozenset(128 + number for number in (signal.SIGINT, signal.SIGTERM))
 _SAME_MOMENT_SECONDS = 1
+_UNASKED_SECONDS = 0.2  # so long after a first failure nobody has been told to stop yet
 
 
 @dataclass(frozen=True)
@@ -70,13 +71,14 @@ def outcome_of(failures: Sequence[Failure]) -> Outcome:
 
     After a first failure the other ranks are told to stop, and killed if they do not; what they end with follows from
     it and must not hide it. So only the failures of the first moment count, and of these a rank that was stopped, or
-    that its watchdog ended because of another, counts only if there is no other.
+    that its watchdog ended because of another, counts only if there is no other, and it was stopped by somebody else.
     """
     if not failures:
         return Outcome(0)
     first = min(failure.time for failure in failures)
     early = [failure for failure in failures if failure.time - first <= _SAME_MOMENT_SECONDS]
-    own = [failure for failure in early if failure.code not in _STOPPED] or early
+    unasked = [failure for failure in early if failure.time - first <= _UNASKED_SECONDS]
+    own = [failure for failure in early if failure.code not in _STOPPED] or unasked
     own = [failure for failure in own if failure.code != ENDED_BY_WATCHDOG] or own
     return Outcome(max(failure.code for failure in own), tuple(sorted(own, key=lambda failure: failure.rank)))
 

@@ -17,6 +17,11 @@ class Host:
     name: str
     slots: tuple[int | str, ...]
 
+    @property
+    def address(self) -> str:
+        """Its name or address, without the user who is to log in there."""
+        return self.name.rpartition("@")[2]
+
 
 @dataclass(frozen=True)
 class Place:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import getpass
 import os
 import socket
 import uuid
@@ -78,8 +79,11 @@ def is_this_machine(name: str) -> bool:
     """Whether a host's name or address is one of this machine's."""
     if name in ("localhost", "127.0.0.1", "::1", socket.gethostname(), os.uname().nodename):
         return True
+    user, _, host = name.rpartition("@")
+    if user and user != _own_name():
+        return False  # somebody else's ranks
     try:
-        found = socket.getaddrinfo(name.rpartition("@")[2], None, type=socket.SOCK_STREAM)
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:
         return False
     for family, kind, _, _, address in found:
@@ -90,3 +94,10 @@ def is_this_machine(name: str) -> bool:
                 continue
             return True
     return False
+
+
+def _own_name() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container's user that no file knows
+        return ""

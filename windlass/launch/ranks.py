@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from windlass.base.process import descendants, started_at
 from windlass.launch import rank as before_rank
 from windlass.launch.errors import LaunchError
 
@@ -65,6 +66,7 @@ class Ranks:
         self._listener, self._selector = listener, selector
         self._processes: list[_Process] = []
         self._kill_at: float | None = None
+        self._strays: dict[int, str] = {}  # what ranks started outside of their group, when they were told to end
         try:
             for job in jobs:
                 self._start(job, capture)
@@ -97,13 +99,22 @@ class Ranks:
                     self._close(one, descriptor)
 
     def stop(self, number: int, grace_s: float) -> None:
-        """Send a signal to all that run, with what they started; kill what is there after `grace_s` seconds."""
+        """Send a signal to all that run, with what they started; kill what is there after `grace_s` seconds.
+
+        What a rank started in a session of its own is not sent it, and killed when all is over.
+        """
+        self._note_strays()
         self._signal(number)
         self._kill_at = time.monotonic() + grace_s
 
     def kill(self) -> None:
         """End all at once, with what they started."""
+        self._note_strays()
         self._signal(signal.SIGKILL)
+        for pid, start in self._strays.items():
+            if started_at(pid) == start:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
         self._kill_at = None
 
     def close(self, *, well: bool) -> None:
@@ -162,6 +173,13 @@ class Ranks:
         for stream in (one.popen.stdout, one.popen.stderr):
             if stream is not None and not stream.closed and stream.fileno() == descriptor:
                 stream.close()
+
+    def _note_strays(self) -> None:
+        for pid in self.pids.values() if sys.platform == "linux" else ():
+            for child, start in descendants(pid).items():
+                with contextlib.suppress(ProcessLookupError):
+                    if os.getpgid(child) != pid:
+                        self._strays[child] = start
 
     def _signal(self, number: int) -> None:
         for one in self._processes:  # who ended is not waited for yet, so its number is still that of its group

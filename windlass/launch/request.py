@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import signal
 from collections.abc import Mapping
 
 from windlass.base.log import logger
+from windlass.comm.slurm import allocated_hosts
 from windlass.launch.devices import VISIBLE, count_devices, devices_given, devices_of_slurm
 from windlass.launch.errors import LaunchError
 from windlass.launch.hosts import HostError, fetch_hostfile, first_of, parse_inclusion_exclusion, parse_resource_filter
 from windlass.launch.place import Host
 from windlass.launch.plan import SIGNALS, Plan
 from windlass.launch.program import Program
-from windlass.launch.slurm import allocated_hosts
 
 LATE_PORT = 29500
 """Where ranks meet if hosts start them by themselves and nobody says otherwise."""
@@ -143,7 +144,7 @@ def _hosts(args: argparse.Namespace) -> tuple[tuple[Host, ...], bool]:
         raise LaunchError("--num_nodes and --nnodes together; give one of them")
     nodes = _number(args.nnodes.partition(":")[0], "--nnodes") if args.nnodes else args.num_nodes
     if pool is None and args.launcher == "slurm":
-        pool = allocated_hosts(os.environ)
+        pool = _allocated()
     if pool is not None:
         return _of_pool(args, pool, nodes), True
     if args.num_nodes > 1:
@@ -154,6 +155,13 @@ def _hosts(args: argparse.Namespace) -> tuple[tuple[Host, ...], bool]:
             raise LaunchError(f"--standalone is one machine, --nnodes is {nodes}; leave one of them out")
         return tuple(Host(f"node {node}", slots) for node in range(nodes)), use_devices
     return (Host("localhost", slots),), use_devices
+
+
+def _allocated() -> dict[str, int]:
+    pool = allocated_hosts(os.environ)
+    if not pool:
+        raise LaunchError("--launcher slurm outside of a job: start it by sbatch or salloc, or give --hostfile")
+    return pool
 
 
 def _of_pool(args: argparse.Namespace, pool: Mapping[str, int], nodes: int) -> tuple[Host, ...]:
@@ -205,8 +213,7 @@ def _filtered(args: argparse.Namespace, given: list[str]) -> tuple[int | str, ..
         )
     numbers = [int(name) for name in given]
     if not numbers:  # CPU ranks: slots only count
-        named = args.include.rpartition(":")[2] if ":" in args.include else ""
-        highest = max((int(slot) for slot in named.split(",") if slot.isdecimal()), default=0)
+        highest = max(map(int, re.findall(r"(?<=[:,])\d+", args.include)), default=0)
         numbers = list(range(max(int(os.environ.get("LOCAL_SIZE") or 1), highest + 1)))
     left = parse_resource_filter({"localhost": numbers}, args.include, args.exclude)
     if not left:

@@ -43,7 +43,7 @@ class Store:
         try:
             self._socket = _listen(port, everywhere)
         except OSError as error:
-            text = f"port {port} cannot be listened at: {error.strerror}; leave it out and a free one is taken"
+            text = f"port {port} cannot be listened at: {error.strerror}; give another, or none and a free one is taken"
             raise LaunchError(text) from None
         self.port: int = self._socket.getsockname()[1]
         self._process: subprocess.Popen[bytes] | None = None

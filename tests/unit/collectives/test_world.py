@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -84,6 +85,7 @@ def test_a_script_without_a_launcher_is_a_world_of_one() -> None:
         comm.init_distributed(dist_init_required=False)
     comm.init_distributed(verbose=False)
     assert (os.environ["RANK"], os.environ["WORLD_SIZE"], os.environ["LOCAL_RANK"]) == ("0", "1", "0")
+    assert (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]) == ("127.0.0.1", "29500")
     assert (comm.get_rank(), comm.get_world_size(), comm.get_local_rank(), comm.get_global_rank()) == (0, 1, 0, 0)
     comm.init_distributed(verbose=False, dist_init_required=False)  # it is there
     assert comm.get_all_ranks_from_group() == [0] == comm.get_all_ranks_from_group(comm.new_group([0]))
@@ -98,7 +100,9 @@ def test_a_script_without_a_launcher_is_a_world_of_one() -> None:
     assert comm.initialize_mesh_device((1,), ("data",)).mesh_dim_names == ("data",)
     comm.destroy_process_group()
     assert not comm.is_initialized()
-    comm.init_distributed(verbose=False)  # from what it set itself
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        os.environ["MASTER_PORT"] = str(taken.getsockname()[1])
+        comm.init_distributed(verbose=False)  # from what it set itself; nobody is to be met there
     assert comm.get_world_size() == 1
 
 

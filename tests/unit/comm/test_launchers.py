@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from windlass.base.errors import CommunicationError
-from windlass.comm.launchers import first_host, local_rank_of, place_of, slurm_port
+from windlass.comm.launchers import local_rank_of, place_of
 
 OMPI = {
     "OMPI_COMM_WORLD_RANK": "5",
@@ -57,6 +57,15 @@ PLACES: dict[str, tuple[dict[str, str], tuple[Any, ...]]] = {
     ),
     "MPICH, Intel MPI": (HYDRA, ("MPI (PMI)", 1, 2, 1, 2, "127.0.0.1", None)),
     "their proxies in a Slurm step": ({**SLURM, **HYDRA}, ("MPI (PMI)", 1, 2, 1, 2, "127.0.0.1", None)),
+    "mpirun on two hosts of a Slurm allocation": (
+        {**OMPI, "SLURM_JOB_NODELIST": "gpu[07-08]", "SLURM_STEP_NODELIST": "gpu08", "SLURM_JOB_ID": "5"},
+        ("Open MPI", 5, 8, 1, 4, "gpu07", None),
+    ),
+    "PMIx without PMI": (
+        {"PMIX_RANK": "1", "PALS_SIZE": "2", "PALS_LOCAL_RANKID": "1", "PALS_LOCAL_SIZE": "2"},
+        ("MPI (PMI)", 1, 2, 1, 2, "127.0.0.1", None),
+    ),
+    "srun --mpi=pmix": ({**SLURM, "PMIX_RANK": "3"}, ("Slurm", 3, 4, 1, None, "gpu07", 19711)),
     "Cray": (
         {"PMI_RANK": "1", "PMI_SIZE": "2", "PALS_LOCAL_RANKID": "0", "PALS_LOCAL_SIZE": "1"},
         ("MPI (PMI)", 1, 2, 0, 1, None, None),
@@ -70,6 +79,10 @@ PLACES: dict[str, tuple[dict[str, str], tuple[Any, ...]]] = {
     "srun, a part of the job's tasks": (
         {**SLURM, "SLURM_NTASKS": "16", "SLURM_STEP_NUM_TASKS": "4"}, ("Slurm", 3, 4, 1, None, "gpu07", 19711),
     ),
+    "srun, unequal hosts": (
+        {**SLURM, "SLURM_NODEID": "1", "SLURM_STEP_TASKS_PER_NODE": "3,1"}, ("Slurm", 3, 4, 1, 1, "gpu07", 19711),
+    ),
+    "RANK that is empty": ({**SLURM, "RANK": "", "WORLD_SIZE": ""}, ("Slurm", 3, 4, 1, None, "gpu07", 19711)),
     "srun with a master": (
         {**SLURM, "MASTER_ADDR": "c", "MASTER_PORT": "77"}, ("Slurm", 3, 4, 1, None, "c", 77),
     ),
@@ -129,27 +142,6 @@ def test_what_looks_wrong_is_said() -> None:
     ):
         place = place_of(environ)
         assert place is not None and words in place.warning
-
-
-@pytest.mark.parametrize(
-    ("nodes", "first"),
-    [
-        ("gpu07", "gpu07"),
-        ("gpu[07-08]", "gpu07"),
-        ("gpu[3,5-9],login", "gpu3"),
-        ("a,b[1-2]", "a"),
-        ("rack[1-2]n[04,06]", "rack1n04"),
-        ("n-1-[2-3].site.org", "n-1-2.site.org"),
-    ],
-)
-def test_the_first_host_of_a_node_list(nodes: str, first: str) -> None:
-    assert first_host(nodes) == first
-
-
-def test_steps_of_a_job_have_ports_of_their_own() -> None:
-    ports = {slurm_port({"SLURM_JOB_ID": job, "SLURM_STEP_ID": step}) for job in ("1", "2") for step in ("0", "1")}
-    assert len(ports) == 4 and all(15000 <= port < 32768 for port in ports)
-    assert slurm_port({}) == 15000
 
 
 def test_the_local_rank_is_the_first_that_is_said() -> None:

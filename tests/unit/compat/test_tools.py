@@ -317,3 +317,12 @@ def test_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cores.get_numactl_cmd("0,2,4,6", 1, 0) == (4, ["numactl", "-C", "0,2,4,6"])
     with pytest.raises(ValueError, match="3 ranks share 2 cores"):
         cores.get_numactl_cmd("0-1", 3, 0)
+
+
+def test_a_monitor_tells_its_settings() -> None:
+    from windlass.compat.monitors import DeepSpeedMonitorConfig, WandbMonitor, csvMonitor
+
+    config = DeepSpeedMonitorConfig(csv_monitor={"output_path": "a/b", "job_name": "j"}, wandb={"group": "g"})
+    csv, wandb = csvMonitor(config.csv_monitor), WandbMonitor(config.wandb)
+    assert (csv.enabled, csv.output_path, csv.job_name) == (False, "a/b", "j")
+    assert (wandb.enabled, wandb.group, wandb.team, wandb.project) == (False, "g", None, "deepspeed")

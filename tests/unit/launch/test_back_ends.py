@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -10,12 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from windlass.comm.launchers import Place
+from windlass.launch import scheduled
 from windlass.launch.back_ends import Asked, command_of
 from windlass.launch.errors import LaunchError
 from windlass.launch.place import Host
 from windlass.launch.plan import Plan
 from windlass.launch.program import Program
-from windlass.launch.scheduled import Found, decode, encode, environment_of, place_given
+from windlass.launch.scheduled import decode, encode, environment_of, place_given
 
 PLAN = Plan(
     Program(("it's a script.py", "$HOME", "a b"), local_rank=True),
@@ -27,7 +30,7 @@ PLAN = Plan(
     run_id="run",
 )
 UNEQUAL = replace(PLAN, hosts=(Host("a", (0, 1)), Host("b", (0,))))
-RANK = [sys.executable, "-u", "-m", "windlass.launch.scheduled", encode(PLAN)]
+RANK = [sys.executable, "-u", "-m", "windlass.launch.scheduled", encode(replace(PLAN, env={}))]
 
 
 @pytest.mark.parametrize(
@@ -61,7 +64,8 @@ def test_command_lines(launcher: str, words: str, more: dict[str, str]) -> None:
     found = command_of(launcher, PLAN, Asked("--mca x '1'"))
     assert found.words == [*words.split(), *RANK]
     assert found.environment == {**PLAN.env, **more}
-    assert "pass word" not in " ".join(found.words), "who lists processes would see it"
+    told = str(decode(found.words[-1])) + " ".join(found.words)
+    assert "pass word" not in told, "who lists processes would see it"
 
 
 def test_the_command_line_of_pdsh(tmp_path: Path) -> None:
@@ -108,36 +112,53 @@ SLURM = {
     ("environ", "expected"),
     [
         ({}, None),
-        ({"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}, Found("torchrun", 1, 4, 1, 4)),
+        ({"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}, ("the environment", 1, 4, 1, None)),
         ({"RANK": "1", "WORLD_SIZE": "4"}, None),
         (
             {
                 **{"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4"},
                 **{"OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
             },
-            Found("Open MPI", 3, 4, 1, 2),
+            ("Open MPI", 3, 4, 1, 2),
         ),
         (
             {"PMI_RANK": "2", "PMI_SIZE": "4", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"},
-            Found("MPICH", 2, 4, 0, 2),
+            ("MPI (PMI)", 2, 4, 0, 2),
         ),
-        (SLURM, Found("Slurm", 4, 5, 1, 2)),
-        ({**SLURM, "SLURM_STEP_NUM_TASKS": "1"}, None),
+        (SLURM, ("Slurm", 4, 5, 1, 2)),
+        ({**SLURM, "WORLD_SIZE": "9"}, ("Slurm", 4, 5, 1, 2)),
+        ({**SLURM, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, None),
         ({name: value for name, value in SLURM.items() if "STEP" not in name}, None),  # a batch script
     ],
 )
-def test_the_place_that_others_give(environ: Mapping[str, str], expected: Found | None) -> None:
-    assert place_given(environ) == expected
+def test_the_place_that_others_give(environ: Mapping[str, str], expected: tuple[object, ...] | None) -> None:
+    place = place_given(environ)
+    found = place and (place.source, place.rank, place.world, place.local_rank, place.local_world)
+    assert found == expected
 
 
 def test_what_a_rank_of_slurm_lacks() -> None:
     found = place_given(SLURM)
     assert found is not None
-    assert environment_of(found, SLURM) == {
+    assert environment_of(found) == {
         **{"RANK": "4", "WORLD_SIZE": "5", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"},
         **{"MASTER_ADDR": "n1", "MASTER_PORT": "15077"},
     }
-    assert "MASTER_ADDR" not in environment_of(found, {**SLURM, "MASTER_ADDR": "x"})
-    assert environment_of(Found("Open MPI", 1, 2, 1, 2), {})["MASTER_ADDR"] == "127.0.0.1"
-    with pytest.raises(LaunchError, match="Open MPI started ranks on several hosts, and MASTER_ADDR is not set"):
-        environment_of(Found("Open MPI", 1, 4, 1, 2), {})
+    given = place_given({**SLURM, "MASTER_ADDR": "x"})
+    assert given is not None and environment_of(given)["MASTER_ADDR"] == "x"
+    assert environment_of(Place("Open MPI", 1, 2, 1, 2))["MASTER_ADDR"] == "127.0.0.1"
+    with pytest.raises(LaunchError, match="Open MPI says rank 1 of 4, on several hosts, and MASTER_ADDR is not set"):
+        environment_of(Place("Open MPI", 1, 4, 1, 2))
+
+
+def test_a_plan_of_one_rank_by_srun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of one task is a rank of its plan, though `windlass run` inside it would start ranks."""
+    plan = replace(PLAN, hosts=(Host("a", (0,)),), cwd=None)
+    became: list[list[str]] = []
+    for name in [name for name in os.environ if name.startswith(("SLURM_", "OMPI_", "PMI", "MV2_"))]:
+        monkeypatch.delenv(name)
+    for name, value in {**SLURM, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(scheduled, "_become", lambda command, environment: became.append(command))
+    scheduled.main(encode(plan))
+    assert became == [plan.program.command(0)]

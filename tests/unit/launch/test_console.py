@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from windlass.launch.channel import MARK, Lines, bytes_of, text_of
 from windlass.launch.conduct import Events, last_words
-from windlass.launch.console import LAST_LINES, Console, Route
+from windlass.launch.console import LAST_LINES, Console, Route, write
 from windlass.launch.flags import parse, parser_of_run
 from windlass.launch.outcome import Failure, Outcome, outcome_of
 from windlass.launch.ranks import ERR, OUT
@@ -125,6 +126,12 @@ def test_a_lost_host_is_one_failure_of_all_its_ranks() -> None:
     outcome = outcome_of(events.failures)
     assert outcome.code == 128 + signal.SIGKILL and outcome.failures[0].lost and outcome.failures[0].ranks == 2
     assert str(outcome.failures[0]) == "b was lost with ranks 1 to 2: its connection is gone (exit code 255)"
+
+
+def test_a_closed_output_is_written_to_by_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`windlass run ... >&-`: Python has no standard output then."""
+    monkeypatch.setattr(sys, "stdout", None)
+    write(OUT, b"lost\n")
 
 
 def test_the_table_of_ranks(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,9 +1,10 @@
-"""Exactly the devices that are given, cores that are shared out, and what Slurm writes."""
+"""Exactly the devices that are given, cores that are shared out, and environments."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 
@@ -13,7 +14,6 @@ from windlass.launch.jobs import jobs_of
 from windlass.launch.place import Host, places_of
 from windlass.launch.plan import Plan
 from windlass.launch.program import Program
-from windlass.launch.slurm import allocated_hosts, expand_counts, expand_hosts
 
 
 @pytest.mark.parametrize(
@@ -58,6 +58,18 @@ def jobs(
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.setattr("windlass.launch.jobs.count_devices", lambda: count)
     return [job.environment for job in jobs_of(plan, node, ("m", 1))]
+
+
+def test_ranks_of_a_rank_do_not_look_for_its_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`deepspeed` started by a rank of torchrun's: its own rank 0 keeps the store, and must know that."""
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "outer")
+    plan = Plan(Program(("s",)), (Host("a", (0, 1)),), keep_store=False)
+    assert not any(name.startswith("TORCHELASTIC") for one in jobs(monkeypatch, None, 0, plan) for name in one)
+    kept = jobs(monkeypatch, None, 0, replace(plan, keep_store=True))
+    assert {(one["TORCHELASTIC_USE_AGENT_STORE"], one["TORCHELASTIC_RUN_ID"]) for one in kept} == {
+        ("True", plan.run_id)
+    }
 
 
 def test_ranks_see_the_devices_of_their_slots_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,33 +128,3 @@ def test_cores_are_shared_out_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
         cores.cores_to_share("4")
     with pytest.raises(LaunchError, match="names a core twice"):
         cores.cores_to_share("2,2")
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("n1", ["n1"]),
-        ("n[01-03,7]-ib,b1", ["n01-ib", "n02-ib", "n03-ib", "n7-ib", "b1"]),
-        ("a,b[9-10]", ["a", "b9", "b10"]),
-    ],
-)
-def test_slurms_lists_of_hosts(text: str, expected: list[str]) -> None:
-    assert expand_hosts(text) == expected
-
-
-def test_what_is_no_list_of_slurms() -> None:
-    for text in ("n[1", "n[x]", "n[1-]", "a;b"):
-        with pytest.raises(LaunchError):
-            expand_hosts(text)
-    with pytest.raises(LaunchError, match="no list of counts"):
-        expand_counts("2(x3")
-    assert expand_counts("2(x3),1") == [2, 2, 2, 1]
-
-
-def test_hosts_of_a_job() -> None:
-    job = {"SLURM_JOB_NODELIST": "n[1-3]", "SLURM_TASKS_PER_NODE": "4(x2),2"}
-    assert allocated_hosts(job) == {"n1": 4, "n2": 4, "n3": 2}
-    assert allocated_hosts({**job, "SLURM_NTASKS_PER_NODE": "8"}) == {"n1": 8, "n2": 8, "n3": 8}
-    assert allocated_hosts({"SLURM_JOB_NODELIST": "a"}) == {"a": 1}
-    with pytest.raises(LaunchError, match="outside of a job"):
-        allocated_hosts({})

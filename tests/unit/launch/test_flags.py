@@ -12,6 +12,9 @@ from windlass.launch import command, deepspeed_command, request
 from windlass.launch.deepspeed_command import parser_of_deepspeed
 from windlass.launch.errors import LaunchError
 from windlass.launch.flags import parse, parser_of_run
+from windlass.launch.hosts import encode_world_info
+from windlass.launch.node_command import parser_of_node, plan_of_node
+from windlass.launch.outcome import Outcome
 from windlass.launch.place import Host
 from windlass.launch.plan import Plan
 from windlass.launch.request import plan_of, refuse, says_where, wants_rendezvous
@@ -88,7 +91,7 @@ def test_where_the_scripts_words_begin(words: list[str], script: list[str]) -> N
 
 
 def test_flags_of_the_deepspeed_command_may_be_cut_short() -> None:
-    args = parse(parser_of_deepspeed(), ["--num_gp", "3", "--hostf=none", "--no_local", "s", "--num_gp", "4"])
+    args = deepspeed_command.parse_args(["--num_gp", "3", "--hostf=none", "--no_local", "s", "--num_gp", "4"])
     assert (args.num_gpus, args.hostfile, args.no_local_rank, args.master_port) == (3, "none", True, 29500)
     assert args.words == ["s", "--num_gp", "4"]
     assert parse(parser_of_deepspeed(), ["s"]).hostfile == "/job/hostfile"
@@ -220,3 +223,45 @@ def test_deepspeeds_own_entry_raises_what_its_tests_expect(monkeypatch: pytest.M
     for words in ("--num_nodes 1 -i localhost", "--num_gpus 1 -e localhost", "--num_nodes 2", "-i a -e b", "-i nobody"):
         with pytest.raises(ValueError):
             deepspeed_command.run([*words.split(), "foo.py"])
+
+
+def test_the_launcher_of_one_host_is_told_by_its_caller() -> None:
+    """`python -m deepspeed.launcher.launch`, which schedulers call by themselves."""
+    told = encode_world_info({"a": [0, 1], "b": [0, 3]})
+    words = [f"--world_info={told}", "--node_rank", "1", "--master_addr", "m", "--master_port=7", "s.py", "--node_rank"]
+    plan = plan_of_node(parse(parser_of_node(), words))
+    assert [(place.rank, place.local_rank, place.host) for place in plan.places(plan.node)] == [
+        (2, 0, "b"),
+        (3, 1, "b"),
+    ]
+    assert (plan.master_addr, plan.master_port, plan.keep_store, plan.use_devices) == ("m", 7, False, True)
+    assert plan.program.command(1)[-3:] == ["s.py", "--local_rank=1", "--node_rank"]
+    for wrong, words_of_it in (
+        (["--world_info=None"], "no base64 of"),
+        ([f"--world_info={told}", "--node_rank=2"], "has no slot for it"),
+        ([f"--world_info={encode_world_info({'a': 2})}"], "no base64 of"),
+    ):
+        with pytest.raises(LaunchError, match=words_of_it):
+            plan_of_node(parse(parser_of_node(), [*wrong, "s.py"]))
+
+
+def test_a_busy_port_that_nobody_asked_for_is_no_obstacle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two `deepspeed` commands on one machine: DeepSpeed's default port serves only one of them."""
+    plans: list[Plan] = []
+    monkeypatch.setattr(command, "port_is_free", lambda port: False)
+    monkeypatch.setattr(command, "start_here", lambda plan, events: plans.append(plan) or Outcome(0))
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    deepspeed_command.run(["--hostfile", "none", __file__])
+    deepspeed_command.run(["--hostfile", "none", "--master_port", "29500", __file__])
+    assert [plan.master_port for plan in plans] == [None, 29500]
+
+
+def test_the_parsed_command_names_script_and_arguments() -> None:
+    args = deepspeed_command.parse_args(["--num_gpus", "2", "--launcher_arg", "-x y", "s.py", "--num_gpus", "3"])
+    assert (args.user_script, args.user_args, args.num_gpus, args.launcher_args) == (
+        "s.py",
+        ["--num_gpus", "3"],
+        2,
+        "-x y",
+    )

@@ -94,6 +94,26 @@ def test_filters_that_make_no_sense(include: str, exclude: str, message: str) ->
     assert str(caught.value) == message
 
 
+def test_filters_of_names_that_hold_what_separates() -> None:
+    pool = {"me@a": [0, 1], "fd00::2": [0, 1], "a": [0]}
+    for text, expected in (
+        ("me@a", {"me@a": [0, 1]}),
+        ("me@a:1@fd00::2:0", {"me@a": [1], "fd00::2": [0]}),
+        ("fd00::2@a:0@me@a:0", {"me@a": [0], "fd00::2": [0, 1], "a": [0]}),
+    ):
+        assert parse_resource_filter(pool, text) == expected
+    with pytest.raises(HostError, match="host 'you' is not in the hostfile"):
+        parse_resource_filter(pool, "you@a")
+
+
+def test_a_hostfile_of_another_system(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_bytes(b"\xef\xbb\xbfa slots=2\r\nb slots=1\r\n")
+    assert fetch_hostfile(tmp_path / "hosts") == {"a": 2, "b": 1}
+    (tmp_path / "hosts").write_bytes(b"\xff\xfea")
+    with pytest.raises(HostError, match="hosts is no text: .* write a line HOST slots=N"):
+        fetch_hostfile(tmp_path / "hosts")
+
+
 def test_the_first_hosts_and_slots() -> None:
     assert first_of(POOL) == POOL
     assert first_of(POOL, 2) == {"worker-0": [0, 1, 2, 3], "worker-1": [0, 1]}

@@ -45,6 +45,12 @@ def test_what_follows_later_does_not_hide_the_cause(code: int, later: int, secon
     assert [failure.rank for failure in outcome.failures] == [1]
 
 
+@given(TOLD_TO_STOP, st.floats(0.25, 60))
+def test_who_is_told_to_stop_because_another_was_stopped_is_not_the_cause(code: int, seconds: float) -> None:
+    outcome = outcome_of([Failure(0, -signal.SIGTERM, NOW + seconds), Failure(1, code, NOW)])
+    assert (outcome.code, len(outcome.failures)) == (Failure(1, code, NOW).code, 1)
+
+
 def test_messages_name_the_rank_and_what_ended_it() -> None:
     assert str(Failure(3, 7, NOW)) == "rank 3 ended with exit code 7"
     assert str(Failure(0, -signal.SIGSEGV, NOW)) == "rank 0 was ended by SIGSEGV"

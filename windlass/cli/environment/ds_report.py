@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from windlass.base.output import while_read
 from windlass.cli.environment import backends, hardware, settings, topology, versions
 from windlass.cli.environment.fact import UNKNOWN, ask, is_unknown, output_of
 
@@ -41,6 +42,7 @@ OPERATORS = (
 )
 
 
+@while_read()
 def ds_report(argv: Sequence[str] | None = None) -> int:
     """Print the report; the exit code is 0.
 
@@ -55,6 +57,7 @@ def ds_report(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+@while_read()
 def main(hide_operator_status: bool = False, hide_errors_and_warnings: bool = False) -> None:
     """Print the report; `deepspeed.env_report.main`."""
     for line in report(operators=not hide_operator_status, warnings=not hide_errors_and_warnings):
@@ -80,7 +83,10 @@ def report(*, operators: bool = True, warnings: bool = True) -> Iterator[str]:
     for name, value in _general():
         yield f"{name} {'.' * max(2, 33 - len(name))} {value}"
     if warnings:
-        for one in settings.in_force():
+        found = ask(settings.in_force)
+        if is_unknown(found):
+            yield f"[WARNING] settings: {_said(found)}"
+        for one in found if isinstance(found, list) else ():
             yield f"[WARNING] {one['name']} = {one['value']}: {one['costs']}; instead: {one['instead']}"
 
 

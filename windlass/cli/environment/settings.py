@@ -161,7 +161,7 @@ def _read(path: Path) -> dict[str, str]:
     """NAME=VALUE lines; empty where the file is not there."""
     if not path.is_file():
         return {}
-    lines = (line.partition("#")[0].strip() for line in path.read_text().splitlines())
+    lines = (line.partition("#")[0].strip() for line in path.read_text(errors="replace").splitlines())
     pairs = (line.partition("=") for line in lines if "=" in line)
     return {name.strip(): value.strip() for name, _, value in pairs}
 

@@ -1,6 +1,6 @@
 """Checkpoints, the scripts beside them, and the programs that a shell finds."""
 
-from windlass.compat.entry import Entry, differs, works
+from windlass.compat.entry import Entry, differs, refused, works
 
 _WHOLE = "windlass.checkpoint.consolidated"
 _NAMES = (
@@ -13,6 +13,16 @@ _NAMES = (
 )
 
 _HOSTS = ("fetch_hostfile", "parse_resource_filter", "parse_inclusion_exclusion", "encode_world_info")
+_RUNNERS = (
+    "MultiNodeRunner",
+    "PDSHRunner",
+    "OpenMPIRunner",
+    "MPICHRunner",
+    "IMPIRunner",
+    "SlurmRunner",
+    "MVAPICHRunner",
+)
+_BACK_ENDS = "command lines of pdsh, MPI and Slurm are made otherwise here; start the run with --launcher"
 
 TABLE: dict[str, Entry] = {
     "deepspeed.checkpoint.utils.clone_tensors_for_torch_save": works(
@@ -25,6 +35,10 @@ TABLE: dict[str, Entry] = {
     "deepspeed.launcher.runner.main": works("windlass.launch.deepspeed_command:run"),
     "deepspeed.launcher.runner.DEEPSPEED_ENVIRONMENT_NAME": works("windlass.launch.exports:DEEPSPEED_ENVIRONMENT_NAME"),
     **{f"deepspeed.launcher.runner.{name}": works(f"windlass.launch.hosts:{name}") for name in _HOSTS},
+    "deepspeed.launcher.runner._parse_hostfile": works("windlass.launch.hosts:parse_hostfile"),
+    "deepspeed.launcher.runner.apply_num_nodes_and_gpus": works("windlass.launch.hosts:first_of"),
+    **{f"deepspeed.launcher.multinode_runner.{name}": refused(_BACK_ENDS) for name in _RUNNERS},
+    "deepspeed.launcher.launch": works("windlass.launch.node_command"),
     "deepspeed.env_report": works("windlass.cli.environment.ds_report"),
     "deepspeed.utils.zero_to_fp32": works(_WHOLE),
     "deepspeed.utils.zero_to_torch": works("windlass.compat.zero_to_torch"),

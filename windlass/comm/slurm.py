@@ -1,0 +1,106 @@
+"""What Slurm's variables say: the hosts of a job or step, how many tasks each has, a port that all of them reckon."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Mapping
+
+from windlass.base.errors import CommunicationError
+
+Environment = Mapping[str, str]
+# Ports below those that systems hand out by themselves (32768 on Linux).
+_FIRST_PORT, _PORTS = 15000, 16384
+_COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
+_JOB_LISTS = ("SLURM_JOB_NODELIST", "SLURM_NODELIST")
+_STEP = ("SLURM_STEP_ID", "SLURM_STEPID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST")
+
+
+def expand_hosts(text: str) -> list[str]:
+    """`n[01-03,7]-ib,b1` as [n01-ib, n02-ib, n03-ib, n7-ib, b1]; a name may have several brackets.
+
+    Raises:
+        CommunicationError: it is no such list.
+    """
+    found: list[str] = []
+    for name in re.split(r",(?![^\[]*\])", text.strip()):
+        parts = re.split(r"\[([^\[\]]*)\]", name)  # what is written, what is in brackets, and so on
+        if not name or not all(re.fullmatch(r"[\w.-]*", part) for part in parts[::2]):
+            raise CommunicationError(f"{text!r} is no list of hosts as Slurm writes them, at {name!r}")
+        choices = [_numbers(part, text) if at % 2 else [part] for at, part in enumerate(parts)]
+        found += map("".join, itertools.product(*choices))
+    return found
+
+
+def expand_counts(text: str) -> list[int]:
+    """`2(x3),1` as [2, 2, 2, 1]: tasks of each host.
+
+    Raises:
+        CommunicationError: it is no such list.
+    """
+    found: list[int] = []
+    for part in text.split(","):
+        match = _COUNT.fullmatch(part)
+        if match is None:
+            raise CommunicationError(f"{text!r} is no list of counts as Slurm writes them, at {part!r}")
+        found += [int(match[1])] * int(match[2] or 1)
+    return found
+
+
+def is_step(environ: Environment) -> bool:
+    """Whether srun started this process; a batch script has the variables of a first task too, and is none."""
+    return any(environ.get(name) for name in _STEP)
+
+
+def hosts_of_step(environ: Environment) -> list[str]:
+    """The hosts of the step that this process is in, else of its job; none where Slurm names none.
+
+    Raises:
+        CommunicationError: the variable is no list of hosts.
+    """
+    nodes = next((environ[name] for name in ("SLURM_STEP_NODELIST", *_JOB_LISTS) if environ.get(name)), "")
+    return expand_hosts(nodes) if nodes else []
+
+
+def tasks_here(environ: Environment) -> int | None:
+    """How many tasks of the step are on this process's host; None: not said."""
+    text, node = environ.get("SLURM_STEP_TASKS_PER_NODE", ""), environ.get("SLURM_NODEID", "0")
+    if not text or not node.isdecimal():
+        return None
+    counts = expand_counts(text)
+    return counts[int(node)] if int(node) < len(counts) else None
+
+
+def allocated_hosts(environ: Environment) -> dict[str, int]:
+    """The hosts of the job that this process is in, and how many ranks each is meant for: tasks, else GPUs, else 1.
+
+    Returns:
+        Nothing outside of a job.
+
+    Raises:
+        CommunicationError: a variable is no list of hosts or counts.
+    """
+    names = next((environ[name] for name in _JOB_LISTS if environ.get(name)), "")
+    if not names:
+        return {}
+    hosts = expand_hosts(names)
+    for variable in ("SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_GPUS_ON_NODE"):
+        if environ.get(variable) and re.fullmatch(r"[\d(),x]+", environ[variable]):
+            counts = expand_counts(environ[variable])
+            return dict(zip(hosts, counts if len(counts) == len(hosts) else counts[:1] * len(hosts), strict=True))
+    return dict.fromkeys(hosts, 1)
+
+
+def port_of(job: int, step: int) -> int:
+    """A port that all tasks of a job step reckon alike, and other steps differently."""
+    return _FIRST_PORT + (job + 1009 * step) % _PORTS
+
+
+def _numbers(ranges: str, text: str) -> list[str]:
+    found = []
+    for part in ranges.split(","):
+        first, dash, last = part.partition("-")
+        if not first.isdecimal() or (dash and (not last.isdecimal() or int(last) < int(first))):
+            raise CommunicationError(f"{text!r} is no list of hosts as Slurm writes them, at {part!r}")
+        found += [str(number).zfill(len(first)) for number in range(int(first), int(last or first) + 1)]
+    return found

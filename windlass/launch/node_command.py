@@ -1,0 +1,82 @@
+"""`python -m deepspeed.launcher.launch`: the ranks of one host, told by its caller which hosts and slots there are."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from windlass.base.errors import WindlassError
+from windlass.base.output import while_read
+from windlass.launch.command import perform_plan
+from windlass.launch.errors import LaunchError
+from windlass.launch.flags import parse, parser_of_run
+from windlass.launch.hosts import decode_world_info
+from windlass.launch.place import Host
+from windlass.launch.plan import Plan
+from windlass.launch.request import LATE_PORT, program_of
+
+_FLAGS = (
+    *("node_rank", "master_addr", "master_port", "module", "no_python", "no_local_rank", "enable_each_rank_log"),
+    *("bind_cores_to_rank", "bind_core_list", "log_level", "quiet", "help"),
+)
+
+
+def parser_of_node() -> argparse.ArgumentParser:
+    """The flags that DeepSpeed's launcher of one host has."""
+    known = parser_of_run()
+    parser = argparse.ArgumentParser(
+        prog="deepspeed.launcher.launch",
+        usage="python -m deepspeed.launcher.launch --world_info=TEXT [OPTION]... SCRIPT [ARGUMENT]...",
+        description="Start the ranks of one host, by windlass.",
+    )
+    for action in known._actions:
+        if action.dest in _FLAGS and action.dest != "help":
+            action.option_strings = [name for name in action.option_strings if name != "-m"]
+            parser._add_action(action)
+    text = "base64 of the JSON {host: [slot, ...]}, hosts in the order of ranks"
+    parser.add_argument("--world_info", required=True, metavar="TEXT", help=text)
+    parser.add_argument("--save_pid", type=int, default=0, metavar="PID", help="accepted: the `deepspeed` command does")
+    without = {action.dest: action.default for action in known._actions if action.dest not in (*_FLAGS, "save_pid")}
+    parser.set_defaults(**without, node_rank=0, master_addr="127.0.0.1", master_port=LATE_PORT)
+    return parser
+
+
+def plan_of_node(args: argparse.Namespace) -> Plan:
+    """The plan that the flags ask for.
+
+    Raises:
+        LaunchError: `--world_info` is no such text, or has no host of that number.
+    """
+    hosts = tuple(Host(name, tuple(slots)) for name, slots in decode_world_info(args.world_info).items())
+    if not 0 <= args.node_rank < len(hosts) or not hosts[args.node_rank].slots:
+        raise LaunchError(f"--node_rank {args.node_rank}: --world_info has no slot for it; it names {len(hosts)} hosts")
+    args.give_local_rank = not args.no_local_rank
+    return Plan(
+        program_of(args),
+        hosts,
+        node=args.node_rank,
+        master_addr=args.master_addr,
+        master_port=args.master_port,
+        keep_store=False,
+        use_devices=True,
+        bind_cores=args.bind_cores_to_rank,
+        core_list=args.bind_core_list,
+        grace_s=args.grace,
+    )
+
+
+@while_read()
+def main(argv: Sequence[str] | None = None) -> None:
+    """Behave as that program: what cannot be started is one message and exit code 1."""
+    args = parse(parser_of_node(), sys.argv[1:] if argv is None else argv)
+    args.labels = False
+    try:
+        code = perform_plan(args, plan_of_node(args))
+    except WindlassError as error:
+        print(f"deepspeed.launcher.launch: {error}", file=sys.stderr)
+        code = 1
+    except KeyboardInterrupt:
+        code = 130
+    if code:
+        sys.exit(code)
