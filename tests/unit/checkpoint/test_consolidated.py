@@ -135,6 +135,15 @@ def test_errors_are_those_that_callers_expect(tmp_path: Path) -> None:
         consolidated.convert_zero_checkpoint_to_fp32_state_dict(tmp_path, tmp_path / "o", max_shard_size="big")
 
 
+def test_scripts_are_written_where_files_have_no_rights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(Path, "chmod", refuse)
+    write_scripts(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == set(SCRIPTS)
+
+
 def test_the_script_beside_a_checkpoint_runs(tmp_path: Path) -> None:
     weights = made(tmp_path, own=True)
     write_scripts(tmp_path)
