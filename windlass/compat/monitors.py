@@ -66,13 +66,16 @@ class MonitorMaster(Monitor):
 
 
 class _OfOne(Monitor):
-    """Writes to one place, by its own section."""
+    """Writes to one place, by its own section, whose words are its attributes."""
 
     _section: str
+    _words: tuple[str, ...] = ("output_path", "job_name")
 
     def __init__(self, monitor_config: Any) -> None:
         super().__init__(monitor_config)
         self.enabled: bool = monitor_config.enabled
+        for word in self._words:
+            setattr(self, word, getattr(monitor_config, word))
         sections = {"tensorboard": _OFF, "csv_monitor": _OFF, "wandb": _OFF, self._section: monitor_config}
         self._monitor = monitor.Monitor(SimpleNamespace(**sections))
 
@@ -96,3 +99,4 @@ class WandbMonitor(_OfOne):
     """Weights & Biases."""
 
     _section = "wandb"
+    _words = ("group", "team", "project")

@@ -8,6 +8,7 @@ import math
 import random
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -342,3 +343,24 @@ def test_names_of_files_are_those_that_are_written() -> None:
 
     assert names.get_model_ckpt_name_for_rank("a", "00") == f"a/{deepspeed_out.MODEL_FILE}"
     assert names.get_zero_ckpt_name_for_rank("a", 3, 0) == "a/zero_pp_rank_3_mp_rank_00_optim_states.pt"
+
+
+def test_monitors_answer_by_the_words_of_their_sections(tmp_path: Path) -> None:
+    from windlass.compat.monitors import WandbMonitor, csvMonitor, get_monitor_config
+
+    files = {"enabled": True, "output_path": str(tmp_path), "job_name": "run"}
+    config = get_monitor_config({"train_batch_size": 1, "csv_monitor": files, "wandb": {"group": "g"}})
+    csv, wandb = csvMonitor(config.csv_monitor), WandbMonitor(config.wandb)
+    assert (csv.enabled, csv.output_path, csv.job_name) == (True, str(tmp_path), "run")
+    assert (wandb.enabled, wandb.group, wandb.team, wandb.project) == (False, "g", None, "deepspeed")
+
+
+def test_adamw_is_not_asked_to_be_adam(caplog: pytest.LogCaptureFixture) -> None:
+    """DeepSpeed's AdamW does not hear `adam_w_mode`, and so its configurations may have it."""
+    from windlass.compat.tolerance import tolerated
+
+    given = {"train_batch_size": 1, "optimizer": {"type": "AdamW", "params": {"lr": 0.1, "adam_w_mode": False}}}
+    with caplog.at_level("WARNING", logger="windlass"):
+        assert tolerated(given)["optimizer"]["params"] == {"lr": 0.1, "weight_decay": 0.0}
+    assert "AdamW decouples its decay" in caplog.text and given["optimizer"]["params"]["adam_w_mode"] is False
+    assert tolerated({"optimizer": {**given["optimizer"], "type": "Adam"}})["optimizer"]["type"] == "Adam"
