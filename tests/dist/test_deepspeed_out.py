@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tests.dist.harness import run_ranks
-from tests.dist.test_deepspeed_files import CLIENT, engine_for, steps
+from tests.dist.test_deepspeed_files import CLIENT, Net, config_of, engine_for, steps
 from windlass.checkpoint import consolidated
 from windlass.checkpoint.catalogue import look
 from windlass.checkpoint.to_windlass import main as to_windlass
@@ -202,3 +202,31 @@ def test_whole_weights_come_and_go(tmp_path: Path) -> None:
         assert written.keys() == ours["first"].keys()
         assert all(torch.equal(written[key], value) for key, value in ours["first"].items())
         assert written["head.weight"].data_ptr() == written["embed.weight"].data_ptr()
+
+
+def tagged(folder: str) -> dict[str, Any]:
+    """Each rank gives a tag of its own, as with a loss in it."""
+    import windlass
+
+    found: dict[str, Any] = {}
+    for mode in ("WARN", "IGNORE", "FAIL"):
+        config = config_of(2, "fp32") | {"checkpoint": {"tag_validation": mode}}
+        engine = windlass.initialize(model=Net(), config=config)[0]
+        root = Path(folder) / mode
+        try:
+            engine.save_checkpoint(str(root), tag=f"loss-{dist.get_rank()}")
+            found[mode] = engine.load_checkpoint(str(root))[0]
+        except AssertionError as error:
+            found[mode] = str(error)
+        engine.destroy()
+    return found
+
+
+def test_rank_0_says_the_tag(tmp_path: Path) -> None:
+    results = run_ranks(tagged, 2, str(tmp_path))
+    assert results[0] == results[1]
+    for mode in ("WARN", "IGNORE"):
+        assert results[0][mode] == str(tmp_path / mode / "loss-0")
+        assert (tmp_path / mode / "latest").read_text() == "loss-0"
+        assert not (tmp_path / mode / "loss-1").exists()
+    assert "rank 1: 'loss-1'" in results[0]["FAIL"] and not (tmp_path / "FAIL").exists()

@@ -60,7 +60,7 @@ def require_dtype(dtype: torch.dtype | str) -> torch.dtype:
     """The dtype of that name. Raises ValueError for another than float32, float16 and bfloat16."""
     found = _DTYPES.get(dtype.removeprefix("torch.").lower()) if isinstance(dtype, str) else dtype
     if found not in _DTYPES.values():
-        raise ValueError(f"unsupported output dtype {dtype!r}; give one of {', '.join(sorted(_DTYPES))}")
+        raise ValueError(f"Unsupported output dtype {dtype!r}; give one of {', '.join(sorted(_DTYPES))}")
     assert found is not None
     return found
 

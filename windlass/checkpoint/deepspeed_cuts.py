@@ -82,10 +82,11 @@ class Cuts:
         self.tensors[name] = TensorRecord.model_construct(shape=shape, dtype=code_of(dtype), chunks=tuple(chunks))
 
     def literal(self, name: str, tensor: torch.Tensor) -> None:
-        """A tensor of no dimensions that is a plain number in the files."""
+        """A tensor that is none in the files, but a plain number or bytes."""
         file = next(iter(sorted(self.path.glob("*model_states.pt"))))
-        chunk = _chunk((), (), file, entry_of_bytes(tensor))
-        self.tensors[name] = TensorRecord.model_construct(shape=(), dtype=code_of(tensor.dtype), chunks=(chunk,))
+        shape = tuple(tensor.shape)
+        chunk = _chunk((0,) * len(shape), shape, file, entry_of_bytes(tensor))
+        self.tensors[name] = TensorRecord.model_construct(shape=shape, dtype=code_of(tensor.dtype), chunks=(chunk,))
 
     def check(self, fits: Any, what: str) -> None:
         """Raises CheckpointError unless what the files say fits together."""

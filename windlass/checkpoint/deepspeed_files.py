@@ -318,8 +318,10 @@ class _Reading:
         }
         encoded, found = plain.encode(told, "plain/")
         for name, tensor in found.items():
-            assert isinstance(tensor, StoredTensor)
-            self.cuts.whole(name, tensor)
+            if isinstance(tensor, StoredTensor):
+                self.cuts.whole(name, tensor)
+            else:
+                self.cuts.literal(name, tensor)
         files = {chunk.file for record in tensors.values() for chunk in record.chunks}
         return Index.model_construct(
             format=FORMAT,

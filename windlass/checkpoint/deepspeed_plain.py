@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from windlass.base.errors import CheckpointError
 from windlass.base.log import logger
 from windlass.checkpoint import plain
-from windlass.checkpoint.torch_file import LossScaler, Namespace
+from windlass.checkpoint.bag import Array, LossScaler, Namespace
 
 # What the engine itself writes beside the caller's `client_state`.
 _OWN = frozenset(
@@ -60,13 +61,13 @@ def _loss_scale(first: Mapping[str, Any], saved: list[dict[str, Any]]) -> dict[s
 
 
 def _client(first: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """The caller's own, with options of argparse as dictionaries; what is no plain data is left out, and named."""
+    """The caller's own; what is no plain data is left out, and named."""
     client = {}
     for key, value in first.items():
         if key in _OWN:
             continue
-        value = _opened(value)
         try:
+            value = _opened(value)
             plain.encode(value, "")
         except CheckpointError as error:
             logger.warning("%s: %r of the client state is left out: %s", path, key, error)
@@ -77,7 +78,9 @@ def _client(first: Mapping[str, Any], path: Path) -> dict[str, Any]:
 
 def _opened(value: Any) -> Any:
     if isinstance(value, Namespace):
-        return {key: _opened(item) for key, item in value.__dict__.items() if key != "given"}
+        return argparse.Namespace(**{key: _opened(item) for key, item in value.__dict__.items() if key != "given"})
+    if isinstance(value, Array):
+        return value.made()
     if isinstance(value, dict):
         return {key: _opened(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

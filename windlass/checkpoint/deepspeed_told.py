@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -89,7 +91,7 @@ def loss_scaler(scaling: Mapping[str, Any], plain: Mapping[str, Any], half: str 
 
 
 def plainly(value: Any) -> Any:
-    """A value of the caller's as plain data; what is none becomes its text."""
+    """A value of the caller's as plain data or an object of Python's own; what is neither becomes its text."""
     if value is None or isinstance(value, (bool, int, float, str, torch.Tensor, torch.dtype)):
         return value
     if isinstance(value, Mapping):
@@ -97,4 +99,12 @@ def plainly(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         items = [plainly(item) for item in value]
         return items if isinstance(value, list) else tuple(items)
+    if isinstance(value, (Namespace, SimpleNamespace)):
+        return Named("argparse", "Namespace", attributes={name: plainly(item) for name, item in vars(value).items()})
+    if isinstance(value, (set, frozenset)):
+        return Named("builtins", type(value).__name__, given=([plainly(item) for item in value],))
+    if isinstance(value, bytes):
+        return Named("_codecs", "encode", given=(value.decode("latin1"), "latin1"))
+    if hasattr(value, "tolist") and type(value).__module__ == "numpy":
+        return plainly(value.tolist())
     return str(value)

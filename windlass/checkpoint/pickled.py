@@ -67,7 +67,7 @@ def pickled(value: Any) -> tuple[bytes, list[Planned]]:
     """The pickle of `value`, and its tensors: that at `n` is the storage `n`.
 
     Args:
-        value: None, bool, int, float, str, bytes, dtypes, sizes, tensors, `Planned`, `Named`, and lists, tuples and
+        value: None, bool, int, float, str, dtypes, sizes, tensors, `Planned`, `Named`, and lists, tuples and
             dictionaries of them.
 
     Raises:
@@ -79,7 +79,7 @@ def pickled(value: Any) -> tuple[bytes, list[Planned]]:
 
 
 class _Writer:
-    """Opcodes of pickle's protocol 2, without its memo."""
+    """Opcodes of pickle's protocol 2. Its memo has tensors alone: one that is named twice is one object to readers."""
 
     def __init__(self) -> None:
         self.out: list[bytes] = []
@@ -170,9 +170,11 @@ class _Writer:
     def _tensor(self, tensor: Planned, identity: int) -> None:
         if tensor.dtype not in _STORAGES:
             raise CheckpointError(f"a .pt file cannot hold tensors of dtype {tensor.dtype}; cast it, or leave it out")
-        if identity not in self._numbers:
-            self._numbers[identity] = len(self.tensors)
-            self.tensors.append(tensor)
+        if identity in self._numbers:
+            self.out.append(b"j" + struct.pack("<I", self._numbers[identity]))
+            return
+        self._numbers[identity] = len(self.tensors)
+        self.tensors.append(tensor)
         strides = torch.empty(tensor.shape, device="meta").stride()
         self._global("torch._utils", "_rebuild_tensor_v2")
         self.out += b"(", b"("
@@ -181,4 +183,4 @@ class _Writer:
         self._all((str(self._numbers[identity]), "cpu", tensor.numel))
         self.out += b"t", b"Q"
         self._all((0, tuple(tensor.shape), tuple(strides), False, OrderedDict()))
-        self.out += b"t", b"R"
+        self.out += b"t", b"R", b"r" + struct.pack("<I", self._numbers[identity])

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Mapping
+from pathlib import PurePath
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -12,12 +16,14 @@ from windlass.base.errors import CheckpointError
 
 # A tagged value is an object with this one key: {"$": [kind, payload]}.
 TAG = "$"
+_DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 
 
 def encode(value: object, prefix: str) -> tuple[Any, dict[str, torch.Tensor]]:
     """Plain data as what `json.dumps` takes, and the tensors found in it by the names they are to be stored under.
 
-    Tuples, dictionaries whose keys are not all strings, infinities and NaNs come back as they were.
+    Tuples, sets, bytes, dtypes, arrays of numpy, dictionaries whose keys are not all strings, infinities and NaNs come
+    back as they were, namespaces as argparse's, numbers of numpy as Python's, paths as text.
 
     Args:
         prefix: begins each tensor's name, such as `plain/`.
@@ -50,6 +56,11 @@ def decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
         return float(payload)
     if kind == "tensor" and payload in tensors:
         return tensors[payload]
+    if kind in _READ and isinstance(payload, _READ[kind][0]):
+        try:
+            return _READ[kind][1](decode(payload, tensors))
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise CheckpointError(f"plain data of the checkpoint holds {value!r:.200}: {error}") from error
     raise CheckpointError(f"plain data of the checkpoint holds {value!r:.200}, which this version cannot read")
 
 
@@ -63,6 +74,27 @@ def tensor_names(value: Any) -> list[str]:
         kind, payload = _tagged(value)
         return [str(payload)] if kind == "tensor" else tensor_names(payload)
     return [name for item in value.values() for name in tensor_names(item)]
+
+
+def _array(parts: list[Any]) -> Any:
+    """An array of numpy's: its type's code, its shape, its bytes."""
+    import numpy
+
+    code, shape, raw = parts
+    if numpy.dtype(code).hasobject:
+        raise ValueError("an array of objects")
+    return numpy.ndarray(shape, code, bytearray(raw.numpy().tobytes()))
+
+
+# kind -> what its payload is, and what is made of that
+_READ: dict[str, tuple[type, Callable[[Any], Any]]] = {
+    "set": (list, set),
+    "frozenset": (list, frozenset),
+    "bytes": (str, bytes.fromhex),
+    "dtype": (str, lambda name: _DTYPES[name]),
+    "namespace": (dict, lambda values: Namespace(**values)),
+    "array": (list, _array),
+}
 
 
 def _tagged(value: dict[str, Any]) -> tuple[Any, Any]:
@@ -88,10 +120,32 @@ def _encode(value: object, path: str, prefix: str, found: dict[str, torch.Tensor
         return items if isinstance(value, list) else {TAG: ["tuple", items]}
     if isinstance(value, Mapping):
         return _encode_mapping(value, path, prefix, found)
+    return _encode_other(value, path, prefix, found)
+
+
+def _encode_other(value: object, path: str, prefix: str, found: dict[str, torch.Tensor]) -> Any:
+    """What is plain and has no place in JSON; scripts put it into their client state."""
+    if isinstance(value, (set, frozenset)):
+        items = [_encode(item, f"{path} (an item)", prefix, found) for item in value]
+        return {TAG: ["set" if isinstance(value, set) else "frozenset", items]}
+    if isinstance(value, (bytes, bytearray)):
+        return {TAG: ["bytes", value.hex()]}
+    if isinstance(value, torch.dtype):
+        return {TAG: ["dtype", str(value)]}
+    if isinstance(value, PurePath):
+        return str(value)
+    if isinstance(value, (Namespace, SimpleNamespace)):
+        return {TAG: ["namespace", _encode(vars(value), path, prefix, found)]}
+    numpy = sys.modules.get("numpy")  # a value of its kinds is there only if it is
+    if numpy is not None and isinstance(value, numpy.generic) and isinstance(value.item(), (bool, int, float, str)):
+        return _encode(value.item(), path, prefix, found)
+    if numpy is not None and isinstance(value, numpy.ndarray) and value.dtype.kind in "biufcMmSU":
+        raw = torch.tensor(bytearray(value.tobytes()), dtype=torch.uint8, device="cpu")
+        return {TAG: ["array", [value.dtype.str, list(value.shape), _encode(raw, path, prefix, found)]]}
     raise CheckpointError(
         f"{path or 'the value'} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint cannot "
-        "hold: give None, bool, int, float, str, tensors, or lists, tuples and dicts of them (checkpoints are never "
-        "pickled)"
+        "hold: give None, bool, int, float, str, bytes, tensors, arrays of numpy, or lists, tuples, sets, dicts and "
+        "namespaces of them (checkpoints are never pickled)"
     )
 
 

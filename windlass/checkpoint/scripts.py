@@ -6,6 +6,7 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
+from windlass.base.log import logger
 from windlass.checkpoint.directory import disk_errors
 
 _SCRIPT = '''#!/usr/bin/env python
@@ -43,5 +44,8 @@ def write_scripts(directory: Path) -> None:
                 continue
         with disk_errors(path, len(text)):
             temporary.write_text(text, encoding="utf-8")
-            temporary.chmod(0o755)
+            try:
+                temporary.chmod(0o755)
+            except PermissionError as error:  # of file shares that know no rights: `python FILE` runs it all the same
+                logger.info("%s can't be made a program: %s", path, error)
             temporary.replace(path)

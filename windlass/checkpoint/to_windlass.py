@@ -9,9 +9,10 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -83,8 +84,18 @@ def to_windlass(source: Path, target: Path, order: Order | None = None) -> Path:
 
 
 @while_read()
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command; the exit code."""
+def main(argv: Any = None) -> int:
+    """The command; the exit code.
+
+    Args:
+        argv: arguments; or an object that has `input_folder` and `output_folder`, of a script that calls this.
+
+    Raises:
+        CheckpointError: a script's could not be converted.
+    """
+    if argv is not None and not isinstance(argv, (list, tuple)):
+        _convert(Path(argv.input_folder), Path(argv.output_folder))
+        return 0
     parser = argparse.ArgumentParser(
         "ds_to_universal",
         description="Write a checkpoint of DeepSpeed's as one of windlass'. No need to: windlass loads DeepSpeed's "
@@ -98,15 +109,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--no_strict", dest="strict", action="store_false", help="accepted; all that is there is taken")
     parser.add_argument("--inject_missing_state", action="store_true", help="accepted; nothing needs to be there")
     args = parser.parse_args(argv)
-    source, target = Path(args.input_folder), Path(args.output_folder).absolute()
     try:
-        written = to_windlass(source, target)
-        write_latest(written.parent, written.name, LATEST_UNIVERSAL)
+        _convert(Path(args.input_folder), Path(args.output_folder))
     except (WindlassError, OSError) as error:
         print(f"ds_to_universal: {error}", file=sys.stderr)
         return 1
-    print(f"{written}: a windlass checkpoint, which load_checkpoint takes in any layout, as it takes {source} itself")
     return 0
+
+
+def _convert(source: Path, target: Path) -> None:
+    written = to_windlass(source, target.absolute())
+    write_latest(written.parent, written.name, LATEST_UNIVERSAL)
+    print(f"{written}: a windlass checkpoint, which load_checkpoint takes in any layout, as it takes {source} itself")
 
 
 if __name__ == "__main__":

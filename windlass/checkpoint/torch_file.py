@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from windlass.base.errors import CheckpointError
+from windlass.checkpoint.bag import Array, Bag, LossScaler, Namespace, ZeroStage
 from windlass.checkpoint.tensor_file import TensorFile, bytes_of
 
 _STORAGES: dict[str, torch.dtype] = {
@@ -38,33 +39,6 @@ _STORAGES: dict[str, torch.dtype] = {
     "BoolStorage": torch.bool,
 }
 _LITERAL = "literal:"
-
-
-class Bag:
-    """Stands for an object of a class that is not loaded: its attributes, and nothing that could run.
-
-    Attributes:
-        given: what its class was called with.
-    """
-
-    given: tuple[Any, ...]
-
-    def __new__(cls, *given: Any) -> Bag:
-        bag = super().__new__(cls)
-        bag.__dict__["given"] = given
-        return bag
-
-    def __init__(self, *given: Any) -> None:
-        """Nothing: see `__new__`."""
-
-    def __setstate__(self, state: Any) -> None:
-        if isinstance(state, tuple):  # attributes, and slots
-            state = {key: value for part in state if isinstance(part, dict) for key, value in part.items()}
-        if isinstance(state, dict):
-            self.__dict__.update({str(key): value for key, value in state.items()})
-
-    def __reduce__(self) -> Any:
-        raise TypeError("a stand-in is not pickled again")
 
 
 @dataclass(frozen=True)
@@ -199,7 +173,7 @@ class _Unpickler(pickle.Unpickler):
         if module == "torch" and name in _STORAGES:
             return _STORAGES[name]
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return f"torch.{name}"
+            return getattr(torch, name)
         if (module, name) in _KNOWN:
             return _KNOWN[module, name]
         raise CheckpointError(
@@ -279,18 +253,6 @@ def _number(dtype: Any, raw: Any = b"") -> Any:
     return struct.unpack("<" + form[code], raw)[0]
 
 
-class LossScaler(Bag):
-    """Of DeepSpeed: `cur_scale`, and how it moves."""
-
-
-class ZeroStage(Bag):
-    """Of DeepSpeed: a stage's number, in `given`."""
-
-
-class Namespace(Bag):
-    """Of argparse: options as attributes."""
-
-
 _KNOWN: dict[tuple[str, str], Any] = {
     ("collections", "OrderedDict"): OrderedDict,
     ("torch._utils", "_rebuild_tensor_v2"): _Inert(_tensor),
@@ -300,15 +262,20 @@ _KNOWN: dict[tuple[str, str], Any] = {
     ("torch.nn.parameter", "Parameter"): Bag,
     ("torch", "Size"): tuple,
     ("torch", "device"): _Inert(_text),
-    ("builtins", "set"): _Inert(_items),
-    ("__builtin__", "set"): _Inert(_items),
-    ("__builtin__", "frozenset"): _Inert(_items),
-    ("builtins", "frozenset"): _Inert(_items),
+    ("builtins", "set"): _Inert(lambda found=(): set(_items(found))),
+    ("__builtin__", "set"): _Inert(lambda found=(): set(_items(found))),
+    ("__builtin__", "frozenset"): _Inert(lambda found=(): frozenset(_items(found))),
+    ("builtins", "frozenset"): _Inert(lambda found=(): frozenset(_items(found))),
+    ("builtins", "bytes"): _Inert(lambda: b""),
+    ("__builtin__", "bytes"): _Inert(lambda: b""),
     ("_codecs", "encode"): _Inert(_bytes),
     ("argparse", "Namespace"): Namespace,
     ("pathlib", "PosixPath"): _Inert(_text),
     ("pathlib._local", "PosixPath"): _Inert(_text),
     ("numpy", "dtype"): Bag,
+    ("numpy", "ndarray"): Array,
+    ("numpy.core.multiarray", "_reconstruct"): _Inert(lambda *_: Array()),
+    ("numpy._core.multiarray", "_reconstruct"): _Inert(lambda *_: Array()),
     ("numpy.core.multiarray", "scalar"): _Inert(_number),
     ("numpy._core.multiarray", "scalar"): _Inert(_number),
     ("deepspeed.runtime.fp16.loss_scaler", "LossScaler"): LossScaler,

@@ -75,17 +75,21 @@ class aio_handle:
         """
         return self._now(False, buffer, filename, file_offset)
 
-    def sync_pwrite(self, buffer: torch.Tensor, filename: str, file_offset: int = 0) -> int:
-        """Write `buffer` into a file, which is made if need be; 1 when it is done."""
-        return self._now(True, buffer, filename, file_offset)
+    def sync_pwrite(
+        self, buffer: torch.Tensor, filename: str | int | None = None, file_offset: int = 0, *, fd: int | None = None
+    ) -> int:
+        """Write `buffer` into a file, which is made if need be, or is open under a number; 1 when it is done."""
+        return self._now(True, buffer, _file(filename, fd), file_offset)
 
     def async_pread(self, buffer: torch.Tensor, filename: str, file_offset: int = 0) -> int:
         """Start what `sync_pread` does; 0. The buffer is not to be touched before `wait`."""
         return self._start(False, buffer, filename, file_offset)
 
-    def async_pwrite(self, buffer: torch.Tensor, filename: str, file_offset: int = 0) -> int:
+    def async_pwrite(
+        self, buffer: torch.Tensor, filename: str | int | None = None, file_offset: int = 0, *, fd: int | None = None
+    ) -> int:
         """Start what `sync_pwrite` does; 0. The buffer is not to be touched before `wait`."""
-        return self._start(True, buffer, filename, file_offset)
+        return self._start(True, buffer, _file(filename, fd), file_offset)
 
     def pread(
         self, buffer: torch.Tensor, filename: str, validate: bool, asynchronous: bool, file_offset: int = 0
@@ -169,6 +173,14 @@ def aio_read(buffer: torch.Tensor, filename: str, block_size: int = 1 << 20, *ig
 def aio_write(buffer: torch.Tensor, filename: str, block_size: int = 1 << 20, *ignored: object) -> int:
     """Write a tensor to a file; 1."""
     return aio_handle(block_size).sync_pwrite(buffer, filename)
+
+
+def _file(name: str | int | None, number: int | None) -> str:
+    """A file by its name, or by the number under which it is open; that one may be open for aligned data alone."""
+    given = name if number is None else number
+    if given is None:
+        raise StorageError("aio_handle: no file was named; pass filename, or fd")
+    return f"/proc/self/fd/{given}" if isinstance(given, int) else given
 
 
 def _bytes_of(buffer: torch.Tensor, filename: str) -> memoryview:

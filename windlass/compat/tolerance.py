@@ -32,10 +32,12 @@ def tolerated(source: Any) -> Any:
     settled = [problem.path for problem in found.problems if problem.kind is Kind.CONTRADICTION]
     settled = [path for path in settled if path in _SETTLED]
     idle = [key for key, is_idle in _IDLE.items() if key in top and is_idle(top[key])]
-    decay = _unsaid_decay(top.get("optimizer"))
-    if not (strange or settled or idle) and decay is None:
+    decay, coupled = _unsaid_decay(top.get("optimizer")), _is_coupled_adamw(top.get("optimizer"))
+    if not (strange or settled or idle or coupled) and decay is None:
         return source
     data = copy.deepcopy(top)
+    if coupled:
+        del data["optimizer"]["params"]["adam_w_mode"]
     if decay is not None:
         data["optimizer"]["params"] = {**(data["optimizer"].get("params") or {}), "weight_decay": decay}
     for path in [*strange, *idle]:
@@ -45,6 +47,10 @@ def tolerated(source: Any) -> Any:
     name = found.source.name
     if new := _new(strange):
         logger.warning("%s: DeepSpeed has no such keys, they are passed over: %s", name, ", ".join(new))
+    if coupled and _new(["optimizer.params.adam_w_mode"]):
+        logger.warning(
+            "%s: optimizer.params.adam_w_mode: passed over, AdamW decouples its decay; name Adam for it", name
+        )
     for path in _new(settled):
         logger.warning("%s: %s: %s", name, path, _SETTLED[path][1])
     return data
@@ -58,8 +64,16 @@ def _unsaid_decay(optimizer: Any) -> float | None:
     params, name = optimizer.get("params") or {}, str(optimizer.get("type")).lower()
     if name not in ("adam", "adamw") or "weight_decay" in params:
         return None
-    theirs = 0.01 if params.get("torch_adam") and params.get("adam_w_mode", True) else 0.0
+    decouples = name == "adamw" or params.get("adam_w_mode", True)
+    theirs = 0.01 if params.get("torch_adam") and decouples else 0.0
     return theirs if theirs != (0.01 if name == "adamw" else 0.0) else None
+
+
+def _is_coupled_adamw(optimizer: Any) -> bool:
+    """Whether AdamW is asked to be Adam, which DeepSpeed's does not hear."""
+    if not isinstance(optimizer, dict) or not isinstance(optimizer.get("params"), dict):
+        return False
+    return str(optimizer.get("type")).lower() == "adamw" and optimizer["params"].get("adam_w_mode") is False
 
 
 def _new(paths: list[str]) -> list[str]:

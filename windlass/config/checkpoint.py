@@ -47,7 +47,8 @@ class Checkpoint(Section):
     asynchronous: bool = honoured(False, also=("async",), native=True)
     """Also `async`: `save_checkpoint` returns as soon as a copy is taken and writes while training goes on, unless the
     call says `blocking=True`."""
-    tag_validation: TagValidation = accepted("WARN", "ranks that save under different tags are always an error")
+    tag_validation: TagValidation = honoured("WARN")
+    """Of ranks that save under different tags: `WARN` takes rank 0's and says so, `IGNORE` takes it, `FAIL` raises."""
     load_universal: bool = honoured(False)
     """Load the tag that `latest_universal` names, where there is such a file: what `ds_to_universal` made."""
     use_node_local_storage: bool = refused(

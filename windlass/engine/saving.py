@@ -46,6 +46,7 @@ from windlass.engine.position import (
 )
 from windlass.engine.refresh import pending
 from windlass.engine.states import Outgoing, merged, outgoing
+from windlass.engine.tag import one_tag
 from windlass.engine.weights import load_by, require_all_known, said_of_weights
 from windlass.zero.chunk import Chunk
 from windlass.zero.health import HALF_DONE
@@ -106,10 +107,12 @@ def save_engine(
             outgoing(model.update, drawer_of, states)
         if not blocking:
             later.append(Written(model, units, absent))
-        return {**states.about(), "data": data_position(engine)}
+        return {**states.about(), "data": data_position(engine), "tag": name}
 
+    name = tag if tag is not None else f"global_step{engine.global_steps}"
     ranks = Ranks.of(model.mesh.data.process_group)
     everywhere = ranks.each("preparing to save", look)
+    name = one_tag([one["tag"] for one in everywhere], engine._config.checkpoint.tag_validation)
     places = [one["data"] for one in everywhere]
     if len({repr(place) for place in places}) > 1:
         logger.warning(
@@ -143,7 +146,6 @@ def save_engine(
     state = SavedState(
         [*shards, *states.shards, *averages.shards_of(model)], tensors, plain, {"random": random_state(engine.device)}
     )
-    name = tag if tag is not None else f"global_step{engine.global_steps}"
     keep = engine._config.checkpoint.keep_last
     written = engine.saved_tags | {name}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shutil
@@ -129,10 +130,19 @@ def test_errors_are_those_that_callers_expect(tmp_path: Path) -> None:
     assert consolidated.get_model_state_file(tag, 2) == str(tag / MODEL)
     assert [Path(path).name for path in consolidated.get_optim_files(tag)] == [first.name, OPTIM]
     for dtype in ("int8", torch.int64):
-        with pytest.raises(ValueError, match="unsupported output dtype"):
+        with pytest.raises(ValueError, match="Unsupported output dtype"):
             consolidated.convert_zero_checkpoint_to_state_dict(tmp_path, tmp_path / "o", dtype=dtype)
     with pytest.raises(ValueError, match="max_shard_size 'big' is no size"):
         consolidated.convert_zero_checkpoint_to_fp32_state_dict(tmp_path, tmp_path / "o", max_shard_size="big")
+
+
+def test_scripts_are_written_where_files_have_no_rights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(Path, "chmod", refuse)
+    write_scripts(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == set(SCRIPTS)
 
 
 def test_the_script_beside_a_checkpoint_runs(tmp_path: Path) -> None:
@@ -162,6 +172,10 @@ def test_universal_is_what_windlass_has_anyway(tmp_path: Path, capsys: pytest.Ca
     assert ds_to_universal([*where, *options, "--inject_missing_state"]) == 0
     assert "in any layout" in capsys.readouterr().out
     assert (tmp_path / "latest_universal").read_text() == "uni"
+    shutil.rmtree(target)  # and from a script, with the options as an object
+    assert ds_to_universal(argparse.Namespace(input_folder=str(source), output_folder=str(target), strict=True)) == 0
+    with pytest.raises(CheckpointError, match="is no checkpoint's directory"):
+        ds_to_universal(argparse.Namespace(input_folder=str(tmp_path), output_folder=str(tmp_path / "other")))
     with Stored(tmp_path, "uni") as stored:
         assert stored.plain["client"] == {"epoch": 3} and stored.plain["engine"]["global_steps"] == 4
         for name, master in state.masters.items():

@@ -209,16 +209,23 @@ def test_what_the_caller_saved_comes_back_as_plain_data(tmp_path: Path, caplog: 
     np = pytest.importorskip("numpy")
     options = argparse.Namespace(lr=0.1, path=Path("/a/b"), inner=argparse.Namespace(n=1))
     client = {"args": options, "best": np.float64(1.5), "kinds": {"a"}, "dtype": torch.bfloat16, "raw": b"\x00\xff"}
-    write(tmp_path, "t", trained(**client), stage=0, ranks=1)
+    numbers = np.asfortranarray(np.arange(6.0).reshape(2, 3))
+    client |= {"numpy": np.random.get_state(), "array": numbers, "texts": np.array(["a", "bc"]), "none": b""}
+    write(tmp_path, "t", trained(**client, odd=np.zeros(1, "M8[s]")), stage=0, ranks=1)
     with caplog.at_level("WARNING", logger="windlass"):
         found = Stored(tmp_path).plain["client"]
+    random, array, texts = found.pop("numpy"), found.pop("array"), found.pop("texts")
     assert found == {
-        "args": {"lr": 0.1, "path": "/a/b", "inner": {"n": 1}},
+        "args": argparse.Namespace(lr=0.1, path="/a/b", inner=argparse.Namespace(n=1)),
         "best": 1.5,
-        "kinds": ["a"],
-        "dtype": "torch.bfloat16",
+        "kinds": {"a"},
+        "dtype": torch.bfloat16,
+        "raw": b"\x00\xff",
+        "none": b"",
     }
-    assert "'raw' of the client state is left out" in caplog.text
+    assert (array == numbers).all() and texts.tolist() == ["a", "bc"]
+    assert (random[1] == client["numpy"][1]).all() and random[2:] == client["numpy"][2:]
+    assert "'odd' of the client state is left out" in caplog.text
 
 
 def changed(path: Path, change: Callable[[dict[str, Any]], None]) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import collections
 import json
 import math
 import random
+import types
+from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from hypothesis import given
@@ -68,7 +72,36 @@ def test_states_of_random_and_of_a_scheduler_survive() -> None:
     assert torch.equal(back["torch"], state["torch"])
 
 
-@pytest.mark.parametrize("value", [object(), {1, 2}, b"bytes", torch.float32, lambda: None])
+def test_what_scripts_put_into_their_client_state_survives() -> None:
+    """Options of argparse, states of numpy's generator, sets: a DeepSpeed script saves them, and so must this."""
+    state: dict[str, Any] = {
+        "args": argparse.Namespace(lr=1e-3, out=Path("a") / "b", dtype=torch.bfloat16, **{"$": 1}),
+        "numpy": numpy.random.get_state(),
+        "arrays": [numpy.zeros((0, 3), "f2"), numpy.array(["a", "bc"]), numpy.array(True), numpy.arange(6)[::2]],
+        "numbers": [numpy.float32(0.5), numpy.int64(3), numpy.bool_(True)],
+        "seen": {1, "a"},
+        "frozen": frozenset({(1, 2)}),
+        "bytes": b"\x00\xff",
+        "space": types.SimpleNamespace(deep=argparse.Namespace(a=1)),
+    }
+    encoded, found = encode(state, "plain/")
+    back: dict[str, Any] = decode(json.loads(json.dumps(encoded, allow_nan=False)), found)
+    assert back["args"] == argparse.Namespace(lr=1e-3, out=str(Path("a") / "b"), dtype=torch.bfloat16, **{"$": 1})
+    assert back["space"].deep.a == 1 and back["seen"] == {1, "a"} and back["frozen"] == state["frozen"]
+    assert back["bytes"] == b"\x00\xff" and repr(back["numbers"]) == "[0.5, 3, True]"
+    for one, other in zip([*state["arrays"], state["numpy"][1]], [*back["arrays"], back["numpy"][1]], strict=True):
+        assert one.dtype == other.dtype and one.shape == other.shape and (one == other).all()
+    numpy.random.RandomState().set_state(back["numpy"])
+
+
+def test_an_array_that_would_hold_objects_is_refused() -> None:
+    raw = {"$": ["tensor", "t"]}
+    for code in ("O", "no type"):
+        with pytest.raises(CheckpointError, match="holds"):
+            decode({"$": ["array", [code, [1], raw]]}, {"t": torch.zeros(8, dtype=torch.uint8)})
+
+
+@pytest.mark.parametrize("value", [object(), numpy.array([None]), lambda: None])
 def test_other_values_are_refused_with_their_path(value: object) -> None:
     with pytest.raises(CheckpointError, match=r"client\.list\[1\] is a .*never\s+pickled"):
         encode({"client": {"list": [0, value]}}, "plain/")

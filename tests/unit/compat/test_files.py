@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -97,3 +98,15 @@ def test_the_plain_writer_and_the_mock(tmp_path: Path, capsys: pytest.CaptureFix
     mock.close()
     assert (tmp_path / "none.pt").stat().st_size == 0
     assert mock._stats["bytes"] >= DATA.nbytes
+
+
+def test_a_file_that_is_open_is_written_by_its_number(tmp_path: Path) -> None:
+    file = os.open(tmp_path / "one", os.O_CREAT | os.O_WRONLY)
+    handle = aio_handle(1024)
+    assert handle.async_pwrite(buffer=DATA[:5000], fd=file, file_offset=0) == 0 and handle.wait() == 1
+    assert handle.sync_pwrite(DATA[5000:], file, 20_000) == 1
+    os.close(file)
+    found = torch.zeros_like(DATA)
+    assert handle.sync_pread(found, str(tmp_path / "one")) == 1 and torch.equal(found, DATA)
+    with pytest.raises(StorageError, match="no file was named"):
+        handle.sync_pwrite(DATA)

@@ -8,6 +8,7 @@ import math
 import random
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -319,10 +320,47 @@ def test_cores(monkeypatch: pytest.MonkeyPatch) -> None:
         cores.get_numactl_cmd("0-1", 3, 0)
 
 
-def test_a_monitor_tells_its_settings() -> None:
-    from windlass.compat.monitors import DeepSpeedMonitorConfig, WandbMonitor, csvMonitor
+def test_groups_without_experts_come_back() -> None:
+    """Scripts for models with and without experts ask of both."""
+    from windlass.compat import experts
+    from windlass.compat.refusal import NotBuiltError
 
-    config = DeepSpeedMonitorConfig(csv_monitor={"output_path": "a/b", "job_name": "j"}, wandb={"group": "g"})
+    net = torch.nn.Linear(2, 2)
+    for given in ({"params": net.parameters(), "name": "all"}, [{"params": [net.weight]}, {"params": [net.bias]}]):
+        groups = experts.split_params_into_different_moe_groups_for_optimizer(given)
+        assert [one for group in groups for one in group["params"]] == [net.weight, net.bias]
+    groups = experts.configure_moe_param_groups(list(net.parameters()))
+    assert len(groups) == 1 and torch.optim.SGD(groups, lr=0.1).param_groups[0]["params"] == list(net.parameters())
+    net.bias.allreduce = False  # the mark of an expert's
+    assert experts.split_params_into_shared_and_expert_params(net.parameters()) == ([net.weight], [net.bias])
+    with pytest.raises(NotBuiltError, match="not built yet"):
+        experts.configure_moe_param_groups(list(net.parameters()))
+
+
+def test_names_of_files_are_those_that_are_written() -> None:
+    from windlass.checkpoint import deepspeed_out
+    from windlass.compat import checkpoint_names as names
+
+    assert names.get_model_ckpt_name_for_rank("a", "00") == f"a/{deepspeed_out.MODEL_FILE}"
+    assert names.get_zero_ckpt_name_for_rank("a", 3, 0) == "a/zero_pp_rank_3_mp_rank_00_optim_states.pt"
+
+
+def test_monitors_answer_by_the_words_of_their_sections(tmp_path: Path) -> None:
+    from windlass.compat.monitors import WandbMonitor, csvMonitor, get_monitor_config
+
+    files = {"enabled": True, "output_path": str(tmp_path), "job_name": "run"}
+    config = get_monitor_config({"train_batch_size": 1, "csv_monitor": files, "wandb": {"group": "g"}})
     csv, wandb = csvMonitor(config.csv_monitor), WandbMonitor(config.wandb)
-    assert (csv.enabled, csv.output_path, csv.job_name) == (False, "a/b", "j")
+    assert (csv.enabled, csv.output_path, csv.job_name) == (True, str(tmp_path), "run")
     assert (wandb.enabled, wandb.group, wandb.team, wandb.project) == (False, "g", None, "deepspeed")
+
+
+def test_adamw_is_not_asked_to_be_adam(caplog: pytest.LogCaptureFixture) -> None:
+    """DeepSpeed's AdamW does not hear `adam_w_mode`, and so its configurations may have it."""
+    from windlass.compat.tolerance import tolerated
+
+    given = {"train_batch_size": 1, "optimizer": {"type": "AdamW", "params": {"lr": 0.1, "adam_w_mode": False}}}
+    with caplog.at_level("WARNING", logger="windlass"):
+        assert tolerated(given)["optimizer"]["params"] == {"lr": 0.1, "weight_decay": 0.0}
+    assert "AdamW decouples its decay" in caplog.text and given["optimizer"]["params"]["adam_w_mode"] is False
+    assert tolerated({"optimizer": {**given["optimizer"], "type": "Adam"}})["optimizer"]["type"] == "Adam"

@@ -12,6 +12,10 @@ _NAMES = (
     "get_model_state_files",
 )
 
+_FILES = "windlass.compat.checkpoint_names"
+_FILE_NAMES = ("get_model_ckpt_name_for_rank", "get_zero_ckpt_name_for_rank", "get_layer_ckpt_name_for_rank")
+_READER = refused("DeepSpeed's reader of its own files is not here; load_checkpoint and zero_to_fp32 read them")
+
 _HOSTS = ("fetch_hostfile", "parse_resource_filter", "parse_inclusion_exclusion", "encode_world_info")
 _RUNNERS = (
     "MultiNodeRunner",
@@ -28,6 +32,12 @@ TABLE: dict[str, Entry] = {
     "deepspeed.checkpoint.utils.clone_tensors_for_torch_save": works(
         "windlass.checkpoint.clones:clone_tensors_for_torch_save"
     ),
+    **{f"deepspeed.checkpoint.utils.{name}": works(f"{_FILES}:{name}") for name in _FILE_NAMES},
+    **{f"deepspeed.checkpoint.{name}": works(f"{_FILES}:{name}") for name in _FILE_NAMES},
+    "deepspeed.checkpoint.constants": works(_FILES),
+    "deepspeed.checkpoint.UNIVERSAL_CHECKPOINT_INFO": works(f"{_FILES}:UNIVERSAL_CHECKPOINT_INFO"),
+    "deepspeed.checkpoint.DeepSpeedCheckpoint": _READER,
+    "deepspeed.checkpoint.ZeROCheckpoint": _READER,
     "deepspeed.checkpoint.ds_to_universal": differs(
         "windlass.checkpoint.to_windlass", "writes a windlass checkpoint, which loads anywhere as it is"
     ),

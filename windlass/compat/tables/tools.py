@@ -158,6 +158,20 @@ _MONITORS: dict[str, Entry] = {
     "deepspeed.monitor.csv_monitor.csvMonitor": works("windlass.compat.monitors:csvMonitor"),
 }
 
-_EXPERTS = _all("deepspeed.moe.utils", "windlass.compat.experts", "has_moe_layers is_moe_param is_moe_param_group")
+_SPLIT = differs(
+    "windlass.compat.experts:split_params_into_different_moe_groups_for_optimizer",
+    "groups come back as they are; those with experts are refused: experts over ranks are not built yet",
+)
+_EXPERTS = {
+    **_all(
+        "deepspeed.moe.utils",
+        "windlass.compat.experts",
+        "has_moe_layers is_moe_param is_moe_param_group split_params_into_shared_and_expert_params",
+    ),
+    "deepspeed.moe.utils.split_params_into_different_moe_groups_for_optimizer": _SPLIT,
+    "deepspeed.moe.utils.configure_moe_param_groups": differs(
+        "windlass.compat.experts:configure_moe_param_groups", _SPLIT.note
+    ),
+}
 
 TABLE: dict[str, Entry] = {**_EXPERTS, **_MONITORS, **_UTILS, **_RUNTIME, **_ROOT}

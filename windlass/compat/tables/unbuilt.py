@@ -43,9 +43,7 @@ TABLE: dict[str, Entry] = {
     ),
     **_none(
         _MOE,
-        "moe.layer.MoE moe.experts.Experts moe.sharded_moe.MOELayer moe.sharded_moe.TopKGate "
-        "moe.utils.split_params_into_different_moe_groups_for_optimizer moe.utils.configure_moe_param_groups "
-        "moe.utils.split_params_into_shared_and_expert_params",
+        "moe.layer.MoE moe.experts.Experts moe.sharded_moe.MOELayer moe.sharded_moe.TopKGate",
     ),
     **_none(
         _SEQUENCE,
