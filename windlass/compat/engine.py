@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -54,6 +55,7 @@ REFUSED = {
 class DeepSpeedEngine(Engine):
     """As `windlass.Engine`, which has what trains; here is what else DeepSpeed's scripts ask and do."""
 
+    skips_bad_steps = True
     mpu: Any = None
     pipeline_parallelism = False
     has_moe_layers = False
@@ -154,6 +156,10 @@ class DeepSpeedEngine(Engine):
         return super()._autocast()
 
     # what is asked
+
+    def get_global_grad_norm(self) -> float | None:
+        """As `grad_norm`; infinite where it is none, and the step was skipped."""
+        return math.inf if self._norm is not None and math.isnan(self._norm) else self._norm
 
     @property
     def monitor(self) -> Any:

@@ -28,6 +28,7 @@ from windlass.engine.refresh import refresh, refuse_lost_gradients, unfrozen
 from windlass.engine.reporting import Reporter
 from windlass.optim.loss_scale import LossScale
 from windlass.zero.parking import KINDS
+from windlass.zero.settings import Outcome
 from windlass.zero.sharded import ShardedModel
 
 
@@ -37,6 +38,7 @@ class Engine(Questions, Files, nn.Module):
     What is not the engine's own falls through to the module.
     """
 
+    skips_bad_steps = False  # whether a gradient that is not finite costs its step, with a warning, and no error
     _scaling: Engine | None = None  # of the class: whose loss the backward that runs began with
 
     def __init__(
@@ -175,7 +177,8 @@ class Engine(Questions, Files, nn.Module):
         """End a micro-batch; at the accumulation boundary clip, update, clear gradients and advance the schedule.
 
         Raises:
-            LossError: a gradient is not finite (under fp16 such a step is skipped instead). Nothing was updated.
+            LossError: a gradient is not finite (under fp16, or with `skips_bad_steps`, such a step is skipped instead).
+                Nothing was updated.
             StorageError: a disk failed, on any rank: before the update, and nothing was updated; or within it, and the
                 model is of no use any more: then every call but `destroy` is refused. The text says which.
             UpdateError: the update of the step before, which was delayed, failed on some rank.
@@ -215,11 +218,7 @@ class Engine(Questions, Files, nn.Module):
         self._norm = outcome.norm
         if outcome.bad:
             self._blame.clear()
-            raise LossError(
-                f"step {self.progress.global_steps}: the gradient norm is {outcome.norm}, first in {outcome.bad!r}; "
-                "the parameters are as they were. Look for a loss that is not finite, lower the learning rate, or "
-                "leave out the batch: the gradients are dropped, so training may go on"
-            )
+            self._report_bad(outcome)
         if outcome.flags[0] > 0:
             self._buffers_of.invalidate()
         self.optimizer.mark_called()
@@ -231,13 +230,24 @@ class Engine(Questions, Files, nn.Module):
         self._blame.clear()
         self.optimizer.overflow = not outcome.applied
         self.progress.stepped(applied=outcome.applied)
-        self._scaler.update(not outcome.applied, where)
+        if not outcome.bad:
+            self._scaler.update(not outcome.applied, where)
         self.optimizer.loss_scale = self._scaler.scale
         if self.lr_scheduler is not None and outcome.applied:
             self._step_schedule(lr_kwargs)
         self._reporter.stepped()
         if outcome.flags[1] > 0:  # of any rank: all are told at the same step
             self._saves.finish()
+
+    def _report_bad(self, outcome: Outcome) -> None:
+        what = f"step {self.progress.global_steps}: the gradient norm is {outcome.norm}, first in {outcome.bad!r}; "
+        if self.skips_bad_steps:
+            logger.warning(f"{what}step skipped")
+            return
+        raise LossError(
+            f"{what}the parameters are as they were. Look for a loss that is not finite, lower the learning rate, or "
+            "leave out the batch: the gradients are dropped, so training may go on"
+        )
 
     def _step_schedule(self, lr_kwargs: dict[str, Any]) -> None:
         if isinstance(self.lr_scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau) and "metrics" not in lr_kwargs:
