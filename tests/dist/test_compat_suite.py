@@ -51,3 +51,27 @@ def _bad_step(stages: list[int]) -> None:
 def test_a_step_whose_gradient_is_not_finite_is_skipped() -> None:
     """Law: as in DeepSpeed; windlass's own engine raises there."""
     run_ranks(_bad_step, 2, [0, 3])
+
+
+def _nothing_to_train() -> None:
+    from windlass.compat.generation import unwrap_model_for_generation
+    from windlass.compat.initialize import initialize
+
+    config = _config(3)
+    del config["optimizer"]
+    engine, optimizer, _, _ = initialize(model=_net(), config=config)
+    assert optimizer is engine.optimizer and not hasattr(optimizer, "parameter_offload")  # as trl looks for it
+    assert optimizer.module is engine.module and optimizer.forward_hooks
+    x = torch.ones(2, 6)
+    before = engine(x)
+    assert not optimizer.param_coordinator.is_invalid_trace()
+    with unwrap_model_for_generation(engine) as plain:
+        assert not optimizer.forward_hooks and torch.equal(plain(x), before)
+    assert optimizer.forward_hooks and optimizer.get_param_coordinator().is_invalid_trace()
+    assert engine.get_lr() == [] and engine.basic_optimizer is None and torch.equal(engine(x), before)
+    engine.destroy()
+
+
+def test_an_engine_of_stage_3_without_an_optimizer_has_the_manager_of_parameters_there() -> None:
+    """trl unwraps reference models by it, and refuses those whose engine has None."""
+    run_ranks(_nothing_to_train, 2)

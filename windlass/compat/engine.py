@@ -102,21 +102,24 @@ class DeepSpeedEngine(Engine):
         self.num_experts: list[int] = []
         self.summary_events: list[Any] = []
         self.client_optimizer, self.training_data, self.collate_fn = client_optimizer, training_data, collate_fn
-        self.basic_optimizer = self.optimizer.optimizer if self.optimizer is not None else None
+        self.basic_optimizer = self._optimizer.optimizer if self._optimizer is not None else None
         self.losses: Any = None
         self.timers = SynchronizedWallClockTimer()
         self.tput_timer = ThroughputTimer(self._config.timers.throughput, batch_size=self.train_batch_size())
         if isinstance(self.training_dataloader, DeepSpeedDataLoader):
             self.training_dataloader.tput_timer = self.tput_timer
         self._compiled: list[nn.Module] = []
-        if self.optimizer is not None:
-            self._equip(self.optimizer)
+        if self._optimizer is not None:
+            self._equip(self._optimizer)
+        elif self.zero_optimization_stage() == 3:
+            self.optimizer = ParameterOffload(self)
 
     def _equip(self, optimizer: Any) -> None:
         """Give the optimizer what DeepSpeed's have beside torch's."""
         if self.zero_optimization_stage() == 3:
             optimizer.parameter_offload = ParameterOffload(self)
         optimizer.backward = self.backward
+        optimizer.offload_states, optimizer.reload_states = self.offload_states, self.reload_states
         optimizer.check_overflow = lambda *_: optimizer.overflow
         optimizer.skip_step = False
         optimizer.quantize_nontrainable_params = _refusing(
@@ -244,7 +247,7 @@ class DeepSpeedEngine(Engine):
 
     def get_type(self) -> list[str | None]:
         """Of each group, the `type` that was set on it."""
-        groups = self.optimizer.param_groups if self.optimizer is not None else []
+        groups = self._optimizer.param_groups if self._optimizer is not None else []
         return [group.get("type") for group in groups]
 
     def dump_state(self) -> None:

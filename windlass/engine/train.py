@@ -57,9 +57,10 @@ class Engine(Questions, Files, nn.Module):
         self.world_size, self.global_rank = data.size, data.ranks[data.index]
         self.local_rank = self.device.index if self.device.index is not None else _local_rank()
         self.config = config.raw
-        self.optimizer = (
+        self._optimizer = (
             ShardedOptimizer(optimizer, sharded, self.step, self.refresh) if optimizer is not None else None
         )
+        self.optimizer: Any = self._optimizer  # what scripts see; DeepSpeed has another thing there where there is none
         self.lr_scheduler: Any = None
         self.training_dataloader: Any = None
         self._reporter = Reporter(config, self)
@@ -77,8 +78,8 @@ class Engine(Questions, Files, nn.Module):
     def _adopt(self, sharded: ShardedModel) -> None:
         """Train this one from now on."""
         self._sharded, data = sharded, sharded.mesh.data
-        if self.optimizer is not None:
-            self.optimizer.follow(sharded)
+        if self._optimizer is not None:
+            self._optimizer.follow(sharded)
         meet = partial(sharded.order.meet, "the sending of buffers")
         self._buffers_of = Buffers(self.module, data, self.device, sharded.settings.compute, meet)
         self._blame = Blame(data)
@@ -147,7 +148,7 @@ class Engine(Questions, Files, nn.Module):
         Raises:
             AssertionError: there is no optimizer, or the loss is no scalar.
         """
-        assert self.optimizer is not None, (
+        assert self._optimizer is not None, (
             "backward needs an optimizer: pass one to initialize or name one in the config"
         )
         assert isinstance(loss, torch.Tensor) and loss.numel() == 1, (
@@ -183,7 +184,7 @@ class Engine(Questions, Files, nn.Module):
                 model is of no use any more: then every call but `destroy` is refused. The text says which.
             UpdateError: the update of the step before, which was delayed, failed on some rank.
         """
-        assert self.optimizer is not None, "step needs an optimizer: pass one to initialize or name one in the config"
+        assert self._optimizer is not None, "step needs an optimizer: pass one to initialize or name one in the config"
         self._require_ready("step")
         if self._no_sync:
             raise ModelError("step() inside no_sync(): gradients were not reduced; leave the context first")
@@ -196,7 +197,7 @@ class Engine(Questions, Files, nn.Module):
             self.progress.micro_steps += 1
 
     def _take_step(self, lr_kwargs: dict[str, Any]) -> None:
-        assert self.optimizer is not None
+        assert self._optimizer is not None
         refuse_lost_gradients(self._sharded)
         for average in self._sharded.averages.values():
             average.refuse_applied("step()")
@@ -221,18 +222,18 @@ class Engine(Questions, Files, nn.Module):
             self._report_bad(outcome)
         if outcome.flags[0] > 0:
             self._buffers_of.invalidate()
-        self.optimizer.mark_called()
+        self._optimizer.mark_called()
         if outcome.applied:
-            self.optimizer.run_post_hooks()
+            self._optimizer.run_post_hooks()
         where = ""
         if fp16 and not outcome.applied:
             where = f"{self._blame.find()}, step {self.progress.global_steps}"
         self._blame.clear()
-        self.optimizer.overflow = not outcome.applied
+        self._optimizer.overflow = not outcome.applied
         self.progress.stepped(applied=outcome.applied)
         if not outcome.bad:
             self._scaler.update(not outcome.applied, where)
-        self.optimizer.loss_scale = self._scaler.scale
+        self._optimizer.loss_scale = self._scaler.scale
         if self.lr_scheduler is not None and outcome.applied:
             self._step_schedule(lr_kwargs)
         self._reporter.stepped()
