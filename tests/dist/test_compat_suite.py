@@ -75,3 +75,33 @@ def _nothing_to_train() -> None:
 def test_an_engine_of_stage_3_without_an_optimizer_has_the_manager_of_parameters_there() -> None:
     """trl unwraps reference models by it, and refuses those whose engine has None."""
     run_ranks(_nothing_to_train, 2)
+
+
+def _born_alone() -> None:
+    from windlass.compat.initialize import initialize
+    from windlass.compat.partition import Init
+    from windlass.compat.status import ZeroParamStatus
+    from windlass.zero import GatheredParameters
+
+    plain = _net()
+    with Init(config_dict_or_path=_config(3)), Init(config_dict_or_path=_config(3)):
+        net = _net()
+    for parameter, other in zip(net.parameters(), plain.parameters(), strict=True):
+        assert parameter.ds_status == ZeroParamStatus.NOT_AVAILABLE and parameter.ds_numel == other.numel()
+        assert torch.equal(parameter.ds_tensor, other.detach().view(-1))
+    net[0].weight.all_gather()
+    assert net[0].weight.ds_status == ZeroParamStatus.AVAILABLE and torch.equal(net[0].weight, plain[0].weight)
+    net[0].weight.partition()
+    with GatheredParameters(net[2].bias, modifier_rank=0), torch.no_grad():
+        net[2].bias.fill_(2.0)
+        plain[2].bias.fill_(2.0)
+    engine = initialize(model=net, model_parameters=net.parameters(), config=_config(3))[0]
+    x = torch.ones(2, 6)
+    assert torch.equal(engine(x), plain(x)) and all(hasattr(p, "ds_id") for p in net.parameters())
+    engine.destroy()
+    assert torch.equal(net(x), plain(x))
+
+
+def test_init_on_one_rank_cuts_as_on_several() -> None:
+    """A script may ask `ds_numel` of what `zero.Init` built, however many ranks there are."""
+    run_ranks(_born_alone, 1)

@@ -36,7 +36,9 @@ _TAKES = signature(zero.Init.__init__)
 
 class Init(zero.Init):
     """As `windlass.zero.Init`, of any configuration that `deepspeed.initialize` takes; what is born inside can be asked
-    as DeepSpeed's parameters can."""
+    as DeepSpeed's parameters can, on one rank too."""
+
+    cuts_alone = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         parameters.install()

@@ -168,8 +168,9 @@ class Engine(Questions, Files, nn.Module):
             self._backward_ended()
         return loss * (1.0 / self.progress.batch.accumulation) if scale_wrt_gas else loss
 
-    def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """`loss` times the loss scale; call `.backward()` on it where `engine.backward` does not fit."""
+    def scale(self, loss: torch.Tensor, retain_graph: bool = False) -> torch.Tensor:
+        """`loss` times the loss scale; call `.backward()` on it where `engine.backward` does not fit. `retain_graph` is
+        accepted: a graph that is kept may be gone through again."""
         self._note_backward_of(loss)
         self._scaled = True
         return loss.float() * self._scaler.scale if self._scaler.scale != 1.0 else loss
