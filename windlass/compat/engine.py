@@ -16,6 +16,7 @@ from windlass.compat.accessors import ANSWERS, KEYS, ask
 from windlass.compat.loader import DeepSpeedDataLoader, loader_of
 from windlass.compat.offload import ParameterOffload
 from windlass.compat.refusal import NotBuiltError
+from windlass.compat.scaler import Scaler
 from windlass.compat.timers import SynchronizedWallClockTimer, ThroughputTimer
 from windlass.config import Config
 from windlass.engine.train import Engine
@@ -120,6 +121,13 @@ class DeepSpeedEngine(Engine):
             optimizer.parameter_offload = ParameterOffload(self)
         optimizer.backward = self.backward
         optimizer.offload_states, optimizer.reload_states = self.offload_states, self.reload_states
+        optimizer.loss_scaler = Scaler(self._scaler, self.progress, self._config.fp16)
+        optimizer.dynamic_loss_scale = self._scaler.dynamic
+        optimizer.scale_window, optimizer.min_loss_scale = (
+            optimizer.loss_scaler.scale_window,
+            self._config.fp16.min_loss_scale,
+        )
+        optimizer.needs_scaler = lambda: self._scaler.scale != 1.0
         optimizer.check_overflow = lambda *_: optimizer.overflow
         optimizer.skip_step = False
         optimizer.quantize_nontrainable_params = _refusing(

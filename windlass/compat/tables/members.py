@@ -21,6 +21,10 @@ MEMBERS: dict[str, Entry] = {
         "windlass.engine.optimizer:ShardedOptimizer",
         "one class at every stage, a torch optimizer; where none is given, at stage 3 what `parameter_offload` is",
     ),
+    "engine.step": differs(
+        "",
+        "a step whose gradient is not finite is skipped, with a warning, at stage 0 in fp32 too, where DeepSpeed makes it",
+    ),
     "engine.state_dict": differs(
         "windlass.zero.access:Stub",
         "at stage 3 it has names and shapes; values are read by all ranks together, and cannot be changed",
