@@ -242,13 +242,14 @@ class Engine(Questions, Files, nn.Module):
             self._saves.finish()
 
     def _report_bad(self, outcome: Outcome) -> None:
-        what = f"step {self.progress.global_steps}: the gradient norm is {outcome.norm}, first in {outcome.bad!r}; "
+        step, norm, bad = self.progress.global_steps, outcome.norm, outcome.bad
         if self.skips_bad_steps:
-            logger.warning(f"{what}step skipped")
+            logger.warning(f"step {step}: the gradient norm is {norm}, first in {bad!r}; step skipped")
             return
         raise LossError(
-            f"{what}the parameters are as they were. Look for a loss that is not finite, lower the learning rate, or "
-            "leave out the batch: the gradients are dropped, so training may go on"
+            f"step {step}: the gradient norm is {norm}, first in {bad!r}; the parameters are as they were. "
+            "Look for a loss that is not finite, lower the learning rate, or leave out the batch: the gradients are "
+            "dropped, so training may go on"
         )
 
     def _step_schedule(self, lr_kwargs: dict[str, Any]) -> None:
