@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -15,6 +16,7 @@ from windlass.compat.accessors import ANSWERS, KEYS, ask
 from windlass.compat.loader import DeepSpeedDataLoader, loader_of
 from windlass.compat.offload import ParameterOffload
 from windlass.compat.refusal import NotBuiltError
+from windlass.compat.scaler import Scaler
 from windlass.compat.timers import SynchronizedWallClockTimer, ThroughputTimer
 from windlass.config import Config
 from windlass.engine.train import Engine
@@ -54,6 +56,7 @@ REFUSED = {
 class DeepSpeedEngine(Engine):
     """As `windlass.Engine`, which has what trains; here is what else DeepSpeed's scripts ask and do."""
 
+    skips_bad_steps = True
     mpu: Any = None
     pipeline_parallelism = False
     has_moe_layers = False
@@ -100,21 +103,31 @@ class DeepSpeedEngine(Engine):
         self.num_experts: list[int] = []
         self.summary_events: list[Any] = []
         self.client_optimizer, self.training_data, self.collate_fn = client_optimizer, training_data, collate_fn
-        self.basic_optimizer = self.optimizer.optimizer if self.optimizer is not None else None
+        self.basic_optimizer = self._optimizer.optimizer if self._optimizer is not None else None
         self.losses: Any = None
         self.timers = SynchronizedWallClockTimer()
         self.tput_timer = ThroughputTimer(self._config.timers.throughput, batch_size=self.train_batch_size())
         if isinstance(self.training_dataloader, DeepSpeedDataLoader):
             self.training_dataloader.tput_timer = self.tput_timer
         self._compiled: list[nn.Module] = []
-        if self.optimizer is not None:
-            self._equip(self.optimizer)
+        if self._optimizer is not None:
+            self._equip(self._optimizer)
+        elif self.zero_optimization_stage() == 3:
+            self.optimizer = ParameterOffload(self)
 
     def _equip(self, optimizer: Any) -> None:
         """Give the optimizer what DeepSpeed's have beside torch's."""
         if self.zero_optimization_stage() == 3:
             optimizer.parameter_offload = ParameterOffload(self)
         optimizer.backward = self.backward
+        optimizer.offload_states, optimizer.reload_states = self.offload_states, self.reload_states
+        optimizer.loss_scaler = Scaler(self._scaler, self.progress, self._config.fp16)
+        optimizer.dynamic_loss_scale = self._scaler.dynamic
+        optimizer.scale_window, optimizer.min_loss_scale = (
+            optimizer.loss_scaler.scale_window,
+            self._config.fp16.min_loss_scale,
+        )
+        optimizer.needs_scaler = lambda: self._scaler.scale != 1.0
         optimizer.check_overflow = lambda *_: optimizer.overflow
         optimizer.skip_step = False
         optimizer.quantize_nontrainable_params = _refusing(
@@ -154,6 +167,10 @@ class DeepSpeedEngine(Engine):
         return super()._autocast()
 
     # what is asked
+
+    def get_global_grad_norm(self) -> float | None:
+        """As `grad_norm`; infinite where it is none, and the step was skipped."""
+        return math.inf if self._norm is not None and math.isnan(self._norm) else self._norm
 
     @property
     def monitor(self) -> Any:
@@ -238,7 +255,7 @@ class DeepSpeedEngine(Engine):
 
     def get_type(self) -> list[str | None]:
         """Of each group, the `type` that was set on it."""
-        groups = self.optimizer.param_groups if self.optimizer is not None else []
+        groups = self._optimizer.param_groups if self._optimizer is not None else []
         return [group.get("type") for group in groups]
 
     def dump_state(self) -> None:

@@ -8,11 +8,22 @@ from contextlib import contextmanager
 from torch import nn
 
 from windlass.compat.engine import DeepSpeedEngine
+from windlass.compat.offload import ParameterOffload
 from windlass.zero import GatheredParameters
 
 
 @contextmanager
 def unwrap_model_for_generation(model: DeepSpeedEngine) -> Iterator[nn.Module]:
     """The plain module with whole parameters, for `generate` and the like. Collective."""
+    offload = getattr(model.optimizer, "parameter_offload", model.optimizer)
     with GatheredParameters(model.module.parameters()):
-        yield model.module
+        if not isinstance(offload, ParameterOffload):  # below stage 3
+            yield model.module
+            return
+        offload._remove_module_hooks()
+        if not offload.param_coordinator.is_invalid_trace():
+            offload.param_coordinator._invalidate_trace()
+        try:
+            yield model.module
+        finally:
+            offload.setup_zero_stage3_hooks()

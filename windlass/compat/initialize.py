@@ -42,7 +42,8 @@ def initialize(
     model may be given again: its former engine makes way (lightning does so when it evaluates after training).
 
     Returns:
-        `(engine, optimizer, loader, scheduler)`; the optimizer is `engine.optimizer`; the last three may be None.
+        `(engine, optimizer, loader, scheduler)`; the optimizer is `engine.optimizer` (at stage 3 without
+        one: what stands for DeepSpeed's manager of parameters); the last three may be None.
 
     Raises:
         ArgumentError: no model, no configuration or two, or a local rank that is not this process's.

@@ -18,18 +18,22 @@ class Handle:
 
 
 class Coordinator:
-    """Windlass keeps no trace that a forward of another kind could spoil."""
+    """Windlass keeps no trace that a forward of another kind could spoil; it remembers that somebody thought so."""
+
+    def __init__(self) -> None:
+        self._invalid = False
 
     def is_invalid_trace(self) -> bool:
-        """True: there is nothing to invalidate."""
-        return True
+        """Whether `_invalidate_trace` was called."""
+        return self._invalid
 
     def _invalidate_trace(self) -> None:
-        return
+        self._invalid = True
 
 
 class ParameterOffload:
-    """`engine.optimizer.parameter_offload`: hooks that can be taken off and put back, the model, the coordinator.
+    """`engine.optimizer.parameter_offload`, or `engine.optimizer` itself where nothing is trained: hooks that can be
+    taken off and put back, the model, the coordinator.
 
     Args:
         engine: at stage 3.
@@ -45,6 +49,19 @@ class ParameterOffload:
 
     def _register_deepspeed_module(self, module: nn.Module, *_: Any) -> None:
         self.forward_hooks, self.backward_hooks = [Handle()], [Handle()]
+
+    def setup_zero_stage3_hooks(self) -> None:
+        """Put the hooks back."""
+        self._register_deepspeed_module(self.module)
+
+    def _remove_module_hooks(self) -> None:
+        for hook in [*self.forward_hooks, *self.backward_hooks]:
+            hook.remove()
+        self.forward_hooks, self.backward_hooks = [], []
+
+    def destroy(self) -> None:
+        """Take the hooks off."""
+        self._remove_module_hooks()
 
     def get_param_coordinator(self, *_: Any, **__: Any) -> Coordinator:
         """The coordinator."""

@@ -31,18 +31,26 @@ def zero_wrapper_for_fp_tensor_constructor(fn: Callable[..., Any], *args: Any, *
     return fn
 
 
+_TAKES = signature(zero.Init.__init__)
+
+
 class Init(zero.Init):
     """As `windlass.zero.Init`, of any configuration that `deepspeed.initialize` takes; what is born inside can be asked
-    as DeepSpeed's parameters can."""
+    as DeepSpeed's parameters can, on one rank too."""
+
+    cuts_alone = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         parameters.install()
-        given = signature(zero.Init.__init__).bind(self, *args, **kwargs).arguments
+        given = _TAKES.bind(self, *args, **kwargs).arguments
         if given.get("enabled", True):
             for name in ("config_dict_or_path", "config"):
                 if given.get(name) is not None and not isinstance(given[name], Config):
                     given[name] = tolerated(given[name])
         super().__init__(**{name: value for name, value in given.items() if name != "self"})
+
+
+Init.__init__.__signature__ = _TAKES  # type: ignore[attr-defined]
 
 
 def register_external_parameter(module: torch.nn.Module, parameter: torch.nn.Parameter) -> None:

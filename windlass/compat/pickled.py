@@ -6,6 +6,13 @@ import enum
 from dataclasses import dataclass
 from typing import Any
 
+# keys of the arguments of a scale that moves
+INITIAL_LOSS_SCALE = "init_scale"
+SCALE_WINDOW = "scale_window"
+DELAYED_SHIFT = "delayed_shift"
+CONSECUTIVE_HYSTERESIS = "consecutive_hysteresis"
+MIN_LOSS_SCALE = "min_scale"
+
 
 class LossScalerBase:
     """A loss scale at rest: attributes as they were saved."""

@@ -198,7 +198,8 @@ class ThroughputTimer:
         self.logging = logging_fn or logger.info
         self.epoch_count = self.micro_step_count = self.global_step_count = 0
         self.total_elapsed_time = self.step_elapsed_time = 0.0
-        self.started = False
+        self.started = self.initialized = False
+        self.start_time = self.end_time = 0.0  # of the last micro-batch that counts
         self._begun: float | None = None
 
     def update_epoch_count(self) -> None:
@@ -209,8 +210,9 @@ class ThroughputTimer:
     def start(self) -> None:
         """A micro-batch begins."""
         if self.config.enabled:
-            self.started = True
+            self.started = self.initialized = True
             self._begun = self._now() if self.global_step_count >= self.start_step else None
+            self.start_time = self._begun or 0.0
 
     def stop(self, global_step: bool = False, report_speed: bool = True) -> None:
         """It ends, and with `global_step` the step too."""
@@ -221,7 +223,8 @@ class ThroughputTimer:
         self.global_step_count += global_step
         if self._begun is None:
             return
-        took = self._now() - self._begun
+        self.end_time = self._now()
+        took = self.end_time - self._begun
         self.total_elapsed_time += took
         self.step_elapsed_time += took
         if global_step:

@@ -1,7 +1,8 @@
 """What DeepSpeed takes and windlass's own reader refuses: left out or settled as DeepSpeed does, and said once.
 
-DeepSpeed looks only for the top-level keys that it knows (trl sends dotted ones), and reads `aio` and
-`activation_checkpointing` key by key; in its other sections a key that is not known is an error, as here. Of two keys
+DeepSpeed looks only for the top-level keys that it knows (trl sends dotted ones), and reads `aio`,
+`activation_checkpointing`, `optimizer` and `scheduler` key by key (but for the `params` of the last two, which are
+arguments); in its other sections a key that is not known is an error, as here. Of two keys
 that contradict each other one wins there, and some keys only concern parallelism that a run does not have.
 """
 
@@ -28,7 +29,7 @@ def tolerated(source: Any) -> Any:
     found = examine(source)
     top = found.source.data
     unknown = [problem.path for problem in found.problems if problem.kind is Kind.UNKNOWN]
-    strange = [path for path in unknown if path in top or path.partition(".")[0] in _LENIENT]
+    strange = [path for path in unknown if path in top or _is_passed_over(path)]
     settled = [problem.path for problem in found.problems if problem.kind is Kind.CONTRADICTION]
     settled = [path for path in settled if path in _SETTLED]
     idle = [key for key, is_idle in _IDLE.items() if key in top and is_idle(top[key])]
@@ -54,6 +55,11 @@ def tolerated(source: Any) -> Any:
     for path in _new(settled):
         logger.warning("%s: %s: %s", name, path, _SETTLED[path][1])
     return data
+
+
+def _is_passed_over(path: str) -> bool:
+    section, _, name = path.partition(".")
+    return section in _LENIENT or (section in ("optimizer", "scheduler") and "." not in name)
 
 
 def _unsaid_decay(optimizer: Any) -> float | None:

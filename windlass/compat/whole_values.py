@@ -86,13 +86,19 @@ def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
 
 
 def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
-    """This rank's piece of the reduced gradient, flat, loss scale included; None if it has none."""
+    """This rank's piece of the reduced gradient, flat, loss scale included; None if there is none."""
     return values.local_grad(param) if _trained(param) else None
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
-    """This rank's piece of the optimizer state of that name; None if it has none."""
-    return values.local_state(param, optim_state_key) if _trained(param) else None
+    """This rank's piece of the optimizer state of that name; empty where other ranks have it all; None if there is
+    none."""
+    if not _trained(param):
+        return None
+    found = values.local_state(param, optim_state_key)
+    if found is None and not (piece := values.local_param(param)).numel():
+        return piece
+    return found
 
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:

@@ -49,7 +49,8 @@ class Bf16(Section):
     )
     check_grad_overflow: bool = accepted(
         True,
-        "always on: a gradient that is not finite is an error before a weight changes; the check rides in the norm",
+        "always on: a gradient that is not finite is an error before a weight changes (by way of "
+        "`deepspeed.initialize` the step is skipped); the check rides in the norm",
     )
     check_overflow: bool = refused(False, "retired: the name never worked; write check_grad_overflow")
     bf16_master_weights_and_grads: bool = refused(False, "not yet built: master weights are fp32; write false")

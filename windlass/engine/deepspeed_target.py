@@ -51,8 +51,8 @@ def _state_names(model: nn.Module) -> Iterator[str]:
 
 def _is_flat(engine: Engine) -> bool:
     section = engine._config.optimizer
-    if engine.optimizer is None or section is None:
-        return engine.optimizer is not None and type(engine.optimizer.optimizer).__name__ in _FLAT
+    if engine._optimizer is None or section is None:
+        return engine._optimizer is not None and type(engine._optimizer.optimizer).__name__ in _FLAT
     return section.type.lower() in ("adam", "adamw") and not section.params.get("torch_adam")
 
 

@@ -21,11 +21,11 @@ Groups = list[dict[str, Any]]
 
 def groups_of(engine: Engine) -> Groups:
     """Hyper-parameters of each group, with the names of its parameters."""
-    if engine.optimizer is None:
+    if engine._optimizer is None:
         return []
     names = {id(p): name for name, p in engine.module.named_parameters()}
     groups = []
-    for group in engine.optimizer.param_groups:
+    for group in engine._optimizer.param_groups:
         values = {key: value for key, value in group.items() if key != "params"}
         groups.append({"parameters": [names[id(p)] for p in group["params"]], "values": values})
     return groups
@@ -90,8 +90,8 @@ def require_whole(found: Match, here: Groups, saved: Groups) -> None:
 
 def take(engine: Engine, found: Match, saved: Groups) -> None:
     """Take the saved hyper-parameters, and say what was matched."""
-    assert engine.optimizer is not None
-    for group, number in zip(engine.optimizer.param_groups, found.source, strict=True):
+    assert engine._optimizer is not None
+    for group, number in zip(engine._optimizer.param_groups, found.source, strict=True):
         if number is None:
             continue
         values = {k: v for k, v in saved[number]["values"].items() if k != "state_dtype"}  # states were converted

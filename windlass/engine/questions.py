@@ -15,7 +15,7 @@ class Questions:
     """The part of an engine that only answers. Names are DeepSpeed's."""
 
     progress: Progress
-    optimizer: ShardedOptimizer | None
+    _optimizer: ShardedOptimizer | None
     _config: Config
     _sharded: ShardedModel
     _scaler: LossScale
@@ -39,11 +39,11 @@ class Questions:
 
     def get_lr(self) -> list[float]:
         """The learning rate of each group now."""
-        return [group["lr"] for group in self.optimizer.param_groups] if self.optimizer is not None else []
+        return [group["lr"] for group in self._optimizer.param_groups] if self._optimizer is not None else []
 
     def get_mom(self) -> list[Any]:
         """The momentum (or betas) of each group now."""
-        groups = self.optimizer.param_groups if self.optimizer is not None else []
+        groups = self._optimizer.param_groups if self._optimizer is not None else []
         return [group.get("momentum", group.get("betas")) for group in groups]
 
     def train_batch_size(self) -> int:
@@ -86,7 +86,7 @@ class Questions:
         """The optimizer that the configuration names, or the class of the one that was passed."""
         if self._config.optimizer is not None:
             return self._config.optimizer.type.lower()
-        return type(self.optimizer.optimizer).__name__ if self.optimizer is not None else None
+        return type(self._optimizer.optimizer).__name__ if self._optimizer is not None else None
 
     def scheduler_name(self) -> str | None:
         """The schedule that the configuration names."""

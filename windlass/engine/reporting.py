@@ -34,7 +34,7 @@ class Reporter:
     def __init__(self, config: Config, engine: Engine) -> None:
         self._config, self._engine = config, engine
         self._timers = Timers(engine.device, enabled=config.wall_clock_breakdown)
-        self._monitor = Monitor(config, engine.global_rank) if engine.optimizer is not None else None
+        self._monitor = Monitor(config, engine.global_rank) if engine._optimizer is not None else None
         self._loss_sum: torch.Tensor | None = None
         self._losses = 0
         self._said: set[str] = set()

@@ -220,12 +220,12 @@ def load_engine(
         return None, None
     outlines: list[tuple[dict[str, Any], dict[str, torch.Tensor]]] = []
     order = (
-        names_in_order(engine.module, engine.optimizer) if wanted.optimizer and engine.optimizer is not None else None
+        names_in_order(engine.module, engine._optimizer) if wanted.optimizer and engine._optimizer is not None else None
     )
     ranks.each("looking at the checkpoint", lambda: outlines.append(read_outline(directory, tag, order)))
     plain, saved = outlines[0]
     _complete(plain, saved, model)
-    groups_too = wanted.optimizer and engine.optimizer is not None and bool(plain["groups"])
+    groups_too = wanted.optimizer and engine._optimizer is not None and bool(plain["groups"])
     here = groups_of(engine)
     matched = match(here, plain["groups"])
     if groups_too and wanted.optimizer_strict:

@@ -28,6 +28,7 @@ from windlass.engine.refresh import refresh, refuse_lost_gradients, unfrozen
 from windlass.engine.reporting import Reporter
 from windlass.optim.loss_scale import LossScale
 from windlass.zero.parking import KINDS
+from windlass.zero.settings import Outcome
 from windlass.zero.sharded import ShardedModel
 
 
@@ -37,6 +38,7 @@ class Engine(Questions, Files, nn.Module):
     What is not the engine's own falls through to the module.
     """
 
+    skips_bad_steps = False  # whether a gradient that is not finite costs its step, with a warning, and no error
     _scaling: Engine | None = None  # of the class: whose loss the backward that runs began with
 
     def __init__(
@@ -55,9 +57,10 @@ class Engine(Questions, Files, nn.Module):
         self.world_size, self.global_rank = data.size, data.ranks[data.index]
         self.local_rank = self.device.index if self.device.index is not None else _local_rank()
         self.config = config.raw
-        self.optimizer = (
+        self._optimizer = (
             ShardedOptimizer(optimizer, sharded, self.step, self.refresh) if optimizer is not None else None
         )
+        self.optimizer: Any = self._optimizer  # what scripts see; DeepSpeed has another thing there where there is none
         self.lr_scheduler: Any = None
         self.training_dataloader: Any = None
         self._reporter = Reporter(config, self)
@@ -75,8 +78,8 @@ class Engine(Questions, Files, nn.Module):
     def _adopt(self, sharded: ShardedModel) -> None:
         """Train this one from now on."""
         self._sharded, data = sharded, sharded.mesh.data
-        if self.optimizer is not None:
-            self.optimizer.follow(sharded)
+        if self._optimizer is not None:
+            self._optimizer.follow(sharded)
         meet = partial(sharded.order.meet, "the sending of buffers")
         self._buffers_of = Buffers(self.module, data, self.device, sharded.settings.compute, meet)
         self._blame = Blame(data)
@@ -145,7 +148,7 @@ class Engine(Questions, Files, nn.Module):
         Raises:
             AssertionError: there is no optimizer, or the loss is no scalar.
         """
-        assert self.optimizer is not None, (
+        assert self._optimizer is not None, (
             "backward needs an optimizer: pass one to initialize or name one in the config"
         )
         assert isinstance(loss, torch.Tensor) and loss.numel() == 1, (
@@ -165,8 +168,9 @@ class Engine(Questions, Files, nn.Module):
             self._backward_ended()
         return loss * (1.0 / self.progress.batch.accumulation) if scale_wrt_gas else loss
 
-    def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """`loss` times the loss scale; call `.backward()` on it where `engine.backward` does not fit."""
+    def scale(self, loss: torch.Tensor, retain_graph: bool = False) -> torch.Tensor:
+        """`loss` times the loss scale; call `.backward()` on it where `engine.backward` does not fit. `retain_graph` is
+        accepted: a graph that is kept may be gone through again."""
         self._note_backward_of(loss)
         self._scaled = True
         return loss.float() * self._scaler.scale if self._scaler.scale != 1.0 else loss
@@ -175,12 +179,13 @@ class Engine(Questions, Files, nn.Module):
         """End a micro-batch; at the accumulation boundary clip, update, clear gradients and advance the schedule.
 
         Raises:
-            LossError: a gradient is not finite (under fp16 such a step is skipped instead). Nothing was updated.
+            LossError: a gradient is not finite (under fp16, or with `skips_bad_steps`, such a step is skipped instead).
+                Nothing was updated.
             StorageError: a disk failed, on any rank: before the update, and nothing was updated; or within it, and the
                 model is of no use any more: then every call but `destroy` is refused. The text says which.
             UpdateError: the update of the step before, which was delayed, failed on some rank.
         """
-        assert self.optimizer is not None, "step needs an optimizer: pass one to initialize or name one in the config"
+        assert self._optimizer is not None, "step needs an optimizer: pass one to initialize or name one in the config"
         self._require_ready("step")
         if self._no_sync:
             raise ModelError("step() inside no_sync(): gradients were not reduced; leave the context first")
@@ -193,7 +198,7 @@ class Engine(Questions, Files, nn.Module):
             self.progress.micro_steps += 1
 
     def _take_step(self, lr_kwargs: dict[str, Any]) -> None:
-        assert self.optimizer is not None
+        assert self._optimizer is not None
         refuse_lost_gradients(self._sharded)
         for average in self._sharded.averages.values():
             average.refuse_applied("step()")
@@ -215,29 +220,37 @@ class Engine(Questions, Files, nn.Module):
         self._norm = outcome.norm
         if outcome.bad:
             self._blame.clear()
-            raise LossError(
-                f"step {self.progress.global_steps}: the gradient norm is {outcome.norm}, first in {outcome.bad!r}; "
-                "the parameters are as they were. Look for a loss that is not finite, lower the learning rate, or "
-                "leave out the batch: the gradients are dropped, so training may go on"
-            )
+            self._report_bad(outcome)
         if outcome.flags[0] > 0:
             self._buffers_of.invalidate()
-        self.optimizer.mark_called()
+        self._optimizer.mark_called()
         if outcome.applied:
-            self.optimizer.run_post_hooks()
+            self._optimizer.run_post_hooks()
         where = ""
         if fp16 and not outcome.applied:
             where = f"{self._blame.find()}, step {self.progress.global_steps}"
         self._blame.clear()
-        self.optimizer.overflow = not outcome.applied
+        self._optimizer.overflow = not outcome.applied
         self.progress.stepped(applied=outcome.applied)
-        self._scaler.update(not outcome.applied, where)
-        self.optimizer.loss_scale = self._scaler.scale
+        if not outcome.bad:
+            self._scaler.update(not outcome.applied, where)
+        self._optimizer.loss_scale = self._scaler.scale
         if self.lr_scheduler is not None and outcome.applied:
             self._step_schedule(lr_kwargs)
         self._reporter.stepped()
         if outcome.flags[1] > 0:  # of any rank: all are told at the same step
             self._saves.finish()
+
+    def _report_bad(self, outcome: Outcome) -> None:
+        step, norm, bad = self.progress.global_steps, outcome.norm, outcome.bad
+        if self.skips_bad_steps:
+            logger.warning(f"step {step}: the gradient norm is {norm}, first in {bad!r}; step skipped")
+            return
+        raise LossError(
+            f"step {step}: the gradient norm is {norm}, first in {bad!r}; the parameters are as they were. "
+            "Look for a loss that is not finite, lower the learning rate, or leave out the batch: the gradients are "
+            "dropped, so training may go on"
+        )
 
     def _step_schedule(self, lr_kwargs: dict[str, Any]) -> None:
         if isinstance(self.lr_scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau) and "metrics" not in lr_kwargs:

@@ -62,6 +62,8 @@ class OneCycle(Schedule):
         ValueError: a first half of no length, a second of negative length, or a list that does not fit the groups.
     """
 
+    tells_first = False
+
     def __init__(
         self,
         optimizer: HasParamGroups,
@@ -113,8 +115,6 @@ class OneCycle(Schedule):
         """The betas of each group at `last_batch_iteration`; None where the momentum is not cycled."""
         if not self.cycle_momentum:
             return None
-        if self.last_batch_iteration < 0:
-            return [(least, 0.99) for least in self.min_moms]
         if not self._in_cycle():
             return [(most * (1 + self.decay_mom_rate * self._decay_intervals()), 0.99) for most in self.max_moms]
         height = self._height()
@@ -123,7 +123,10 @@ class OneCycle(Schedule):
         ]
 
     def _write(self) -> list[float]:
-        for group, betas in zip(self.optimizer.param_groups, self.get_mom() or (), strict=False):
+        moms = self.get_mom() or []
+        if moms and self.last_batch_iteration < 0:  # the first step's is the least, though the cycle begins at the most
+            moms = [(least, 0.99) for least in self.min_moms]
+        for group, betas in zip(self.optimizer.param_groups, moms, strict=False):
             group["betas"] = betas
         return super()._write()
 

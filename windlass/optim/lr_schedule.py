@@ -27,19 +27,22 @@ class Schedule:
     iteration (resuming by hand) writes nothing before the first `step()`.
     """
 
+    tells_first = True  # whether the starting rates count as written ones: `get_last_lr` gives them
+
     def __init__(self, optimizer: HasParamGroups, last_batch_iteration: int = -1) -> None:
         self.optimizer = optimizer
         self.last_batch_iteration = last_batch_iteration
         self._last_lr: list[float] | None = None
         if last_batch_iteration < 0:
-            self._write()
+            first = self._write()
+            self._last_lr = first if self.tells_first else None
 
     def get_lr(self) -> list[float]:
         """The rate of each group at `last_batch_iteration`."""
         raise NotImplementedError(f"{type(self).__name__} has no formula")
 
     def get_last_lr(self) -> list[float]:
-        """The rates that the last `step()` (or `load_state_dict`) wrote.
+        """The rates that the last `step()` (or `load_state_dict`, or the construction) wrote.
 
         Raises:
             AssertionError: there was none; clients of DeepSpeed look for "need to call step" in its text.
@@ -63,7 +66,7 @@ class Schedule:
         """Go to the saved iteration and write its rates."""
         self.last_batch_iteration = int(state["last_batch_iteration"])
         rates = self._write()
-        self._last_lr = rates if self.last_batch_iteration >= 0 else None
+        self._last_lr = rates if self.last_batch_iteration >= 0 or self.tells_first else None
 
     def _write(self) -> list[float]:
         rates = self.get_lr()

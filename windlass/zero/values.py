@@ -194,7 +194,8 @@ def local_param(parameter: nn.Parameter) -> torch.Tensor:
 
 
 def local_grad(parameter: nn.Parameter) -> torch.Tensor | None:
-    """This rank's piece of the reduced gradient, flat (loss scale included), as a view; None if it has none."""
+    """This rank's piece of the reduced gradient, flat (loss scale included), as a view; empty where other ranks have it
+    all; None if there is no gradient."""
     place = require(parameter)
     number = _slot_number(place)
     if number is None:
@@ -206,7 +207,7 @@ def local_grad(parameter: nn.Parameter) -> torch.Tensor | None:
     for piece in place.unit.pieces():
         if piece.index == place.index:
             return slot.read().narrow(0, piece.offset, piece.numel)
-    return None
+    return slot.read().narrow(0, 0, 0)
 
 
 def local_state(parameter: nn.Parameter, key: str) -> torch.Tensor | None:

@@ -75,12 +75,11 @@ def test_a_rate_from_a_section() -> None:
     assert rate({"type": "Nope", "params": {}})[0] is None
 
 
-def test_before_a_step_there_is_no_last_rate() -> None:
+def test_before_a_step_the_last_rate_is_the_first() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
     schedule = tuning_arguments.WarmupLR(optimizer, warmup_min_lr=0.01, warmup_max_lr=0.1)
     assert optimizer.param_groups[0]["lr"] == 0.01
-    with pytest.raises(AssertionError, match="need to call step"):
-        schedule.get_last_lr()
+    assert schedule.get_last_lr() == [0.01]
     schedule.step()
     assert schedule.get_last_lr() == [optimizer.param_groups[0]["lr"]]
     with pytest.raises(ValueError):

@@ -161,13 +161,24 @@ def test_resuming_changes_nothing(name: str, before: int, after: int) -> None:
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_the_last_rate_before_a_step_is_an_assertion_that_clients_know(name: str) -> None:
-    schedule = schedules.build(name, EXAMPLES[name], plain_optimizer())
-    with pytest.raises(AssertionError, match="need to call step"):
-        schedule.get_last_lr()
-    schedule.load_state_dict(schedule.state_dict())
-    with pytest.raises(AssertionError, match="need to call step"):
-        schedule.get_last_lr()
+def test_the_last_rate_before_a_step_is_the_starting_one(name: str) -> None:
+    """As in DeepSpeed, whose OneCycle has none: an assertion that clients know."""
+    optimizer = plain_optimizer()
+    schedule = schedules.build(name, EXAMPLES[name], optimizer)
+    for _ in range(2):
+        if name == "OneCycle":
+            with pytest.raises(AssertionError, match="need to call step"):
+                schedule.get_last_lr()
+        else:
+            assert schedule.get_last_lr() == lrs(optimizer)
+        schedule.load_state_dict(schedule.state_dict())
+
+
+def test_a_cycle_tells_the_momentum_that_it_begins_at() -> None:
+    optimizer = torch.optim.Adam([torch.nn.Parameter(torch.zeros(1))])
+    params = {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2, "cycle_min_mom": 0.8, "cycle_max_mom": 0.9}
+    schedule = schedules.build("OneCycle", {**params, "cycle_first_step_size": 5}, optimizer)
+    assert schedule.get_mom() == [(0.9, 0.99)] and optimizer.param_groups[0]["betas"] == (0.8, 0.99)
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

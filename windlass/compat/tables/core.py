@@ -49,6 +49,10 @@ TABLE: dict[str, Entry] = {
     "deepspeed.runtime.fp16.loss_scaler.LossScalerBase": works("windlass.compat.pickled:LossScalerBase"),
     "deepspeed.runtime.fp16.loss_scaler.LossScaler": works("windlass.compat.pickled:LossScaler"),
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler": works("windlass.compat.pickled:DynamicLossScaler"),
+    **{
+        f"deepspeed.runtime.fp16.loss_scaler.{name}": works(f"windlass.compat.pickled:{name}")
+        for name in ("INITIAL_LOSS_SCALE", "SCALE_WINDOW", "DELAYED_SHIFT", "CONSECUTIVE_HYSTERESIS", "MIN_LOSS_SCALE")
+    },
     "deepspeed.runtime.zero.config.ZeroStageEnum": works("windlass.compat.pickled:ZeroStageEnum"),
     "deepspeed.runtime.zero.config.DeepSpeedZeroConfig": works("windlass.config.zero:Zero"),
     "deepspeed.runtime.zero.offload_config.OffloadDeviceEnum": works("windlass.compat.pickled:OffloadDeviceEnum"),
@@ -58,9 +62,56 @@ TABLE: dict[str, Entry] = {
     "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3": works("windlass.engine.optimizer:ShardedOptimizer"),
     "deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload": _ZERO["DeepSpeedZeRoOffload"],
     "deepspeed.runtime.zero.stage3.DeepSpeedZeRoOffload": _ZERO["DeepSpeedZeRoOffload"],
-    "deepspeed.zero.TiledLinear": refused("tiled linear layers are not built; use nn.Linear"),
-    "deepspeed.zero.TiledLinearReturnBias": refused("tiled linear layers are not built; use nn.Linear"),
+    **{
+        f"deepspeed.{module}.{name}": refused("tiled linear layers are not built; use nn.Linear")
+        for module in ("zero", "runtime.zero", "runtime.zero.tiling")
+        for name in ("TiledLinear", "TiledLinearReturnBias")
+    },
     "deepspeed.zero.unwrap_model_for_generation": works("windlass.compat.generation:unwrap_model_for_generation"),
+    "deepspeed.runtime.zero.unwrap_model_for_generation": works(
+        "windlass.compat.generation:unwrap_model_for_generation"
+    ),
+    **{
+        f"deepspeed.{module}.MiCS_Init": differs("windlass.compat.partition:Init", "Init: mics_shard_size is a key")
+        for module in ("zero", "runtime.zero", "runtime.zero.mics")
+    },
+    **{
+        f"deepspeed.runtime.zero.utils.{name}": works(f"windlass.compat.zero_tools:{name}")
+        for name in (
+            "ZeRORuntimeException",
+            "is_builtin_type",
+            "isinstance_namedtuple",
+            "apply_to_tensors_only",
+            "get_lst_from_rank0",
+        )
+    },
+    "deepspeed.runtime.zero.utils.is_zero_param": works("windlass.compat.partition:is_zero_param"),
+    "deepspeed.runtime.zero.utils.is_zero_supported_optimizer": differs(
+        "windlass.compat.zero_tools:is_zero_supported_optimizer", "any optimizer of torch's kind is"
+    ),
+    **{
+        f"deepspeed.runtime.zero.{module}.{name}": works(f"windlass.compat.memory_needs:{name}")
+        for module, stage in (("stage_1_and_2", 2), ("stage3", 3))
+        for name in (
+            f"estimate_zero{stage}_model_states_mem_needs",
+            f"estimate_zero{stage}_model_states_mem_needs_all_cold",
+            f"estimate_zero{stage}_model_states_mem_needs_all_live",
+            "model_to_params",
+        )
+    },
+    "deepspeed.runtime.config_utils": works("windlass.compat.config_models"),
+    "deepspeed.runtime.precision_config.DeepSpeedFP16Config": works("windlass.config.precision:Fp16"),
+    "deepspeed.runtime.precision_config.DeepSpeedBF16Config": works("windlass.config.precision:Bf16"),
+    "deepspeed.runtime.zero.offload_config.DeepSpeedZeroOffloadParamConfig": works(
+        "windlass.config.offload:OffloadParam"
+    ),
+    "deepspeed.runtime.zero.offload_config.DeepSpeedZeroOffloadOptimizerConfig": works(
+        "windlass.config.offload:OffloadOptimizer"
+    ),
+    "deepspeed.runtime.zero.config.DeepSpeedZeroOffloadParamConfig": works("windlass.config.offload:OffloadParam"),
+    "deepspeed.runtime.zero.config.DeepSpeedZeroOffloadOptimizerConfig": works(
+        "windlass.config.offload:OffloadOptimizer"
+    ),
     f"{_PARTITION}.zero_wrapper_for_fp_tensor_constructor": differs(
         "windlass.compat.partition:zero_wrapper_for_fp_tensor_constructor",
         "can be replaced, and is never called: torch's constructors are left alone",

@@ -12,6 +12,7 @@ _CPU_ADAGRAD = differs(f"{_STEPS}.host:DeepSpeedCPUAdagrad", "amsgrad is refused
 _FUSED_LAMB = differs(f"{_STEPS}.fused:FusedLamb", "max_grad_norm is refused: set gradient_clipping")
 _ZENFLOW = refused("ZenFlow is not built; use FusedAdam or DeepSpeedCPUAdam with delayed_update in the configuration")
 _ONE_BIT = refused("1-bit optimizers are not built: they reduce compressed gradients themselves; use Adam or Lamb")
+_ITERATION = "orthogonalised by Newton and Schulz's iteration alone"
 _LAYER = refused("layers stay your own; use torch.nn.TransformerEncoderLayer, or a model of transformers")
 _BUILDERS = (
     "AsyncIOBuilder CCLCommBuilder CPUAdagradBuilder CPUAdamBuilder CPULionBuilder DeepCompileBuilder "
@@ -40,6 +41,13 @@ TABLE: dict[str, Entry] = {
     "deepspeed.ops.lion.fused_lion.FusedLion": _FUSED_LION,
     "deepspeed.ops.lamb.FusedLamb": _FUSED_LAMB,
     "deepspeed.ops.lamb.fused_lamb.FusedLamb": _FUSED_LAMB,
+    **{
+        f"deepspeed.runtime.zero.muon.original_muon.{name}": differs(f"{_STEPS}.muon:{name}", _ITERATION)
+        for name in ("Muon", "SingleDeviceMuon", "MuonWithAuxAdam", "SingleDeviceMuonWithAuxAdam")
+    },
+    "deepspeed.runtime.zero.muon.muon_optimizer.MuonWithAuxAdam": differs(
+        f"{_STEPS}.muon:MuonWithAuxAdam", f"{_ITERATION}; AdamW's arguments are those of the groups"
+    ),
     **{
         f"deepspeed.runtime.fp16.onebit.{name}": _ONE_BIT
         for name in (

@@ -1,0 +1,137 @@
+"""What DeepSpeed's own tests ask of an engine beyond its members: bad steps, no optimizer, one rank."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.dist.harness import run_ranks
+
+
+def _net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def _config(stage: int, **others: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-2}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        **others,
+    }
+
+
+def _bad_step(stages: list[int]) -> None:
+    from windlass.compat.initialize import initialize
+    from windlass.zero import full_param
+
+    for stage in stages:
+        schedule = {"type": "WarmupLR", "params": {"warmup_num_steps": 4}}
+        engine, optimizer, _, scheduler = initialize(model=_net(), config=_config(stage, scheduler=schedule))
+        x = torch.ones(2, 6)
+        before = [full_param(parameter).clone() for parameter in engine.module.parameters()]
+        engine.backward(engine(x * (math.nan if engine.global_rank else 1.0)).mean())
+        engine.step()  # one rank's batch was bad: all leave the step out, and none raises
+        assert not engine.was_step_applied() and optimizer.overflow
+        assert (engine.skipped_steps, engine.global_steps) == (1, 1)
+        assert engine.get_global_grad_norm() == math.inf and scheduler.last_batch_iteration == -1
+        after = [full_param(parameter) for parameter in engine.module.parameters()]
+        assert all(map(torch.equal, before, after))
+        engine.backward(engine(x).mean())
+        engine.step()
+        assert engine.was_step_applied() and not optimizer.overflow and scheduler.last_batch_iteration == 0
+        assert math.isfinite(engine.get_global_grad_norm())
+        engine.destroy()
+
+
+def test_a_step_whose_gradient_is_not_finite_is_skipped() -> None:
+    """Law: as in DeepSpeed; windlass's own engine raises there."""
+    run_ranks(_bad_step, 2, [0, 3])
+
+
+def _nothing_to_train() -> None:
+    from windlass.compat.generation import unwrap_model_for_generation
+    from windlass.compat.initialize import initialize
+
+    config = _config(3)
+    del config["optimizer"]
+    engine, optimizer, _, _ = initialize(model=_net(), config=config)
+    assert optimizer is engine.optimizer and not hasattr(optimizer, "parameter_offload")  # as trl looks for it
+    assert optimizer.module is engine.module and optimizer.forward_hooks
+    x = torch.ones(2, 6)
+    before = engine(x)
+    assert not optimizer.param_coordinator.is_invalid_trace()
+    with unwrap_model_for_generation(engine) as plain:
+        assert not optimizer.forward_hooks and torch.equal(plain(x), before)
+    assert optimizer.forward_hooks and optimizer.get_param_coordinator().is_invalid_trace()
+    assert engine.get_lr() == [] and engine.basic_optimizer is None and torch.equal(engine(x), before)
+    engine.destroy()
+
+
+def test_an_engine_of_stage_3_without_an_optimizer_has_the_manager_of_parameters_there() -> None:
+    """trl unwraps reference models by it, and refuses those whose engine has None."""
+    run_ranks(_nothing_to_train, 2)
+
+
+def _born_alone() -> None:
+    from windlass.compat.initialize import initialize
+    from windlass.compat.partition import Init
+    from windlass.compat.status import ZeroParamStatus
+    from windlass.zero import GatheredParameters
+
+    plain = _net()
+    with Init(config_dict_or_path=_config(3)), Init(config_dict_or_path=_config(3)):
+        net = _net()
+    for parameter, other in zip(net.parameters(), plain.parameters(), strict=True):
+        assert parameter.ds_status == ZeroParamStatus.NOT_AVAILABLE and parameter.ds_numel == other.numel()
+        assert torch.equal(parameter.ds_tensor, other.detach().view(-1))
+    net[0].weight.all_gather()
+    assert net[0].weight.ds_status == ZeroParamStatus.AVAILABLE and torch.equal(net[0].weight, plain[0].weight)
+    net[0].weight.partition()
+    with GatheredParameters(net[2].bias, modifier_rank=0), torch.no_grad():
+        net[2].bias.fill_(2.0)
+        plain[2].bias.fill_(2.0)
+    engine = initialize(model=net, model_parameters=net.parameters(), config=_config(3))[0]
+    x = torch.ones(2, 6)
+    assert torch.equal(engine(x), plain(x)) and all(hasattr(p, "ds_id") for p in net.parameters())
+    engine.destroy()
+    assert torch.equal(net(x), plain(x))
+
+
+def test_init_on_one_rank_cuts_as_on_several() -> None:
+    """A script may ask `ds_numel` of what `zero.Init` built, however many ranks there are."""
+    run_ranks(_born_alone, 1)
+
+
+def _scales() -> None:
+    from windlass.compat.initialize import initialize
+
+    adam = {
+        "type": "Adam",
+        "params": {"lr": 1e-2},
+        "torch_adam": True,
+    }  # in the wrong place, where DeepSpeed does not look
+    for scale, dynamic in ((138.0, False), (0, True)):
+        fp16 = {"enabled": True, "loss_scale": scale, "initial_scale_power": 4, "loss_scale_window": 1}
+        engine, optimizer, _, _ = initialize(model=_net(), config=_config(1, fp16=fp16, optimizer=adam))
+        first = scale or 16
+        assert (optimizer.dynamic_loss_scale, optimizer.loss_scaler.loss_scale, optimizer.scale_window) == (
+            dynamic,
+            first,
+            1,
+        )
+        assert optimizer.needs_scaler() and optimizer.loss_scaler.cur_iter == 0
+        engine.backward(engine(torch.ones(2, 6).half()).mean())
+        engine.step()
+        assert optimizer.loss_scaler.cur_scale == optimizer.cur_scale == first * (2 if dynamic else 1)
+        assert optimizer.loss_scaler.cur_iter == 1 and optimizer.offload_states() is None
+        optimizer.reload_states()
+        engine.destroy()
+
+
+def test_the_optimizer_tells_the_loss_scale() -> None:
+    run_ranks(_scales, 1)

@@ -1,0 +1,89 @@
+"""Names below `deepspeed.runtime` that scripts and DeepSpeed's own tests use: sizes, models of sections, Muon."""
+
+from __future__ import annotations
+
+import inspect
+from collections import namedtuple
+
+import pytest
+import torch
+from pydantic import Field, ValidationError
+from torch import nn
+
+from windlass.compat.config_models import DeepSpeedConfigModel, dict_raise_error_on_duplicate_keys
+from windlass.compat.memory_needs import (
+    estimate_zero2_model_states_mem_needs,
+    estimate_zero3_model_states_mem_needs,
+    estimate_zero3_model_states_mem_needs_all_live,
+    model_to_params,
+)
+from windlass.compat.optimizers.muon import Muon, MuonWithAuxAdam
+from windlass.compat.partition import Init
+from windlass.compat.zero_tools import apply_to_tensors_only
+
+
+def test_bytes_are_those_that_deepspeed_reckons(capsys: pytest.CaptureFixture[str]) -> None:
+    """Figures of DeepSpeed 0.19.8 for 1e9 parameters, 1e7 in the largest layer, 2 nodes of 8 GPUs."""
+    sizes = (10**9, 10**7, 8, 2)
+    assert estimate_zero3_model_states_mem_needs(*sizes) == (13_500_000_000, 40_000_000, 40_000_000)
+    assert estimate_zero3_model_states_mem_needs(*sizes, True, False)[:2] == (12_000_000_000, 165_000_000)
+    assert estimate_zero3_model_states_mem_needs(*sizes, True, False, False)[0] == 48_000_000_000
+    assert estimate_zero3_model_states_mem_needs(*sizes, False, False)[:2] == (480_000_000, 1_165_000_000)
+    assert estimate_zero2_model_states_mem_needs(10**9, 8, 2) == (96_000_000_000, 2_000_000_000)
+    assert estimate_zero2_model_states_mem_needs(10**9, 8, 2, False) == (48_000_000_000, 3_125_000_000)
+    tied = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    tied[1].weight = tied[0].weight
+    assert model_to_params(tied) == (16 + 4 + 4, 20)
+    estimate_zero3_model_states_mem_needs_all_live(tied, 2)
+    assert capsys.readouterr().out.count("zero_init=") == 6
+
+
+def test_init_tells_its_parameters() -> None:
+    names = list(inspect.signature(Init).parameters)
+    assert names[:3] == ["module", "data_parallel_group", "mem_efficient_linear"] and "config_dict_or_path" in names
+
+
+class Section(DeepSpeedConfigModel):
+    count: int = 0
+    old: str | None = Field(
+        None, json_schema_extra={"deprecated": True, "new_param": "new", "new_param_fn": lambda x: [x]}
+    )
+    new: list[str] | None = None
+    named: int = Field(0, alias="other")
+
+
+def test_a_model_of_a_section_passes_old_keys_on() -> None:
+    assert Section(old="a").new == ["a"] and Section(other=2).named == Section(named=2).named == 2
+    assert Section(count="auto").count == 0
+    for wrong in ({"count": "x"}, {"new": "x"}, {"typo": 1}):
+        with pytest.raises(ValidationError):
+            Section(**wrong)
+    with pytest.raises(AssertionError, match="old name of new"):
+        Section(old="a", new=["b"])
+    with pytest.raises(ValueError, match="Duplicate"):
+        dict_raise_error_on_duplicate_keys([("a", 1), ("a", 2)])
+
+
+def test_a_function_of_tensors_reaches_them_where_they_are() -> None:
+    pair = namedtuple("pair", "a b")
+    made = apply_to_tensors_only(lambda x: x + 1, {"p": pair(torch.zeros(1), "text"), "l": [torch.ones(1), None]})
+    assert made["p"].a.item() == 1 and made["p"].b == "text" and made["l"][0].item() == 2 and made["l"][1] is None
+
+
+def test_muon_by_its_old_names() -> None:
+    """Groups say which kind they are, and what they leave out is as DeepSpeed has it."""
+    torch.manual_seed(0)
+    layer = nn.Linear(4, 3)
+    both = MuonWithAuxAdam(
+        [{"params": [layer.weight], "use_muon": True}, {"params": [layer.bias], "use_muon": False, "lr": 1e-2}]
+    )
+    assert [(g["lr"], g["weight_decay"]) for g in both.param_groups] == [(0.02, 0), (1e-2, 0)]
+    assert both.param_groups[1]["betas"] == (0.9, 0.95) and both.param_groups[1]["eps"] == 1e-10
+    other = nn.Linear(4, 3, bias=False)
+    other.load_state_dict({"weight": layer.weight})
+    alone = Muon(other.parameters())
+    for module, optimizer in ((layer, both), (other, alone)):
+        module(torch.ones(2, 4)).square().mean().backward()
+        optimizer.step()
+    with pytest.raises(AssertionError, match="use_muon"):
+        MuonWithAuxAdam([{"params": [layer.weight]}])
