@@ -61,6 +61,8 @@ class Init:
         ModelError: another thread is inside an `Init`.
     """
 
+    _alone = False  # whether one rank that is alone cuts too, though there is nothing to gain
+
     def __init__(
         self,
         module: nn.Module | None = None,
@@ -141,7 +143,7 @@ class Init:
 
     def _begin(self) -> None:
         return_freed_memory()
-        if self.group.size > 1 or self._leaves:
+        if self.group.size > 1 or self._leaves or self._alone:
             self._site = Site(self.group, self._home, local_device())
             born.set_builder(self._bring)
         self._replacement.install()
