@@ -114,6 +114,7 @@ class DeepSpeedEngine(Engine):
         """Give the optimizer what DeepSpeed's have beside torch's."""
         if self.zero_optimization_stage() == 3:
             optimizer.parameter_offload = ParameterOffload(self)
+        optimizer.offload_states, optimizer.reload_states = self.offload_states, self.reload_states
         optimizer.backward = self.backward
         optimizer.check_overflow = lambda *_: optimizer.overflow
         optimizer.skip_step = False
@@ -154,6 +155,11 @@ class DeepSpeedEngine(Engine):
         return super()._autocast()
 
     # what is asked
+
+    def get_global_grad_norm(self) -> Any:
+        """As `grad_norm`, at stages 1 to 3 as a scalar tensor, of which scripts ask `item()`."""
+        norm = self.grad_norm()
+        return norm if norm is None or not self.zero_optimization() else torch.tensor(norm, device=self.device)
 
     @property
     def monitor(self) -> Any:
