@@ -161,8 +161,8 @@ def _asked_around_a_step(stage: int) -> list[float]:
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_what_clients_ask_around_a_step(stage: int) -> None:
-    """transformers' tests look for the line of the log, accelerate's at whose the schedule is; OpenRLHF parks states by the
-    optimizer. The schedule's rates are those of the steps."""
+    """transformers' tests look for the line of the log, accelerate's at whose the schedule is; OpenRLHF parks states by
+    the optimizer. The schedule's rates are those of the steps."""
     assert run_ranks(_asked_around_a_step, 2, stage) == [pytest.approx([1 / 2, 1 / 3, 1 / 4])] * 2
 
 
