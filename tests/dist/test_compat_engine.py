@@ -166,6 +166,37 @@ def test_what_clients_ask_around_a_step(stage: int) -> None:
     assert run_ranks(_asked_around_a_step, 2, stage) == [pytest.approx([1 / 2, 1 / 3, 1 / 4])] * 2
 
 
+def _runs_only(folder: str) -> float:
+    from windlass.compat.initialize import initialize
+    from windlass.zero import GatheredParameters
+
+    config = {key: value for key, value in _config(3).items() if key not in ("optimizer", "scheduler")}
+    engine, holder, *_ = initialize(model=_net(), config=config)
+    assert holder is engine.optimizer and holder.module is engine.module and engine.get_lr() == []
+    with GatheredParameters(engine.parameters()):  # as trl generates
+        for hook in holder.forward_hooks + holder.backward_hooks:
+            hook.remove()
+        holder.param_coordinator._invalidate_trace()
+        holder._register_deepspeed_module(holder.module)
+    loss = engine(torch.ones(2, 6)).mean()
+    for call in (lambda: engine.backward(loss), engine.step):
+        with pytest.raises(AssertionError, match="needs an optimizer"):
+            call()
+    trained = _engine(3)
+    trained.save_checkpoint(folder)
+    engine.load_checkpoint(folder)
+    engine.save_checkpoint(folder, tag="again")
+    again = engine(torch.ones(2, 6)).mean()
+    trained.destroy()
+    engine.destroy()
+    return (again - loss).abs().item()
+
+
+def test_an_engine_that_trains_nothing_has_hooks_to_take_off(tmp_path: Path) -> None:
+    """trl generates from reference models so; what trains refuses it, what trained can be loaded."""
+    assert run_ranks(_runs_only, 2, str(tmp_path)) == [0.0, 0.0]
+
+
 def _refused() -> list[str]:
     from windlass.compat.entry import State
     from windlass.compat.refusal import NotBuiltError

@@ -109,6 +109,9 @@ class DeepSpeedEngine(Engine):
         self._compiled: list[nn.Module] = []
         if self.optimizer is not None:
             self._equip(self.optimizer)
+        elif self.zero_optimization_stage() == 3:
+            offload: Any = ParameterOffload(self)
+            self.optimizer = offload
 
     def _equip(self, optimizer: Any) -> None:
         """Give the optimizer what DeepSpeed's have beside torch's."""

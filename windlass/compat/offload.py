@@ -29,7 +29,8 @@ class Coordinator:
 
 
 class ParameterOffload:
-    """`engine.optimizer.parameter_offload`: hooks that can be taken off and put back, the model, the coordinator.
+    """`engine.optimizer.parameter_offload`: hooks that can be taken off and put back, the model, the coordinator. Of an
+    engine that trains nothing it is `engine.optimizer` itself, of which trl's trainers ask the same.
 
     Args:
         engine: at stage 3.
@@ -39,6 +40,7 @@ class ParameterOffload:
         self._engine = engine
         self.module: nn.Module = engine.module
         self.param_coordinator = Coordinator()
+        self.param_groups: list[dict[str, Any]] = []
         self.forward_hooks: list[Any] = []
         self.backward_hooks: list[Any] = []
         self._register_deepspeed_module(self.module)

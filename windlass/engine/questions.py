@@ -86,7 +86,7 @@ class Questions:
         """The optimizer that the configuration names, or the class of the one that was passed."""
         if self._config.optimizer is not None:
             return self._config.optimizer.type.lower()
-        return type(self.optimizer.optimizer).__name__ if self.optimizer is not None else None
+        return type(self.optimizer.optimizer).__name__ if isinstance(self.optimizer, ShardedOptimizer) else None
 
     def scheduler_name(self) -> str | None:
         """The schedule that the configuration names."""

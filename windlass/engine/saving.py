@@ -36,6 +36,7 @@ from windlass.engine.filling import ChunkToFill, incoming
 from windlass.engine.fingerprint import Written, fingerprint
 from windlass.engine.frozen_base import base_hashes, base_of, check_base, trains_adapters
 from windlass.engine.groups import groups_of, match, require_whole, take
+from windlass.engine.optimizer import ShardedOptimizer
 from windlass.engine.pieces import ChunkToRead, parameters
 from windlass.engine.position import (
     check_data_position,
@@ -217,13 +218,12 @@ def load_engine(
         logger.warning(f"no checkpoint in {directory}: there is no file 'latest'; training starts afresh")
         return None, None
     outlines: list[tuple[dict[str, Any], dict[str, torch.Tensor]]] = []
-    order = (
-        names_in_order(engine.module, engine.optimizer) if wanted.optimizer and engine.optimizer is not None else None
-    )
+    own = engine.optimizer if wanted.optimizer and isinstance(engine.optimizer, ShardedOptimizer) else None
+    order = names_in_order(engine.module, own) if own is not None else None
     ranks.each("looking at the checkpoint", lambda: outlines.append(read_outline(directory, tag, order)))
     plain, saved = outlines[0]
     _complete(plain, saved, model)
-    groups_too = wanted.optimizer and engine.optimizer is not None and bool(plain["groups"])
+    groups_too = own is not None and bool(plain["groups"])
     here = groups_of(engine)
     matched = match(here, plain["groups"])
     if groups_too and wanted.optimizer_strict:

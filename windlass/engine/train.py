@@ -75,7 +75,7 @@ class Engine(Questions, Files, nn.Module):
     def _adopt(self, sharded: ShardedModel) -> None:
         """Train this one from now on."""
         self._sharded, data = sharded, sharded.mesh.data
-        if self.optimizer is not None:
+        if isinstance(self.optimizer, ShardedOptimizer):
             self.optimizer.follow(sharded)
         meet = partial(sharded.order.meet, "the sending of buffers")
         self._buffers_of = Buffers(self.module, data, self.device, sharded.settings.compute, meet)
@@ -145,7 +145,7 @@ class Engine(Questions, Files, nn.Module):
         Raises:
             AssertionError: there is no optimizer, or the loss is no scalar.
         """
-        assert self.optimizer is not None, (
+        assert isinstance(self.optimizer, ShardedOptimizer), (
             "backward needs an optimizer: pass one to initialize or name one in the config"
         )
         assert isinstance(loss, torch.Tensor) and loss.numel() == 1, (
@@ -180,7 +180,9 @@ class Engine(Questions, Files, nn.Module):
                 model is of no use any more: then every call but `destroy` is refused. The text says which.
             UpdateError: the update of the step before, which was delayed, failed on some rank.
         """
-        assert self.optimizer is not None, "step needs an optimizer: pass one to initialize or name one in the config"
+        assert isinstance(self.optimizer, ShardedOptimizer), (
+            "step needs an optimizer: pass one to initialize or name one in the config"
+        )
         self._require_ready("step")
         if self._no_sync:
             raise ModelError("step() inside no_sync(): gradients were not reduced; leave the context first")

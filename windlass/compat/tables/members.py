@@ -19,7 +19,7 @@ MEMBERS: dict[str, Entry] = {
     ),
     "engine.optimizer": differs(
         "windlass.engine.optimizer:ShardedOptimizer",
-        "one class at every stage, a torch optimizer; None where none is given, at stage 3 too",
+        "one class at every stage, a torch optimizer; where none is given None, or at stage 3 what has the hooks",
     ),
     "engine.state_dict": differs(
         "windlass.zero.access:Stub",
