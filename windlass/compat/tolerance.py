@@ -63,11 +63,12 @@ def _moot(section: Any) -> dict[str, str]:
         if section.get(name) == 0 and section[name] is not False
     }
     if section.get("stage", 0) == 0:  # as trl sets it, for a model that is only run, in a copy of the trained one's
-        found |= {
-            name: "stage 0 keeps all states on every rank"
-            for name in ("offload_optimizer", "cpu_offload")
-            if section.get(name)
+        away = section.get("offload_optimizer")
+        asks = {
+            "offload_optimizer": isinstance(away, dict) and away.get("device", "none") not in (None, "none"),
+            "cpu_offload": section.get("cpu_offload"),
         }
+        found |= {name: "stage 0 keeps all states on every rank" for name, asked in asks.items() if asked}
     return {f"zero_optimization.{name}": why for name, why in found.items()}
 
 
