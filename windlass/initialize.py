@@ -419,7 +419,9 @@ def _loss_scale(config: Config) -> LossScale:
 
 def _scheduler(engine: Engine, given: Any, config: Config) -> Any:
     if given is not None:
-        return given(engine.optimizer) if callable(given) and not hasattr(given, "step") else given
+        if hasattr(given, "step") or not callable(given):
+            return given
+        return given(engine.optimizer.optimizer if engine.optimizer is not None else None)
     if config.scheduler is None or engine.optimizer is None:
         return None
     return schedules.build(config.scheduler.type, config.scheduler.params, engine.optimizer)

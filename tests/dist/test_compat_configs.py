@@ -84,6 +84,10 @@ def test_circulating_configurations(tmp_path: Path) -> None:
 
 SETTLED: dict[str, dict[str, Any]] = {
     "parameters that stage 2 keeps": {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}},
+    "states that stage 0 keeps": {"zero_optimization": {"stage": 0, "offload_optimizer": {"device": "cpu"}}},
+    "sizes of nothing": {
+        "zero_optimization": {"stage": 3, "reduce_bucket_size": 0, "allgather_bucket_size": 0, "sub_group_size": 0}
+    },
     "two ways to divide": {"prescale_gradients": True, "gradient_predivide_factor": 2.0},
     "two rates": {
         "optimizer": {"type": "Adam", "params": {"lr": 1e-3}},

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import io
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +107,8 @@ def _manners(stage: int) -> None:
     loss = engine(x).mean()
     assert engine.backward(loss, scale_wrt_gas=False) is loss
     engine.step()
-    assert engine.global_steps == 1 and engine.was_step_applied() and engine.get_global_grad_norm() > 0
+    assert engine.global_steps == 1 and engine.was_step_applied()
+    assert engine.get_global_grad_norm().item() > 0
     engine.set_gradient_accumulation_boundary(False)
     assert not engine.is_gradient_accumulation_boundary()
     engine.progress.override = None
@@ -126,6 +129,72 @@ def _manners(stage: int) -> None:
 def test_manners(stage: int) -> None:
     """What clients rely on without saying so (accumulation, boundaries, signatures, `no_sync`)."""
     run_ranks(_manners, 2, stage)
+
+
+def _asked_around_a_step(stage: int) -> list[float]:
+    from windlass.compat.initialize import initialize
+    from windlass.compat.messages import logger
+
+    said, net = io.StringIO(), _net()
+    handler, level = logging.StreamHandler(said), logger.level
+    logger.addHandler(handler)
+    logger.setLevel("INFO")
+    engine, optimizer, _, schedule = initialize(
+        model=net,
+        optimizer=torch.optim.AdamW(net.parameters(), lr=1.0),
+        lr_scheduler=lambda given: torch.optim.lr_scheduler.LambdaLR(given, lambda step: 1 / (1 + step)),
+        config={"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": stage}},
+    )
+    logger.removeHandler(handler)
+    logger.setLevel(level)
+    assert ("DeepSpeed info: version=" in said.getvalue()) == (engine.global_rank == 0)
+    assert schedule is engine.lr_scheduler and schedule.optimizer is optimizer.optimizer
+    found = []
+    for _ in range(3):
+        optimizer.offload_states(include=["optim_states", "hp_params"], device="cpu", pin_memory=False)
+        optimizer.reload_states()
+        _step(engine)
+        found += engine.get_lr()
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_what_clients_ask_around_a_step(stage: int) -> None:
+    """transformers' tests look for the line of the log, accelerate's at whose the schedule is; OpenRLHF parks states by
+    the optimizer. The schedule's rates are those of the steps."""
+    assert run_ranks(_asked_around_a_step, 2, stage) == [pytest.approx([1 / 2, 1 / 3, 1 / 4])] * 2
+
+
+def _runs_only(folder: str) -> float:
+    from windlass.compat.initialize import initialize
+    from windlass.zero import GatheredParameters
+
+    config = {key: value for key, value in _config(3).items() if key not in ("optimizer", "scheduler")}
+    engine, holder, *_ = initialize(model=_net(), config=config)
+    assert holder is engine.optimizer and holder.module is engine.module and engine.get_lr() == []
+    with GatheredParameters(engine.parameters()):  # as trl generates
+        for hook in holder.forward_hooks + holder.backward_hooks:
+            hook.remove()
+        holder.param_coordinator._invalidate_trace()
+        holder._register_deepspeed_module(holder.module)
+    loss = engine(torch.ones(2, 6)).mean()
+    for call in (lambda: engine.backward(loss), engine.step):
+        with pytest.raises(AssertionError, match="needs an optimizer"):
+            call()
+    trained = _engine(3)
+    trained.save_checkpoint(folder)
+    engine.load_checkpoint(folder)
+    engine.save_checkpoint(folder, tag="again")
+    again = engine(torch.ones(2, 6)).mean()
+    trained.destroy()
+    engine.destroy()
+    return (again - loss).abs().item()
+
+
+def test_an_engine_that_trains_nothing_has_hooks_to_take_off(tmp_path: Path) -> None:
+    """trl generates from reference models so; what trains refuses it, what trained can be loaded."""
+    assert run_ranks(_runs_only, 2, str(tmp_path)) == [0.0, 0.0]
 
 
 def _refused() -> list[str]:

@@ -74,6 +74,30 @@ def test_state_dict_has_names_for_one_rank_and_values_for_all(born: bool) -> Non
         assert all(rank["equal"]) and rank["plain"] and rank["refused"] == 3
 
 
+def born_alone() -> None:
+    """On one rank, under a configuration of 16 bits."""
+    from windlass.compat.partition import Init
+    from windlass.compat.status import ZeroParamStatus
+    from windlass.zero import GatheredParameters
+
+    with Init(config_dict_or_path={**config(3), "bf16": {"enabled": True}}):
+        net = model()
+    assert all(p.ds_status is ZeroParamStatus.NOT_AVAILABLE and p.dtype == torch.bfloat16 for p in net.parameters())
+    with GatheredParameters(list(net.parameters())):
+        torch.testing.assert_close(net[0].weight.detach(), model()[0].weight.detach().bfloat16())
+    engine = engine_of(net, 3, optimizer=ADAM, bf16={"enabled": True})
+    loss = engine(batch().bfloat16()).float().square().mean()
+    engine.backward(loss)
+    engine.step()
+    assert loss.item() == pytest.approx(expected(1)[0], rel=2e-2)
+    engine.destroy()
+
+
+def test_parameters_born_on_one_rank_are_as_deepspeeds() -> None:
+    """`zero.Init` cuts there too, so that they answer `ds_id`, and gives them the configuration's dtype."""
+    run_ranks(born_alone, 1)
+
+
 def moved() -> dict[str, Any]:
     """`cpu()` and `to(device)` between steps; what a cast does."""
     from windlass.base.errors import ReleasedParameterError

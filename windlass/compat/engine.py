@@ -119,8 +119,8 @@ class DeepSpeedEngine(Engine):
         """Give the optimizer what DeepSpeed's have beside torch's."""
         if self.zero_optimization_stage() == 3:
             optimizer.parameter_offload = ParameterOffload(self)
-        optimizer.backward = self.backward
         optimizer.offload_states, optimizer.reload_states = self.offload_states, self.reload_states
+        optimizer.backward = self.backward
         optimizer.loss_scaler = Scaler(self._scaler, self.progress, self._config.fp16)
         optimizer.dynamic_loss_scale = self._scaler.dynamic
         optimizer.scale_window, optimizer.min_loss_scale = (
@@ -168,9 +168,13 @@ class DeepSpeedEngine(Engine):
 
     # what is asked
 
-    def get_global_grad_norm(self) -> float | None:
-        """As `grad_norm`; infinite where it is none, and the step was skipped."""
-        return math.inf if self._norm is not None and math.isnan(self._norm) else self._norm
+    def get_global_grad_norm(self) -> Any:
+        """As `grad_norm`, at stages 1 to 3 as a scalar tensor, of which scripts ask `item()`; infinite where it is no
+        number, and the step was skipped."""
+        norm = self.grad_norm()
+        if norm is not None and math.isnan(norm):
+            norm = math.inf
+        return norm if norm is None or not self.zero_optimization() else torch.tensor(norm, device=self.device)
 
     @property
     def monitor(self) -> Any:

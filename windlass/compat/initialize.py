@@ -12,7 +12,10 @@ from torch import nn
 from windlass.base.errors import ConfigError
 from windlass.compat import parameters
 from windlass.compat.engine import DeepSpeedEngine
+from windlass.compat.messages import log_dist
+from windlass.compat.standard import git_branch, git_hash
 from windlass.compat.tolerance import tolerated
+from windlass.compat.version import VERSION
 from windlass.config.source import read
 from windlass.engine.watch import installed
 from windlass.initialize import build, source_of
@@ -75,6 +78,7 @@ def initialize(
         mesh_param=mesh_param,
         supersedes=True,
     )
+    log_dist(f"DeepSpeed info: version={VERSION}, git-hash={git_hash}, git-branch={git_branch}", ranks=[0])
     engine.mpu = mpu
     engine.become(given, optimizer, lr_scheduler, training_data, collate_fn)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler

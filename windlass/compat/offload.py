@@ -43,6 +43,7 @@ class ParameterOffload:
         self._engine = engine
         self.module: nn.Module = engine.module
         self.param_coordinator = Coordinator()
+        self.param_groups: list[dict[str, Any]] = []
         self.forward_hooks: list[Any] = []
         self.backward_hooks: list[Any] = []
         self._register_deepspeed_module(self.module)

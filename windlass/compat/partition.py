@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from windlass import zero
+from windlass.base.dtypes import parse_dtype
 from windlass.compat import parameters
 from windlass.compat.tolerance import tolerated
-from windlass.config import Config
+from windlass.config import Config, load
 
 _orig_torch_arange = torch.arange
 _orig_torch_empty = torch.empty
@@ -35,8 +36,9 @@ _TAKES = signature(zero.Init.__init__)
 
 
 class Init(zero.Init):
-    """As `windlass.zero.Init`, of any configuration that `deepspeed.initialize` takes; what is born inside can be asked
-    as DeepSpeed's parameters can, on one rank too."""
+    """As `windlass.zero.Init`, of any configuration that `deepspeed.initialize` takes. What is born inside has the
+    configuration's 16 bits unless `dtype` says otherwise, and can be asked as DeepSpeed's parameters can, on one rank
+    too."""
 
     cuts_alone = True
 
@@ -46,7 +48,10 @@ class Init(zero.Init):
         if given.get("enabled", True):
             for name in ("config_dict_or_path", "config"):
                 if given.get(name) is not None and not isinstance(given[name], Config):
-                    given[name] = tolerated(given[name])
+                    given[name] = load(tolerated(given[name]))
+            config = given.get("config_dict_or_path") or given.get("config")
+            if config is not None and given.get("dtype") is None and (config.bf16.enabled or config.fp16.enabled):
+                given["dtype"] = parse_dtype(config.dtype_table().parameter)
         super().__init__(**{name: value for name, value in given.items() if name != "self"})
 
 

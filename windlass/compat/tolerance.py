@@ -34,14 +34,15 @@ def tolerated(source: Any) -> Any:
     settled = [path for path in settled if path in _SETTLED]
     idle = [key for key, is_idle in _IDLE.items() if key in top and is_idle(top[key])]
     decay, coupled = _unsaid_decay(top.get("optimizer")), _is_coupled_adamw(top.get("optimizer"))
-    if not (strange or settled or idle or coupled) and decay is None:
+    moot = _moot(top.get("zero_optimization"))
+    if not (strange or settled or idle or coupled or moot) and decay is None:
         return source
     data = copy.deepcopy(top)
     if coupled:
         del data["optimizer"]["params"]["adam_w_mode"]
     if decay is not None:
         data["optimizer"]["params"] = {**(data["optimizer"].get("params") or {}), "weight_decay": decay}
-    for path in [*strange, *idle]:
+    for path in [*strange, *idle, *moot]:
         _remove(data, path)
     for path in settled:
         _SETTLED[path][0](data)
@@ -54,12 +55,33 @@ def tolerated(source: Any) -> Any:
         )
     for path in _new(settled):
         logger.warning("%s: %s: %s", name, path, _SETTLED[path][1])
+    for path in _new(list(moot)):
+        logger.warning("%s: %s: passed over, since %s", name, path, moot[path])
     return data
 
 
 def _is_passed_over(path: str) -> bool:
     section, _, name = path.partition(".")
     return section in _LENIENT or (section in ("optimizer", "scheduler") and "." not in name)
+
+
+def _moot(section: Any) -> dict[str, str]:
+    """Keys of `zero_optimization` that DeepSpeed takes and that mean nothing there, and why."""
+    if not isinstance(section, dict):
+        return {}
+    found = {
+        name: "0 asks for the smallest size that there is, and gains nothing"
+        for name in ("reduce_bucket_size", "allgather_bucket_size", "sub_group_size")
+        if section.get(name) == 0 and section[name] is not False
+    }
+    if section.get("stage", 0) == 0:  # as trl sets it, for a model that is only run, in a copy of the trained one's
+        away = section.get("offload_optimizer")
+        asks = {
+            "offload_optimizer": isinstance(away, dict) and away.get("device", "none") not in (None, "none"),
+            "cpu_offload": section.get("cpu_offload"),
+        }
+        found |= {name: "stage 0 keeps all states on every rank" for name, asked in asks.items() if asked}
+    return {f"zero_optimization.{name}": why for name, why in found.items()}
 
 
 def _unsaid_decay(optimizer: Any) -> float | None:
