@@ -21,6 +21,7 @@ from tests.dist.laws import Setting, ds_config, specimen, start
 from tests.dist.test_offload import homes
 from tests.models import Place
 from tests.oracle import Recipe
+from windlass.base.errors import ModelError
 from windlass.storage.stripes import filesystem_of
 
 
@@ -304,3 +305,36 @@ def test_a_nan_leaves_the_weights_finite_and_is_told(stage: int) -> None:
     for said, finite in run_ranks(nan_loss, 2, Setting(stage=stage)):
         assert said.startswith("LossError") and "nan" in said.lower()
         assert finite == "True"
+
+
+def set_by_hand(stages: list[int]) -> None:
+    import windlass
+    from windlass.compat.initialize import initialize
+
+    for stage in stages:
+        torch.manual_seed(0)
+        model, config = torch.nn.Linear(3, 1), ds_config(Recipe(), Setting(stage=stage))
+        config.update(train_micro_batch_size_per_gpu=1, gradient_accumulation_steps=1)
+        engine = windlass.initialize(model=model, config=config)[0]
+        before = engine.full_state_dict()
+        engine.backward(engine(torch.ones(1, 3)).sum())
+        model.bias.grad = torch.ones(1)
+        with pytest.raises(ModelError, match=r"'bias'.grad was set by hand \(1 such\).*torch.autograd.backward"):
+            engine.step()
+        assert all(torch.equal(before[name], value) for name, value in engine.full_state_dict().items())
+        engine.zero_grad()
+        torch.autograd.backward([model.bias], [torch.full((1,), 1.0 + engine.global_rank)])  # what the message names
+        assert windlass.zero.full_grad(model.bias).item() == (1 + engine.world_size) / 2
+        engine.step()
+        after = engine.full_state_dict()
+        if engine.global_rank == 0:  # which alone is given them
+            assert after["bias"] < before["bias"] and torch.equal(after["weight"], before["weight"])
+        engine = initialize(model=model, config=config)[0]
+        model.bias.grad = torch.ones(1)
+        engine.step()  # a script of DeepSpeed's goes on
+        assert model.bias.grad is None
+        engine.destroy()
+
+
+def test_a_gradient_set_by_hand_is_not_passed_over() -> None:
+    run_ranks(set_by_hand, 2, [0, 3])

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from windlass.base.errors import ConfigError
+from windlass.base.log import logger
 from windlass.compat.accessors import ANSWERS, KEYS, ask
 from windlass.compat.loader import DeepSpeedDataLoader, loader_of
 from windlass.compat.offload import ParameterOffload
@@ -19,7 +20,7 @@ from windlass.compat.refusal import NotBuiltError
 from windlass.compat.scaler import Scaler
 from windlass.compat.timers import SynchronizedWallClockTimer, ThroughputTimer
 from windlass.config import Config
-from windlass.engine.train import Engine
+from windlass.engine.train import Engine, foreign
 
 _OWN_REDUCTIONS = "gradients are reduced by the engine, in an order that all ranks agree on; call engine.backward"
 _COMPILERS = "DeepSpeed's compilers are not built; engine.compile() compiles the module by torch"
@@ -65,6 +66,7 @@ class DeepSpeedEngine(Engine):
     mp_world_size = 1
     seq_parallel_group: Any = None
     inside_no_sync_ctxt = False
+    _told_foreign = False
     scale_wrt_gas = True
     use_ds_comm = False  # torch.distributed's own, and windlass's transports
     warn_unscaled_loss = True
@@ -165,6 +167,12 @@ class DeepSpeedEngine(Engine):
             self._reporter.once("autocast", "torch.autocast around the engine is off in it: enable torch_autocast")
             return torch.autocast(self.device.type, enabled=False)
         return super()._autocast()
+
+    def _tell_foreign(self, names: list[str]) -> None:
+        """DeepSpeed's ZeRO says nothing of it, and its scripts go on."""
+        if not self._told_foreign:
+            self._told_foreign = True
+            logger.warning("%s", foreign(names))
 
     # what is asked
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
 
 from windlass.base.errors import ModelError
@@ -89,3 +90,19 @@ def refuse_lost_gradients(model: ShardedModel) -> None:
                 "rather than its module after requires_grad_(True), and engine.refresh() after a parameter was added "
                 "or exchanged"
             )
+
+
+def take_foreign_gradients(model: ShardedModel) -> list[str]:
+    """Drop every `.grad` of a trained parameter; their names.
+
+    Gradients leave `.grad` while a backward makes them, so what is there at a step was put there by hand. Nobody
+    reduced it, and the next backward would add to it.
+    """
+    found = []
+    with torch._C.DisableTorchFunctionSubclass():  # released parameters are asked for nothing but this
+        for slot in model.slots:
+            for name, parameter in zip(slot.unit.names, slot.unit.parameters, strict=True):
+                if parameter.grad is not None:
+                    parameter.grad = None
+                    found.append(name)
+    return found

@@ -24,7 +24,7 @@ from windlass.engine.files import Files
 from windlass.engine.optimizer import ShardedOptimizer
 from windlass.engine.progress import Progress
 from windlass.engine.questions import Questions
-from windlass.engine.refresh import refresh, refuse_lost_gradients, unfrozen
+from windlass.engine.refresh import refresh, refuse_lost_gradients, take_foreign_gradients, unfrozen
 from windlass.engine.reporting import Reporter
 from windlass.optim.loss_scale import LossScale
 from windlass.zero.parking import KINDS
@@ -200,6 +200,8 @@ class Engine(Questions, Files, nn.Module):
     def _take_step(self, lr_kwargs: dict[str, Any]) -> None:
         assert self._optimizer is not None
         refuse_lost_gradients(self._sharded)
+        if by_hand := take_foreign_gradients(self._sharded):
+            self._tell_foreign(by_hand)
         for average in self._sharded.averages.values():
             average.refuse_applied("step()")
         fp16 = self._config.fp16.enabled
@@ -240,6 +242,9 @@ class Engine(Questions, Files, nn.Module):
         self._reporter.stepped()
         if outcome.flags[1] > 0:  # of any rank: all are told at the same step
             self._saves.finish()
+
+    def _tell_foreign(self, names: list[str]) -> None:
+        raise ModelError(foreign(names))
 
     def _report_bad(self, outcome: Outcome) -> None:
         step, norm, bad = self.progress.global_steps, outcome.norm, outcome.bad
@@ -442,6 +447,15 @@ class Engine(Questions, Files, nn.Module):
 
 def _nothing() -> None:
     return
+
+
+def foreign(names: list[str]) -> str:
+    """What is said of gradients that were set by hand."""
+    return (
+        f"{names[0]!r}.grad was set by hand ({len(names)} such): a step takes what backwards bring and reduce, and "
+        "drops this. Have it reduced: torch.autograd.backward(parameters, gradients); or set what was reduced: "
+        "windlass.zero.set_full_grad(parameter, gradient)"
+    )
 
 
 def _forget_scaling() -> None:

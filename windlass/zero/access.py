@@ -49,6 +49,7 @@ HARMLESS = frozenset(
     element_size itemsize nbytes names name _version __hash__ register_hook register_post_accumulate_grad_hook
     _backward_hooks _post_accumulate_grad_hooks is_contiguous __len__ is_inference type is_shared retains_grad output_nr
     _is_view is_conj is_neg get_device is_signed _has_symbolic_sizes_strides is_tensor _has_compatible_shallow_copy_type
+    backward
     """.split()  # noqa: SIM905
 )
 
