@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from windlass.base.errors import ModelError
+from windlass.base.errors import GatherError
 from windlass.zero import born
 from windlass.zero.access import Released, mark_present, mark_released
 from windlass.zero.born import Birth
@@ -59,9 +59,9 @@ class GatheredParameters:
     def __enter__(self) -> GatheredParameters:
         again = next((place for p, place in self._places if id(p) in _open), None)
         if again is not None:
-            raise ModelError(f"{again.name!r} is inside another GatheredParameters already; leave that first")
+            raise GatherError(f"{again.name!r} is inside another GatheredParameters already; leave that first")
         if any(id(p) in _open for p, _ in self._born):
-            raise ModelError("a parameter is inside another GatheredParameters already; leave that first")
+            raise GatherError("a parameter is inside another GatheredParameters already; leave that first")
         for model in {id(place.model): place.model for _, place in self._places}.values():
             model.finish_update()
         for parameter, birth in self._born:
