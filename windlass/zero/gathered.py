@@ -37,7 +37,8 @@ class GatheredParameters:
         enabled: False makes the context do nothing.
 
     Raises:
-        ModelError: one of the parameters is already inside such a context; or, at its end, was resized.
+        GatherError: one of the parameters is already inside such a context.
+        ModelError: at its end one has been resized.
     """
 
     def __init__(
