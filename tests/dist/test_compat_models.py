@@ -74,6 +74,28 @@ def test_state_dict_has_names_for_one_rank_and_values_for_all(born: bool) -> Non
         assert all(rank["equal"]) and rank["plain"] and rank["refused"] == 3
 
 
+def nested() -> bool:
+    """Of one parameter and then of all; the outer context is left as it was."""
+    from windlass.zero import GatheredParameters
+
+    net = model()
+    engine = engine_of(net, 3, optimizer=ADAM)
+    with GatheredParameters(net[0].weight):
+        with (
+            pytest.raises(RuntimeError, match="inside another GatheredParameters"),
+            GatheredParameters(net.parameters()),
+        ):
+            raise AssertionError("not reached")
+        whole = torch.equal(net[0].weight, model()[0].weight)
+    engine.destroy()
+    return whole
+
+
+def test_gathering_what_is_gathered_is_a_runtime_error() -> None:
+    """As in DeepSpeed."""
+    assert run_ranks(nested, RANKS) == [True, True]
+
+
 def born_alone() -> None:
     """On one rank, under a configuration of 16 bits."""
     from windlass.compat.partition import Init

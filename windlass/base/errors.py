@@ -20,6 +20,10 @@ class ModelError(WindlassError, ValueError):
     parameters."""
 
 
+class GatherError(ModelError, RuntimeError):
+    """Parameters that are gathered by hand already were gathered again."""
+
+
 class CheckpointError(WindlassError, RuntimeError):
     """A checkpoint that cannot be written or read: missing, damaged, of another layout, disk full."""
 

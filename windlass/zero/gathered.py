@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from windlass.base.errors import ModelError
+from windlass.base.errors import GatherError
 from windlass.zero import born
 from windlass.zero.access import Released, mark_present, mark_released
 from windlass.zero.born import Birth
@@ -37,7 +37,8 @@ class GatheredParameters:
         enabled: False makes the context do nothing.
 
     Raises:
-        ModelError: one of the parameters is already inside such a context; or, at its end, was resized.
+        GatherError: one of the parameters is already inside such a context.
+        ModelError: at its end one has been resized.
     """
 
     def __init__(
@@ -59,9 +60,9 @@ class GatheredParameters:
     def __enter__(self) -> GatheredParameters:
         again = next((place for p, place in self._places if id(p) in _open), None)
         if again is not None:
-            raise ModelError(f"{again.name!r} is inside another GatheredParameters already; leave that first")
+            raise GatherError(f"{again.name!r} is inside another GatheredParameters already; leave that first")
         if any(id(p) in _open for p, _ in self._born):
-            raise ModelError("a parameter is inside another GatheredParameters already; leave that first")
+            raise GatherError("a parameter is inside another GatheredParameters already; leave that first")
         for model in {id(place.model): place.model for _, place in self._places}.values():
             model.finish_update()
         for parameter, birth in self._born:
