@@ -24,7 +24,7 @@ from windlass.base.errors import CheckpointError, WindlassError
 from windlass.base.log import logger
 from windlass.base.output import while_read
 from windlass.checkpoint.consolidated_files import Weight, require_dtype, shard_bytes, write_weights
-from windlass.checkpoint.directory import LATEST, METADATA, read_latest
+from windlass.checkpoint.directory import LATEST, METADATA, is_checkpoint, is_deepspeed, read_latest
 from windlass.checkpoint.export import absent_from, dtype_in_use, tensors_of
 from windlass.checkpoint.stored import Stored
 from windlass.checkpoint.torch_file import read_torch_file
@@ -234,7 +234,15 @@ def _found(checkpoint_dir: str | os.PathLike[str], tag: str | None) -> Path:
     root = Path(checkpoint_dir)
     tag = read_latest(root) if tag is None else tag
     if tag is None:
-        raise NotZeroError(f"unable to find the file {LATEST!r} at {root / LATEST}; give a tag")
+        if not root.is_dir():
+            raise NotZeroError(f"the directory {str(root)!r} does not exist")
+        whole = is_checkpoint(root) or is_deepspeed(root)
+        hint = (
+            f"{root} is a checkpoint itself: give its parent, and the tag {root.absolute().name!r}"
+            if whole
+            else "give a tag"
+        )
+        raise NotZeroError(f"unable to find the file {LATEST!r} at {root / LATEST}; {hint}")
     return _require_directory(root / tag)
 
 

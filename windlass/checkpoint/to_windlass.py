@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from windlass.base.errors import CheckpointError, WindlassError
+from windlass.base.log import logger
 from windlass.base.output import while_read
 from windlass.checkpoint.agree import Ranks
 from windlass.checkpoint.deepspeed_files import Order
@@ -79,6 +80,14 @@ def to_windlass(source: Path, target: Path, order: Order | None = None) -> Path:
         raise CheckpointError(f"{source} is no checkpoint's directory; give DIR/TAG, such as DIR/global_step100")
     with Stored.at(source, order) as stored:
         shards = [_Tensor(stored, name).shard() for name in stored.names()]
+        if order is None and stored.plain["layout"]["stage"] == 0:
+            logger.warning(
+                "%s has DeepSpeed's stage 0, which keeps optimizer states under numbers: they are not in %s. Load %s "
+                "itself to go on with them",
+                source,
+                target,
+                source,
+            )
         ranks = Ranks(None, 0, 1, alone=True)
         return Begun(target.parent, target.name, SavedState(shards, plain=stored.plain), ranks, False).finish(ranks)
 

@@ -123,6 +123,10 @@ def test_errors_are_those_that_callers_expect(tmp_path: Path) -> None:
     (tmp_path / "latest").unlink()
     with pytest.raises(ValueError, match="unable to find the file 'latest'"):
         get(tmp_path)
+    with pytest.raises(ValueError, match=f"give its parent, and the tag {tag.name!r}"):
+        get(tag)
+    with pytest.raises(ValueError, match="nowhere' does not exist"):
+        get(tmp_path / "nowhere")
     with pytest.raises(ValueError, match="unknown zero stage 5"):
         consolidated.get_model_state_file(tag, 5)
     with pytest.raises(FileNotFoundError, match="zero_pp_rank_0"):
@@ -200,3 +204,10 @@ def test_clones_have_their_own_storage() -> None:
     assert found["a"][1][1] == "x" and isinstance(found["a"][1], tuple) and found["n"] == 3
     found["a"][0].zero_()
     assert flat[2] == 2
+
+
+def test_states_under_numbers_are_not_left_out_in_silence(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    source = write(tmp_path, "global_step4", trained(), stage=0, ranks=1)
+    with caplog.at_level("WARNING", logger="windlass"):
+        to_windlass(source, tmp_path / "uni")
+    assert "keeps optimizer states under numbers: they are not in" in caplog.text
