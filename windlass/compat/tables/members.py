@@ -38,6 +38,11 @@ MEMBERS: dict[str, Entry] = {
     ),
     "parameter.data": differs("", "at stage 3 of the whole shape, not empty; reading it outside a gather raises"),
     "parameter.ds_tensor": differs("", "this rank's part of the unit that the parameter is in, flat"),
+    "parameter.grad": differs(
+        "",
+        "None after a backward at stage 0, too: `safe_get_full_grad` reads what was reduced; one that is set by hand "
+        "is dropped at the step, with a warning",
+    ),
     "parameter.partition_gradients": refused("windlass moves gradients by itself; use windlass.zero.full_grad"),
     "parameter.reduce_gradients_at_owner": refused("windlass moves gradients by itself; use windlass.zero.full_grad"),
     "module.ds_external_parameters": differs("", "only what register_external_parameter was told; nothing needs it"),
