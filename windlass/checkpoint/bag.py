@@ -57,12 +57,18 @@ class Array(Bag):
         """The array.
 
         Raises:
-            CheckpointError: it is none of numbers or text.
+            CheckpointError: it is none of numbers or text, or has not the bytes that its shape needs.
         """
         import numpy
 
-        _, shape, kind, by_columns, raw = self.__dict__.get("saved", (None, (), None, False, None))
+        saved = self.__dict__.get("saved")
+        if not isinstance(saved, tuple) or len(saved) != 5:
+            raise CheckpointError("an array of numpy was saved without its type, shape and bytes")
+        _, shape, kind, by_columns, raw = saved
         code = kind.given[0] if isinstance(kind, Bag) and kind.given else None
         if not isinstance(code, str) or not re.fullmatch("[biufcSU][0-9]+", code) or not isinstance(raw, bytes):
             raise CheckpointError(f"an array of numpy's type {code!r} is neither of numbers nor of text")
-        return numpy.ndarray(shape, code, bytearray(raw), order="F" if by_columns else "C")
+        try:
+            return numpy.ndarray(shape, code, bytearray(raw), order="F" if by_columns else "C")
+        except (TypeError, ValueError, OverflowError) as error:
+            raise CheckpointError(f"an array of numpy's type {code!r} and shape {shape!r}: {error}") from None

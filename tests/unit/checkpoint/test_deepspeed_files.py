@@ -20,6 +20,7 @@ from tests.deepspeed_writer import Trained, write
 from tests.unit.checkpoint import states
 from windlass.base.errors import CheckpointError
 from windlass.checkpoint import read_full, save
+from windlass.checkpoint.bag import Array, Bag
 from windlass.checkpoint.catalogue import look
 from windlass.checkpoint.export import export
 from windlass.checkpoint.stored import Stored
@@ -286,3 +287,24 @@ def test_the_names_of_files_are_those_of_the_directory(tmp_path: Path) -> None:
     os.symlink(tmp_path / "outside", tmp_path / "run" / "t")
     with pytest.raises(CheckpointError, match="leads outside"):
         Stored(tmp_path / "run", "t")
+
+
+@pytest.mark.parametrize(
+    "saved",
+    [
+        None,
+        (1, (2,)),
+        (1, (9,), Bag("f8"), False, b"0123456789abcdef"),
+        (1, "ab", Bag("f8"), False, b"0123456789abcdef"),
+        (1, (2,), Bag("f7"), False, b"0123456789abcdef"),
+        (1, (2,), Bag("O8"), False, b"0123456789abcdef"),
+        (1, (2**70,), Bag("f8"), False, b""),
+    ],
+)
+def test_an_array_that_does_not_fit_its_bytes_is_refused(saved: Any) -> None:
+    """Nothing is allocated, and nothing else raised, for what a stranger's file says of an array."""
+    pytest.importorskip("numpy")
+    array = Array()
+    array.__setstate__(saved)
+    with pytest.raises(CheckpointError, match="numpy"):
+        array.made()
