@@ -132,11 +132,12 @@ def test_manners(stage: int) -> None:
 
 
 def _asked_around_a_step(stage: int) -> list[float]:
+    from windlass.base.log import logger as own_logger
     from windlass.compat.initialize import initialize
     from windlass.compat.messages import logger
 
     said, net = io.StringIO(), _net()
-    handler, level = logging.StreamHandler(said), logger.level
+    handler, levels = logging.StreamHandler(said), (logger.level, own_logger.level)
     logger.addHandler(handler)
     logger.setLevel("INFO")
     engine, optimizer, _, schedule = initialize(
@@ -146,7 +147,8 @@ def _asked_around_a_step(stage: int) -> list[float]:
         config={"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": stage}},
     )
     logger.removeHandler(handler)
-    logger.setLevel(level)
+    logger.setLevel(levels[0])
+    own_logger.setLevel(levels[1])  # which the other set, too
     assert ("DeepSpeed info: version=" in said.getvalue()) == (engine.global_rank == 0)
     assert schedule is engine.lr_scheduler and schedule.optimizer is optimizer.optimizer
     found = []

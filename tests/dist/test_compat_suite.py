@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from tests.dist.harness import run_ranks
@@ -129,3 +131,44 @@ def _scales() -> None:
 
 def test_the_optimizer_tells_the_loss_scale() -> None:
     run_ranks(_scales, 1)
+
+
+def _read_apart() -> None:
+    import windlass
+    from windlass.base.errors import ReleasedParameterError
+    from windlass.compat.initialize import initialize
+    from windlass.compat.partition import Init
+
+    for born in (False, True):
+        with Init(config_dict_or_path=_config(3), enabled=born):
+            net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        engine = initialize(model=net, config=_config(3))[0] if not born else None
+        found = net.state_dict()
+        with pytest.raises(ReleasedParameterError, match=r"rank 0: .*, rank 1: .*; save"):
+            found[f"{dist.get_rank()}.weight"].sum()
+        assert found["0.weight"].sum() == windlass.zero.full_param(net[0].weight).sum()  # the law holds again
+        if engine is not None:
+            engine.destroy()
+    own = windlass.initialize(model=_net(), config=_config(3))[0]
+    with pytest.raises(ReleasedParameterError):  # an engine of windlass' own lends no names
+        own.module.state_dict()
+    own.destroy()
+
+
+def test_ranks_that_read_different_parameters_are_told() -> None:
+    """transformers goes through sets of names while it saves: pieces of two weights must not become one."""
+    run_ranks(_read_apart, 2)
+
+
+def _built_beside_names() -> dict[str, list[str]]:
+    from tests.dist.test_init import AWKWARD, all_differences
+    from windlass.compat import parameters
+
+    parameters.install()
+    return all_differences([*AWKWARD, "weight_norm"], True)
+
+
+def test_models_are_built_under_init_as_without_the_stand_in() -> None:
+    """Names are lent to `state_dict()` alone: whoever detaches a weight to write to it, or makes another of it, has
+    values."""
+    assert run_ranks(_built_beside_names, 2) == [{}, {}]

@@ -16,11 +16,13 @@ from windlass.base.log import logger
 from windlass.compat.accessors import ANSWERS, KEYS, ask
 from windlass.compat.loader import DeepSpeedDataLoader, loader_of
 from windlass.compat.offload import ParameterOffload
+from windlass.compat.parameters import lend_names
 from windlass.compat.refusal import NotBuiltError
 from windlass.compat.scaler import Scaler
 from windlass.compat.timers import SynchronizedWallClockTimer, ThroughputTimer
 from windlass.config import Config
 from windlass.engine.train import Engine, foreign
+from windlass.zero.sharded import ShardedModel
 
 _OWN_REDUCTIONS = "gradients are reduced by the engine, in an order that all ranks agree on; call engine.backward"
 _COMPILERS = "DeepSpeed's compilers are not built; engine.compile() compiles the module by torch"
@@ -135,6 +137,10 @@ class DeepSpeedEngine(Engine):
         optimizer.quantize_nontrainable_params = _refusing(
             "optimizer.quantize_nontrainable_params", "quantized gathers are not built"
         )
+
+    def _adopt(self, sharded: ShardedModel) -> None:
+        super()._adopt(sharded)
+        lend_names(sharded)
 
     # what DeepSpeed refuses
 

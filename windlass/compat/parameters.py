@@ -11,25 +11,28 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from itertools import count
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from windlass import zero
+from windlass.base.errors import ReleasedParameterError
 from windlass.compat.refusal import NotBuiltError
 from windlass.compat.status import ZeroParamStatus, ZeroParamType
 from windlass.zero import access, born
 from windlass.zero.access import Released
 from windlass.zero.gathered import GatheredParameters
 from windlass.zero.registry import find
+from windlass.zero.sharded import ShardedModel
 
 _numbers = count()
 _ids: WeakKeyDictionary[Any, dict[int, int]] = WeakKeyDictionary()  # by sharded model: of its parameters
 _born_ids: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # by birth
 _active: WeakKeyDictionary[Any, dict[int, set[int]]] = WeakKeyDictionary()
 _external: WeakKeyDictionary[nn.Module, dict[str, nn.Parameter]] = WeakKeyDictionary()
+_lending: WeakSet[Any] = WeakSet()  # sharded models of engines that `deepspeed.initialize` made
 _open: dict[int, GatheredParameters] = {}  # by id of the parameter that all_gather made whole
 
 
@@ -40,6 +43,11 @@ def install() -> None:
         nn.Module.ds_external_parameters = _external_of  # type: ignore[attr-defined]
         access.lends_name = _lends_name
         access.whole_of = _whole_of
+
+
+def lend_names(model: ShardedModel) -> None:
+    """Have `state_dict()` give names for the released parameters of `model`; of others it raises, as it did."""
+    _lending.add(model)
 
 
 def under_stage_3(parameter: nn.Parameter) -> bool:
@@ -57,7 +65,9 @@ def _lends_name(parameter: nn.Parameter) -> bool:
     """Whether `state_dict()` gets a stub, of which scripts on one rank read the name. Inside a forward `detach` means
     the values, and its unit brings them."""
     place = find(parameter)
-    return born.find(parameter) is not None if place is None else not place.unit.bring(parameter, [parameter])
+    if place is None:
+        return born.find(parameter) is not None
+    return place.model in _lending and not place.unit.bring(parameter, [parameter])
 
 
 def _external_of(self: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -75,7 +85,33 @@ def _ask(self: nn.Parameter, name: str) -> Any:
 
 
 def _whole_of(parameter: nn.Parameter) -> torch.Tensor:
+    _require_same(parameter)
     return zero.full_param(parameter).detach().to(parameter.dtype)
+
+
+def _require_same(parameter: nn.Parameter) -> None:
+    """Ranks that read another parameter each would get pieces of both: transformers goes through sets of names, whose
+    order is each process's own.
+
+    Raises:
+        ReleasedParameterError: they do; on all of them.
+    """
+    place, birth = find(parameter), born.find(parameter)
+    if birth is not None:
+        group, name = birth.group, f"{birth.label} (number {birth.number})"
+    elif place is not None:
+        group, name = place.model.group, place.name
+    else:
+        return
+    told: list[Any] = [name] * group.size
+    if group.size > 1:
+        dist.all_gather_object(told, name, group=group.talks)
+    if len(set(told)) > 1:
+        read = ", ".join(f"rank {rank}: {one!r}" for rank, one in zip(group.ranks, told, strict=True))
+        raise ReleasedParameterError(
+            f"ranks read different parameters from a state_dict() at stage 3, where all read one together ({read}); "
+            "save by engine.save_16bit_model, or read inside `with GatheredParameters(parameters):`"
+        )
 
 
 # stage 3

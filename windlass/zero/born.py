@@ -53,10 +53,11 @@ class Birth:
         like: a tensor of its shape, strides, dtype and device.
         group: the ranks that have the pieces.
         home: where to keep this rank's piece.
+        number: of this birth among those of its model, the same on every rank.
     """
 
-    def __init__(self, label: str, like: torch.Tensor, group: Group, home: Home) -> None:
-        self.label, self.group, self._home = label, group, home
+    def __init__(self, label: str, like: torch.Tensor, group: Group, home: Home, number: int = 0) -> None:
+        self.label, self.group, self._home, self.number = label, group, home, number
         self.shape, self.dtype, self.device = like.shape, like.dtype, like.device
         self.stride = like.stride() if is_dense(like) else _row_major(like.shape)
         self.numel = like.numel()

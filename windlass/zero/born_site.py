@@ -56,7 +56,7 @@ class Site:
     def deliver(self, parameter: nn.Parameter, label: str, cut: torch.Tensor, like: torch.Tensor) -> None:
         """A parameter whose piece is known without its whole values."""
         number = self._number(parameter, label)
-        birth = Birth(self._labels[number], like, self.group, self.home)
+        birth = Birth(self._labels[number], like, self.group, self.home, number)
         birth.cut = cut
         born.release(parameter, birth)
 
@@ -141,7 +141,7 @@ class Site:
         pieces = born.scatter(self.group, 0, items, device)
         for parameter, piece, (number, _, _) in zip(parameters, pieces, entries, strict=True):
             if parameter is not None:
-                birth = Birth(self._labels[number], parameter.detach(), self.group, self.home)
+                birth = Birth(self._labels[number], parameter.detach(), self.group, self.home, number)
                 birth.cut = piece
                 born.release(parameter, birth)
 
