@@ -11,11 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.dist.harness import run_ranks
-
-
-def _net() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+from tests.dist.test_compat_engine import _net
 
 
 def _config(stage: int, **others: Any) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from windlass.base.log import logger
 from windlass.base.output import while_read
 from windlass.launch.back_ends import is_installed
 from windlass.launch.command import perform
-from windlass.launch.flags import parse, parser_of_run
+from windlass.launch.flags import parse, take_flags
 from windlass.launch.hosts import DEFAULT_HOSTFILE
 from windlass.launch.request import LATE_PORT
 
@@ -22,24 +22,17 @@ _FLAGS = (
     *("enable_each_rank_log", "autotuning", "bind_cores_to_rank", "bind_core_list", "ssh_port", "venv_script"),
     *("log_level", "quiet", "elastic_training", "min_elastic_nodes", "help"),
 )
-# DeepSpeed has no short form of it.
-_NO_SHORT = ("-m",)
 
 
 def parser_of_deepspeed() -> argparse.ArgumentParser:
     """The flags of `windlass run` that the `deepspeed` command has, which may be cut short as there."""
-    known = parser_of_run()
     parser = argparse.ArgumentParser(
         prog="deepspeed",
         usage="deepspeed [OPTION]... SCRIPT [ARGUMENT]...",
         description="Start SCRIPT as the `deepspeed` command does, by windlass.",
     )
-    for action in known._actions:
-        if action.dest in _FLAGS and action.dest != "help":
-            action.option_strings = [name for name in action.option_strings if name not in _NO_SHORT]
-            parser._add_action(action)
-    without = {action.dest: action.default for action in known._actions if action.dest not in _FLAGS}
-    parser.set_defaults(**without, hostfile=DEFAULT_HOSTFILE)
+    take_flags(parser, _FLAGS)
+    parser.set_defaults(hostfile=DEFAULT_HOSTFILE)
     return parser
 
 

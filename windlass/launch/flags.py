@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 LAUNCHERS = ("ssh", "pdsh", "openmpi", "mpich", "impi", "slurm", "mvapich")
@@ -212,3 +212,16 @@ def _wants_next(parser: argparse.ArgumentParser, word: str) -> bool:
         if action.nargs is None:
             return position == len(word) - 1
     return False
+
+
+def take_flags(parser: argparse.ArgumentParser, names: Container[str]) -> None:
+    """Give `parser` those flags of `windlass run` that a command of DeepSpeed's has; of the others, what they are where
+    nobody says them. None of them has the short form `-m` there."""
+    for action in parser_of_run()._actions:
+        if action.dest == "help":
+            continue
+        if action.dest in names:
+            action.option_strings = [name for name in action.option_strings if name != "-m"]
+            parser._add_action(action)
+        else:
+            parser.set_defaults(**{action.dest: action.default})

@@ -10,7 +10,7 @@ from windlass.base.errors import WindlassError
 from windlass.base.output import while_read
 from windlass.launch.command import perform_plan
 from windlass.launch.errors import LaunchError
-from windlass.launch.flags import parse, parser_of_run
+from windlass.launch.flags import parse, take_flags
 from windlass.launch.hosts import decode_world_info
 from windlass.launch.place import Host
 from windlass.launch.plan import Plan
@@ -24,21 +24,16 @@ _FLAGS = (
 
 def parser_of_node() -> argparse.ArgumentParser:
     """The flags that DeepSpeed's launcher of one host has."""
-    known = parser_of_run()
     parser = argparse.ArgumentParser(
         prog="deepspeed.launcher.launch",
         usage="python -m deepspeed.launcher.launch --world_info=TEXT [OPTION]... SCRIPT [ARGUMENT]...",
         description="Start the ranks of one host, by windlass.",
     )
-    for action in known._actions:
-        if action.dest in _FLAGS and action.dest != "help":
-            action.option_strings = [name for name in action.option_strings if name != "-m"]
-            parser._add_action(action)
+    take_flags(parser, _FLAGS)
     text = "base64 of the JSON {host: [slot, ...]}, hosts in the order of ranks"
     parser.add_argument("--world_info", required=True, metavar="TEXT", help=text)
     parser.add_argument("--save_pid", type=int, default=0, metavar="PID", help="accepted: the `deepspeed` command does")
-    without = {action.dest: action.default for action in known._actions if action.dest not in (*_FLAGS, "save_pid")}
-    parser.set_defaults(**without, node_rank=0, master_addr="127.0.0.1", master_port=LATE_PORT)
+    parser.set_defaults(node_rank=0, master_addr="127.0.0.1", master_port=LATE_PORT)
     return parser
 
 
