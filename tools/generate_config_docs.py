@@ -158,7 +158,7 @@ def _exceptions() -> str:
 def _pair_counts() -> str:
     pairs = composition.pairs()
     working = sum(pair.works for pair in pairs)
-    on_cpu = len(composition.working_pairs())
+    on_cpu = len(composition.working_pairs({"transformer"}))
     return f"{len(pairs)} pairs; {working} work, {on_cpu} of them on a machine without a GPU."
 
 

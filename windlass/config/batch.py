@@ -1,4 +1,4 @@
-"""The batch triangle: train = micro x accumulation x world, solved from what is given or refused with every number."""
+"""The batch triangle: train = micro x accumulation x readers, solved from what is given or refused with all of it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ KEYS = (TRAIN, MICRO, ACCUMULATION)
 
 @dataclass(frozen=True)
 class Batch:
-    """A solved triangle: `train == micro * accumulation * world_size`, all positive, in samples."""
+    """A solved triangle: `train == micro * accumulation * readers`, all positive, in samples."""
 
     train: int
     micro: int
@@ -31,21 +31,31 @@ class Given:
     place: str
 
 
-def solve(given: Mapping[str, Given], world_size: int, world_size_source: str) -> Batch:
-    """Complete the three numbers for `world_size` ranks; nothing is ever rounded.
+@dataclass(frozen=True)
+class Readers:
+    """Ranks that read samples of their own: how many, what an error calls them, and where the number is from."""
+
+    count: int
+    name: str
+    origin: str
+
+
+def solve(given: Mapping[str, Given], readers: Readers) -> Batch:
+    """Complete the three numbers for ranks that read samples of their own; nothing is ever rounded.
 
     Raises:
         ConfigError: too little is given, a number does not divide, the product is wrong, or a size is not positive.
-            The text shows each number, where it came from, the world size and its source, and what to change.
+            The text shows each number, where it came from, the ranks and their source, and what to change.
     """
+    world_size = readers.count
 
     def fail(why: str, key: str, change: str) -> ConfigError:
-        place = given[key].place if key in given else world_size_source
-        return ConfigError(_failure(numbers, world_size, world_size_source, why, f"{place}: {change}"))
+        place = given[key].place if key in given else readers.origin
+        return ConfigError(_failure(numbers, readers, why, f"{place}: {change}"))
 
     numbers = dict(given)
     if world_size < 1:
-        raise fail(f"the world size {world_size} is not positive", "world size", "a number >= 1")
+        raise fail(f"the {readers.name} {world_size} is not positive", readers.name, "a number >= 1")
     for key in KEYS:
         value = given[key].value
         if value is not None and value < 1:
@@ -60,21 +70,22 @@ def solve(given: Mapping[str, Given], world_size: int, world_size_source: str) -
     if train is None:
         assert micro is not None and accumulation is not None
         return Batch(micro * accumulation * world_size, micro, accumulation)
-    return _with_train(train, micro, accumulation, world_size, fail)
+    return _with_train(train, micro, accumulation, readers, fail)
 
 
 def _with_train(
     train: int,
     micro: int | None,
     accumulation: int | None,
-    world: int,
+    readers: Readers,
     fail: Callable[[str, str, str], ConfigError],
 ) -> Batch:
+    world = readers.count
     if micro is not None and accumulation is not None:
         product = micro * accumulation * world
         if product != train:
             raise fail(
-                f"{TRAIN} {train} is not {MICRO} {micro} x {ACCUMULATION} {accumulation} x world size {world}"
+                f"{TRAIN} {train} is not {MICRO} {micro} x {ACCUMULATION} {accumulation} x {readers.name} {world}"
                 f" = {product}",
                 TRAIN,
                 f'"{TRAIN}": {product}, or delete that line and it is derived',
@@ -87,15 +98,15 @@ def _with_train(
         below, above = quotient * known * world, (quotient + 1) * known * world
         nearest = f"{above}" if below == 0 else f"{below} or {above}"
         raise fail(
-            f"{TRAIN} {train} is not divisible by {name} {known} x world size {world} = {known * world}",
+            f"{TRAIN} {train} is not divisible by {name} {known} x {readers.name} {world} = {known * world}",
             TRAIN,
             f'"{TRAIN}": {nearest}',
         )
     return Batch(train, known, quotient) if micro is not None else Batch(train, quotient, known)
 
 
-def _failure(given: Mapping[str, Given], world: int, world_source: str, why: str, change: str) -> str:
+def _failure(given: Mapping[str, Given], readers: Readers, why: str, change: str) -> str:
     rows = [(key, "-" if given[key].value is None else str(given[key].value), given[key].origin) for key in KEYS]
-    rows.append(("world size", str(world), world_source))
+    rows.append((readers.name, str(readers.count), readers.origin))
     table = "\n".join(f"  {name:<31}{value:>8}  {origin}" for name, value, origin in rows)
     return f"the batch sizes do not fit together: {why}\n{table}\n  change: {change}"

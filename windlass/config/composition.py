@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import TYPE_CHECKING
 
+from windlass.config.axes import size_of
 from windlass.config.offload import is_away
 
 if TYPE_CHECKING:
@@ -70,12 +71,24 @@ AXES: dict[str, dict[str, Value]] = {
     },
     "parallel": {
         "data": Value("one group of data-parallel ranks"),
-        "mics": Value("cuts inside groups of mics_shard_size ranks, replicas between them"),
+        "mics": Value("cuts inside groups of data ranks (dp_replicate, mics_shard_size), replicas between them"),
         "hpz": Value("backward gathers from groups of zero_hpz_partition_size ranks"),
-        "tensor": Value("matrices cut over ranks", "not yet built: tensor parallelism"),
-        "pipeline": Value("layers spread over ranks", "not yet built: pipeline parallelism"),
-        "sequence": Value("sequences cut over ranks", "not yet built: sequence parallelism"),
-        "expert": Value("experts spread over ranks", "not yet built: expert parallelism"),
+    },
+    "pp": {
+        "one": Value("every rank has all layers"),
+        "many": Value("layers are spread over the stages of a pipeline", needs="transformer"),
+    },
+    "tp": {
+        "one": Value("every rank has whole matrices"),
+        "many": Value("matrices are cut over ranks", needs="transformer"),
+    },
+    "sp": {
+        "one": Value("every rank has whole sequences"),
+        "many": Value("sequences are cut over ranks", needs="transformer"),
+    },
+    "ep": {
+        "one": Value("every rank has all experts"),
+        "many": Value("experts are spread over ranks", needs="transformer"),
     },
     "checkpointing": {
         "none": Value("all activations are kept"),
@@ -125,6 +138,9 @@ EXCEPTIONS: dict[frozenset[Choice], str] = {
     frozenset({("stage", "0"), ("update", "delayed")}): "stage 0 keeps all states on every rank; use stage 1 or more",
     frozenset({("state_home", "device"), ("update", "delayed")}): "a step on the device has nothing to hide behind",
     frozenset({("optimizer", "whole"), ("update", "delayed")}): "whole parameters need other ranks amid an update",
+    frozenset({("optimizer", "whole"), ("tp", "many")}): "a parameter that is cut over tp is whole on no rank",
+    frozenset({("optimizer", "whole"), ("ep", "many")}): "the experts of a layer are together on no rank",
+    frozenset({("backward", "plain"), ("pp", "many")}): "a pipeline runs its backwards itself, in engine.train_batch",
 }
 """Pairs that do not work although both halves might; every pair of offered values that is not here works."""
 
@@ -206,6 +222,7 @@ def describe(config: Config, **facts: str) -> dict[str, str]:
         "precision": _precision(config),
         "accumulation": "many" if (config.gradient_accumulation_steps or 1) > 1 else "one",
         "parallel": _parallel(config),
+        **{axis: "many" if size_of(config, axis) > 1 else "one" for axis in ("pp", "tp", "sp", "ep")},
         "checkpointing": _checkpointing(config),
         "adapters": "none",
         "transport": "shm" if config.comm.transport == "auto" else config.comm.transport,
@@ -248,14 +265,7 @@ def _checkpointing(config: Config) -> str:
 
 def _parallel(config: Config) -> str:
     zero = config.zero_optimization
-    if config.tensor_parallel.asked_for():
-        return "tensor"
-    if config.expert_parallel.enabled:
-        return "expert"
-    if (config.sequence_parallel_size or 1) > 1:
-        return "sequence"
-    if config.pipeline.asked_for():
-        return "pipeline"
     if zero.stage == 3 and zero.zero_hpz_partition_size > 1:
         return "hpz"
-    return "mics" if zero.stage > 0 and zero.mics_shard_size > 0 else "data"
+    groups = zero.mics_shard_size > 0 or config.parallel.dp_replicate > 1
+    return "mics" if zero.stage > 0 and groups else "data"

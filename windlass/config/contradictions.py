@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from windlass.config.axes import disagreements, size_of
 from windlass.config.offload import OffloadOptimizer, is_away
 from windlass.config.problems import Kind, Problem, show
 from windlass.config.root import Config
@@ -92,6 +93,87 @@ def _two_cuts(config: Config) -> Iterator[tuple[str, str]]:
             f"{zero.mics_shard_size} and zero_hpz_partition_size {zero.zero_hpz_partition_size} both choose the ranks "
             "from which parameters are gathered; delete one",
         )
+    if config.parallel.dp_replicate > 1 and zero.zero_hpz_partition_size > 1:
+        yield (
+            "parallel.dp_replicate",
+            f"{config.parallel.dp_replicate} and zero_optimization.zero_hpz_partition_size "
+            f"{zero.zero_hpz_partition_size} both choose the ranks from which parameters are gathered; delete one",
+        )
+
+
+def _ulysses(config: Config) -> Iterator[tuple[str, str]]:
+    section = config.parallel
+    if section.sequence == "ulysses+ring":
+        if section.ulysses_degree is not None and size_of(config, "sp") % section.ulysses_degree:
+            yield (
+                "parallel.ulysses_degree",
+                f"{section.ulysses_degree} does not divide the {size_of(config, 'sp')} ranks of parallel.sp; write a "
+                "divisor",
+            )
+    elif section.ulysses_degree is not None:
+        yield (
+            "parallel.ulysses_degree",
+            f'{section.ulysses_degree}, but "sequence" is "{section.sequence}", which has no second size; delete '
+            'it, or write "ulysses+ring"',
+        )
+
+
+def _activations(config: Config) -> Iterator[tuple[str, str]]:
+    section = config.parallel
+    if section.activations != "device" and not section.recompute:
+        yield (
+            "parallel.activations",
+            f'"{section.activations}", but parallel.recompute is false, so no inputs of layers are kept that could '
+            'wait there; write true, or "device"',
+        )
+    if section.tp_sequence_norms and section.tiled_mlp:
+        yield (
+            "parallel.tiled_mlp",
+            f"{section.tiled_mlp}, but tp_sequence_norms is true, under which MLPs see parts of unequal lengths; write "
+            "false in one of them",
+        )
+
+
+def _files_of_deepspeed(config: Config) -> Iterator[tuple[str, str]]:
+    cut = [f"{axis} {size_of(config, axis)}" for axis in ("pp", "ep", "tp") if size_of(config, axis) > 1]
+    if config.checkpoint.format == "deepspeed" and cut:
+        yield (
+            "checkpoint.format",
+            f'"deepspeed", whose files hold whole parameters of every data rank, with {", ".join(cut)}; write '
+            '"windlass" (`windlass export` writes whole weights)',
+        )
+
+
+def _norms_along_tp(config: Config) -> Iterator[tuple[str, str]]:
+    if config.parallel.tp_sequence_norms and config.overlap_chunks > 1:
+        yield (
+            "parallel.tp_sequence_norms",
+            f"true, which leaves no all-reduce to overlap, but tp_overlap_chunks is {config.overlap_chunks}; write "
+            "false, or 1 there",
+        )
+
+
+def _schedule(config: Config) -> Iterator[tuple[str, str]]:
+    section = config.pipeline
+    if section.chunks is not None:
+        if section.schedule == "interleaved" and section.chunks == 1:
+            yield (
+                "pipeline.chunks",
+                '1, but the schedule is "interleaved", which needs several a rank; write 2, or "1f1b"',
+            )
+        if section.schedule in ("1f1b", "gpipe") and section.chunks > 1:
+            yield (
+                "pipeline.chunks",
+                f'{section.chunks}, but the schedule "{section.schedule}" passes each rank once; delete it, or write '
+                '"interleaved"',
+            )
+    accumulation = config.gradient_accumulation_steps
+    if None not in (section.micro_batches, accumulation) and section.micro_batches != accumulation:
+        yield (
+            "pipeline.micro_batches",
+            f"{section.micro_batches}, but gradient_accumulation_steps is {accumulation}: both are the micro-batches "
+            "of a step; delete one",
+        )
 
 
 def _norm(config: Config) -> Iterator[tuple[str, str]]:
@@ -156,6 +238,10 @@ def _watchdog(config: Config) -> Iterator[tuple[str, str]]:
         )
 
 
+def _axes_apart(config: Config) -> Iterator[tuple[str, str]]:
+    yield from disagreements(config)
+
+
 def _elastic(config: Config) -> Iterator[tuple[str, str]]:
     section = config.elasticity
     if not section.enabled or section.ignore_non_elastic_batch_info:
@@ -175,6 +261,12 @@ RULES: tuple[Rule, ...] = (
     _predivide,
     _offload,
     _two_cuts,
+    _axes_apart,
+    _ulysses,
+    _norms_along_tp,
+    _activations,
+    _files_of_deepspeed,
+    _schedule,
     _norm,
     _learning_rate,
     _schedule_order,

@@ -9,7 +9,7 @@ from pydantic import Field
 from windlass.config.section import Float, Int, Positive, Section
 from windlass.config.verdict import accepted, honoured, refused
 
-_MODEL = "not yet built: model parallelism; write 1"
+_MODEL = "axes of the model are in the section parallel, and the batch is for the ranks that read; write 1"
 
 
 class Elasticity(Section):
@@ -24,9 +24,9 @@ class Elasticity(Section):
     micro_batch_sizes: Annotated[list[Positive], Field(min_length=1)] = honoured([2, 4, 6])
     """Micro-batch sizes to choose from; the largest that divides a rank's share is taken."""
     min_gpus: Positive = honoured(1)
-    """The fewest ranks to be ready for."""
+    """The fewest ranks that read to be ready for."""
     max_gpus: Positive = honoured(10_000)
-    """The most ranks to be ready for."""
+    """The most ranks that read to be ready for."""
     min_time: Int = accepted(0, "a hint to a scheduler, which DeepSpeed itself does not read")
     prefer_larger_batch: bool = honoured(True, also=("prefer_large_batch",))
     """Of two batches that fit equally many numbers of ranks take the larger."""
@@ -34,8 +34,8 @@ class Elasticity(Section):
     """Let the batch sizes outside this section be ignored; else they are an error beside it."""
     version: Float = accepted(
         0.2,
-        "its versions differ under model parallelism, which is refused, and on a number of ranks that does not fit: "
-        "0.2 changes the batch there, here that is an error in either",
+        "its versions differ in keys of model parallelism, which are refused, and on a number of ranks that does not "
+        "fit: 0.2 changes the batch there, here that is an error in either",
     )
     num_gpus_per_node: Positive = refused(1, _MODEL)
     model_parallel_size: Positive = refused(1, _MODEL)

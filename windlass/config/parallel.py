@@ -1,123 +1,76 @@
-"""Parallel axes beside the data axes: pipeline, tensor, expert."""
+"""The `parallel` section: over which axes the ranks are spread, and how matrices and sequences are cut."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Literal
 
-from windlass.config.section import Count, Float, Int, Names, Positive, Section
-from windlass.config.verdict import refused
+from pydantic import AfterValidator, Field
+from pydantic_core import PydanticCustomError
 
+from windlass.config.patterns import compiles
+from windlass.config.section import NUMBER, Positive, Section
+from windlass.config.verdict import honoured
 
-class Pipeline(Section):
-    """Options of a pipeline module."""
-
-    refusal = "not yet built: pipeline parallelism; delete the section"
-
-    stages: Int | str = refused("auto", "")
-    partition: str = refused("best", "")
-    seed_layers: bool = refused(False, "")
-    activation_checkpoint_interval: Count = refused(0, "")
-    pipe_partitioned: bool = refused(True, "")
-    grad_partitioned: bool = refused(True, "")
-    use_reentrant: bool = refused(True, "")
+CUTS = ("column", "row", "vocabulary", "partial", "replicated")
 
 
-class TensorParallelGroup(Section):
-    """Size and group of the tensor-parallel axis."""
-
-    switch = "tp_size"
-
-    tp_size: Positive = refused(1, "")
-    tp_grain_size: Positive = refused(1, "")
-    mpu: Any = refused(None, "")
-    tp_group: Any = refused(None, "")
+def _cut(value: str) -> str:
+    if not value.strip().startswith(CUTS):
+        raise PydanticCustomError("cut", "Input should begin with {words}", {"words": ", ".join(CUTS)})
+    return value
 
 
-class LayerSpec(Section):
-    """How the layers that match some patterns are cut."""
-
-    patterns: Names = refused(list, "")
-    partition_type: Literal["row", "column", "skip"] = refused("column", "")
-    shape: list[Any] | None = refused(None, "")
-    partition_dim: Int | None = refused(None, "")
-    model_types: Names | None = refused(None, "")
-    gather_output: bool = refused(False, "")
-    grad_allreduce: bool = refused(False, "")
+Rate = Annotated[float, Field(ge=0, allow_inf_nan=False), NUMBER]
+Pattern = Annotated[str, AfterValidator(compiles)]
+Cut = Annotated[str, AfterValidator(_cut)]
 
 
-class PartitionConfig(Section):
-    """The user's own cutting rules."""
+class Parallel(Section):
+    """Ranks along each axis; the data ranks that are left cut what the ZeRO stage cuts.
 
-    use_default_specs: bool = refused(True, "")
-    layer_specs: list[LayerSpec] = refused(list, "")
+    The world is pp x dp_replicate x dp_shard x ep x sp x tp, and ranks count along these axes like digits, tp fastest.
+    """
 
+    pp: Positive = honoured(1, native=True)
+    """Stages of a pipeline, each with some of the layers. Only activations cross a cut, so it may lie between nodes."""
+    dp_replicate: Positive = honoured(1, native=True)
+    """Groups of data ranks with copies of all state; what is cut is cut inside a group (HSDP, MiCS)."""
+    ep: Positive = honoured(1, native=True)
+    """Data ranks over which the experts of each layer are spread; all else is reduced over them as over others."""
+    expert_balance_rate: Rate = honoured(0.0, native=True)
+    """How far a step moves the biases with which routers of transformers' mixtures balance experts without a loss
+    (`e_score_correction_bias`), against each expert's load; DeepSeek-V3 took 0.001. 0: they stay."""
+    sp: Positive = honoured(1, native=True)
+    """Ranks that have different parts of the same sequences."""
+    tp: Positive = honoured(1, native=True)
+    """Ranks over which matrices are cut: inside a node, since they talk in every layer."""
+    tp_overlap_chunks: Positive = honoured(1, native=True)
+    """In so many parts the output of a row-parallel layer is reduced, each while the next is computed."""
+    tp_sequence_norms: bool = honoured(False, native=True)
+    """Between layers that are cut over tp hidden states are cut along the sequence: less is kept for backward."""
+    tensor_table: dict[Pattern, Cut] | None = honoured(None, native=True)
+    """By a regular expression for the whole name of a module: how it is cut (column, row, vocabulary, partial,
+    replicated). The last line that fits counts, and goes before the model's own plan."""
+    sequence: Literal["ulysses", "ring", "ulysses+ring"] = honoured("ulysses", native=True)
+    """How attention sees the whole sequence: all-to-all to whole sequences of some heads, keys and values passed round,
+    or both."""
+    ulysses_degree: Positive | None = honoured(None, native=True)
+    """ulysses+ring: how many neighbours along sp exchange heads, and rings join those groups; null: as many as the
+    heads of keys can be dealt out to."""
 
-class TensorParallel(Section):
-    """Matrices cut over ranks."""
+    tiled_mlp: bool | Positive = honoured(False, native=True)
+    """Compute MLPs for so many tokens at a time, and again in the backward; true: as many as a token has features."""
+    tiled_loss: bool | Positive = honoured(False, native=True)
+    """Compute logits and their loss for so many tokens at a time where the model is given labels, which leaves its
+    outputs without logits; true: 256 MiB of logits."""
+    recompute: bool = honoured(False, native=True)
+    """Keep only the inputs of each layer, and compute the layer again in the backward."""
+    activations: Literal["device", "cpu", "nvme"] = honoured("device", native=True)
+    """Where these inputs wait for their backward."""
 
-    refusal = "not yet built: tensor parallelism; write 0 or 1, or delete the section"
-
-    dtype: Any = refused("torch.float16", "")
-    autotp_size: Count = refused(0, "")
-    tp_overlap_comm: bool = refused(False, "")
-    vocab_parallel_lm_head: bool | None = refused(None, "")
-    vocab_parallel_ce_backend: Literal["torch", "liger"] = refused("torch", "")
-    tp: TensorParallelGroup = refused(TensorParallelGroup, "", also=("tensor_parallel",))
-    injection_policy_tuple: list[Any] | None = refused(None, "")
-    partition_config: PartitionConfig | None = refused(None, "")
-    preset_model: Literal["llama", "bloom", "chatglm", "mixtral", "deepseek_v2", "qwen2", "phi3"] | None = refused(
-        None, ""
-    )
-    keep_module_on_host: bool = refused(False, "")
-    kernel_inject: bool = refused(False, "", also=("replace_with_kernel_inject",))
-
-    def asked_for(self) -> str | None:
-        if self.autotp_size > 1:
-            return "autotp_size"
-        return "tp.tp_size" if self.tp.tp_size > 1 else None
-
-
-class ExpertParallel(Section):
-    """Experts of a mixture-of-experts model spread over ranks."""
-
-    refusal = "not yet built: expert parallelism; write false"
-    switch = "enabled"
-
-    enabled: bool = refused(False, "")
-    autoep_size: Positive = refused(1, "")
-    expert_tensor_parallel_size: Positive = refused(1, "")
-    validate_folding_routing: bool = refused(False, "")
-    async_split_plan: bool = refused(False, "")
-    preset_model: Literal["mixtral", "qwen3_moe", "qwen3_5_moe", "deepseek_v2", "deepseek_v3"] | None = refused(
-        None, ""
-    )
-    moe_layer_pattern: str | None = refused(None, "")
-    expert_pattern: str | None = refused(None, "")
-    router_pattern: str | None = refused(None, "")
-    use_grouped_mm: bool = refused(True, "")
-    disable_triton_grouped_mm: bool = refused(False, "")
-    route_norm: bool | None = refused(None, "")
-    route_scale: Float = refused(1.0, "")
-    score_apply: Literal["auto", "pre", "post"] = refused("auto", "")
-    combine_impl: Literal["auto", "weighted_sum", "fused_weighted_sum", "legacy_bmm"] = refused("auto", "")
-    row_weighting_impl: Literal["auto", "eager", "fused"] = refused("auto", "")
-    gate_up_impl: Literal["separate", "fused"] = refused("separate", "")
-    comm_backend: Literal["comm", "deepep"] = refused("comm", "")
-    comm_num_sm: Positive = refused(12, "")
-    comm_qp_margin: Count = refused(4, "")
-    comm_max_tokens_per_rank: Count = refused(0, "")
-    num_expert_groups: Positive | None = refused(None, "")
-    num_limited_groups: Positive | None = refused(None, "")
-    score_func: Literal["auto", "softmax", "sigmoid"] = refused("auto", "")
-    top_k: Positive | Literal["auto"] = refused("auto", "")
-    load_balance_coeff: None = refused(None, "")
-    routed_scaling_factor: Float | Literal["auto"] = refused("auto", "")
-    expert_w1: str | None = refused(None, "")
-    expert_w2: str | None = refused(None, "")
-    expert_w3: str | None = refused(None, "")
-    num_experts_attr: str | None = refused(None, "")
-    top_k_attr: str | None = refused(None, "")
-    has_shared_experts: bool | None = refused(None, "")
-    shared_experts_pattern: str | None = refused(None, "")
-    shared_experts_gate_pattern: str | None = refused(None, "")
-    expert_activation: str | None = refused(None, "")
+    def ulysses(self, sp: int) -> int | None:
+        """Of `sp` ranks along the axis of sequences, how many exchange heads (rings are `sp` divided by that long), or
+        None where that is up to the model."""
+        if self.sequence == "ulysses+ring":
+            return self.ulysses_degree
+        return sp if self.sequence == "ulysses" else 1

@@ -46,6 +46,9 @@ def _walk(section: Section, path: str) -> Iterator[Refusal]:
         if isinstance(value, Section):
             yield from _walk(value, inner)
             continue
+        for index, item in enumerate(value if isinstance(value, list) else ()):
+            if isinstance(item, Section):
+                yield from _walk(item, f"{inner}[{index}]")
         facts = facts_of(field)
         if facts["verdict"] == Verdict.REFUSED and value != field.get_default(call_default_factory=True):
             yield Refusal(inner, value, facts["because"])

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PrivateAttr
@@ -13,6 +12,7 @@ from windlass.config import batch
 from windlass.config.activation_checkpointing import ActivationCheckpointing
 from windlass.config.attention import SparseAttention
 from windlass.config.autotuning import Autotuning
+from windlass.config.axes import Axes, Others, axes_of, readers_of, whole_axes
 from windlass.config.batch import Batch, Given
 from windlass.config.checkpoint import Checkpoint
 from windlass.config.comm import Comm, CommsLogger
@@ -21,17 +21,20 @@ from windlass.config.compression import CompressionTraining, Eigenvalue, WeightQ
 from windlass.config.data import CurriculumLearning, DataEfficiency, ProgressiveLayerDrop
 from windlass.config.elastic_batch import solve_elastic
 from windlass.config.elasticity import Elasticity
+from windlass.config.expert_parallel import ExpertParallel
 from windlass.config.inference import HybridEngine
 from windlass.config.monitor import Comet, CsvMonitor, FlopsProfiler, TensorBoard, Timers, Wandb
 from windlass.config.offload import Aio
 from windlass.config.optimizer import OptimizerConfig
-from windlass.config.parallel import ExpertParallel, Pipeline, TensorParallel
+from windlass.config.parallel import Parallel
+from windlass.config.pipeline import Pipeline
 from windlass.config.precision import Bf16, DataTypes, DtypeTable, Fp16, TorchAutocast
 from windlass.config.problems import Refusal, listing
 from windlass.config.refusals import refusals_of
 from windlass.config.retired import Amp, InferenceInTraining, MsAmp, Nebula, QuantizeTraining
 from windlass.config.scheduler import SchedulerConfig
 from windlass.config.section import NUMBER, Count, DtypeName, Int, Positive, Section
+from windlass.config.tensor_parallel import TensorParallel, table_of
 from windlass.config.verdict import accepted, honoured, refused
 from windlass.config.watchdog import Watchdog
 from windlass.config.zero import Zero
@@ -43,18 +46,6 @@ def _lower(value: Any) -> Any:
 
 LogLevel = Annotated[Literal["debug", "info", "warning", "error", "critical"], BeforeValidator(_lower)]
 Reduction = Annotated[Literal["mean", "sum"], BeforeValidator(_lower)]
-
-
-@dataclass(frozen=True)
-class DataAxes:
-    """How the data-parallel ranks are arranged: `replicate * shard == world size`.
-
-    `regather` is the number of ranks from which backward gathers stage-3 parameters again, or None for all of `shard`.
-    """
-
-    replicate: int
-    shard: int
-    regather: int | None
 
 
 class Config(Section):
@@ -92,17 +83,22 @@ class Config(Section):
     """Dtype in which gradients travel; the accumulation dtype when absent."""
     allgather_size: Count = honoured(500_000_000)
     """Older name of zero_optimization.allgather_bucket_size, read only beside `"zero_optimization": true`."""
+    sequence_parallel_size: Positive | None = honoured(None)
+    """As parallel.sp."""
+    data_parallel_size: Positive | None = honoured(None)
+    """Ranks that read samples of their own, held against what the axes leave; read only beside
+    sequence_parallel_size."""
 
     managed_gradient_accumulation: bool = refused(
         True, "not yet built: a step at every call; use set_gradient_accumulation_boundary and write true"
     )
     gradient_allreduce_op: Reduction = refused("mean", 'not yet built: summed gradients; write "mean"')
-    sequence_parallel_size: Positive | None = refused(None, "not yet built: sequence parallelism; delete the key")
-    data_parallel_size: Positive | None = accepted(None, "read only beside sequence_parallel_size, itself refused")
     seq_parallel_communication_data_type: DtypeName = accepted(
-        "fp32", "read only beside sequence_parallel_size, itself refused"
+        "fp32", "gradients travel along sp as along the data axes, in communication_data_type"
     )
-    use_data_before_expert_parallelism: bool = refused(False, "not yet built: expert parallelism; write false")
+    use_data_before_expert_parallelism: bool = refused(
+        False, "ranks along ep are always neighbours, whose tokens stay inside a node; write false"
+    )
     sparse_gradients: bool = refused(False, "not yet built: sparse gradients; write false")
     graph_harvesting: bool = refused(False, "retired: CUDA graphs of the step; write false")
     datastates_ckpt: Any = refused(False, "retired: the DataStates checkpoint service; delete the key")
@@ -125,6 +121,14 @@ class Config(Section):
     """Dtypes that do not follow from the sections above."""
     zero_optimization: Zero = honoured(Zero)
     """What is cut over the ranks; `true` is an older spelling of stage 1."""
+    parallel: Parallel = honoured(Parallel, native=True)
+    """Ranks along each axis besides those that read data."""
+    pipeline: Pipeline = honoured(Pipeline)
+    """Layers spread over ranks."""
+    tensor_parallel: TensorParallel = honoured(TensorParallel)
+    """DeepSpeed's keys for matrices that are cut over ranks."""
+    expert_parallel: ExpertParallel = honoured(ExpertParallel)
+    """DeepSpeed's keys for experts that are spread over ranks."""
     comm: Comm = honoured(Comm, native=True)
     """The transport of the collectives."""
     elasticity: Elasticity = honoured(Elasticity)
@@ -150,9 +154,6 @@ class Config(Section):
     comms_logger: CommsLogger = honoured(CommsLogger)
     """A log of collectives."""
     flops_profiler: FlopsProfiler = refused(FlopsProfiler, "")
-    pipeline: Pipeline = refused(Pipeline, "")
-    tensor_parallel: TensorParallel = refused(TensorParallel, "")
-    expert_parallel: ExpertParallel = refused(ExpertParallel, "")
     compile: Compile = refused(Compile, "")
     hybrid_engine: HybridEngine = refused(HybridEngine, "")
     weight_quantization: WeightQuantization = refused(WeightQuantization, "")
@@ -188,18 +189,43 @@ class Config(Section):
         """Keep where this came from: raw input, its name, lines by dotted key, and the keys left at "auto"."""
         self._raw, self._name, self._lines, self._autos = raw, name, dict(lines), autos
 
-    def resolve_batch(self, world_size: int, world_size_source: str = "torch.distributed") -> Batch:
-        """The three batch numbers on `world_size` data-parallel ranks.
+    def axes(self, world_size: int, world_size_source: str = "torch.distributed", others: Others | None = None) -> Axes:
+        """How many ranks lie along each axis, of `world_size`.
+
+        Args:
+            others: sizes that something else says too, by its name: `{"mpu": {"tp": 2}}`.
+
+        Raises:
+            ConfigError: two say different sizes of one axis, or sizes don't multiply to the world; the text has every
+                number and what would fit.
+        """
+        return axes_of(self, world_size, world_size_source, others or {})
+
+    def resolve_batch(
+        self, world_size: int, world_size_source: str = "torch.distributed", axes: Axes | None = None
+    ) -> Batch:
+        """The three batch numbers on `world_size` ranks, of which those along pp, sp and tp read the same samples.
+
+        Args:
+            axes: of these ranks; by default what the configuration alone makes of them.
 
         Raises:
             ConfigError: they do not fit together; the text has every number, its origin and the line to change.
         """
+        count = axes.readers if axes is not None else readers_of(self, world_size, world_size_source)
         if self.elasticity.enabled:
-            return solve_elastic(self.elasticity, world_size)
-        return batch.solve({key: self._given(key) for key in batch.KEYS}, world_size, world_size_source)
+            return solve_elastic(self.elasticity, count)
+        ranks = batch.Readers(count, "world size", world_size_source)
+        if count != world_size:
+            where = axes or whole_axes(self, count)
+            origin = f"dp_replicate x dp_shard x ep of the world size {world_size} ({world_size_source}): {where}"
+            ranks = batch.Readers(count, "reading ranks", origin)
+        return batch.solve({key: self._given(key) for key in batch.KEYS}, ranks)
 
     def _given(self, key: str) -> Given:
         value = getattr(self, key)
+        if key == batch.ACCUMULATION and value is None and self.pipeline.micro_batches is not None:
+            key, value = "pipeline.micro_batches", self.pipeline.micro_batches
         place = f"{self._name} line {self._lines[key]}" if key in self._lines else self._name
         origin = f'"auto" in {place}' if key in self._autos else "absent" if value is None else place
         return Given(value, origin, place)
@@ -218,23 +244,21 @@ class Config(Section):
             state="fp32",
         )
 
-    def data_axes(self, world_size: int) -> DataAxes:
-        """The arrangement of `world_size` ranks that `mics_shard_size` and `zero_hpz_partition_size` ask for.
+    def tensor_table(self, names: Iterable[str], model_type: str | None = None) -> dict[str, str]:
+        """How the user wants matrices cut, by regular expressions of whole names; the last that fits counts.
 
-        Raises:
-            ConfigError: one of them does not divide the world size.
+        Args:
+            names: of the model's linear layers, for DeepSpeed's `partition_config`, which says it by names of weights.
+            model_type: of a model of transformers; what is said of others is left out.
         """
-        if world_size < 1:
-            raise ConfigError(f"the world size {world_size} is not positive; it is the number of ranks, at least 1")
-        mics, hpz = self.zero_optimization.mics_shard_size, self.zero_optimization.zero_hpz_partition_size
-        for key, size in (("mics_shard_size", mics), ("zero_hpz_partition_size", hpz)):
-            if size > 0 and world_size % size:
-                raise ConfigError(
-                    f"zero_optimization.{key} = {size} does not divide the world size {world_size}; "
-                    f"write a divisor of {world_size}, or delete the key"
-                )
-        shard = world_size if mics == -1 else mics
-        return DataAxes(world_size // shard, shard, hpz if hpz > 1 and self.zero_optimization.stage == 3 else None)
+        return table_of(self.parallel.tensor_table, self.tensor_parallel, names, model_type)
+
+    @property
+    def overlap_chunks(self) -> int:
+        """In how many parts the output of a row-parallel layer is reduced."""
+        if self.tensor_parallel.tp_overlap_comm and "tp_overlap_chunks" not in self.parallel.model_fields_set:
+            return 2
+        return self.parallel.tp_overlap_chunks
 
     def refusals(self) -> list[Refusal]:
         """Everything this configuration asks for that is not done here; empty means that it can be trained.

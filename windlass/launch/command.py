@@ -17,6 +17,7 @@ from windlass.comm.slurm import port_of
 from windlass.launch.back_ends import Asked, command_of, is_installed
 from windlass.launch.conduct import Events, last_words
 from windlass.launch.console import Console, Route
+from windlass.launch.dry_run import refuse_idle, show
 from windlass.launch.elastic import again_and_again
 from windlass.launch.errors import LaunchError
 from windlass.launch.exports import exports
@@ -51,6 +52,9 @@ def perform(args: argparse.Namespace, env: Mapping[str, str] | None = None, name
     """
     if args.quiet or args.log_level:
         set_level("error" if args.quiet else args.log_level, "--log_level")
+    refuse_idle(args)
+    if args.dry_run:
+        return show(args)
     with _pid_file(args.save_pid):
         return _told(_outcome(args, dict(env or {})), name)
 

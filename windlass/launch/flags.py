@@ -7,6 +7,14 @@ from collections.abc import Container, Sequence
 from typing import Any
 
 LAUNCHERS = ("ssh", "pdsh", "openmpi", "mpich", "impi", "slurm", "mvapich")
+AXES = {
+    "pp": "stages of a pipeline",
+    "dp-replicate": "groups of data ranks with copies of all state",
+    "ep": "ranks over which experts are spread",
+    "sp": "ranks that share sequences",
+    "tp": "ranks over which matrices are cut",
+}
+"""The flags that say sizes of axes, for a dry run."""
 LEVELS = ("debug", "info", "warning", "error", "critical")
 
 _ABOUT = """Start SCRIPT on N ranks of this machine, or on those of several hosts over ssh.
@@ -41,6 +49,7 @@ def parser_of_run() -> argparse.ArgumentParser:
     _ends(parser)
     _output(parser)
     _binding(parser)
+    _dry_run(parser)
     _refused(parser)
     return parser
 
@@ -60,7 +69,7 @@ def parse(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Nam
             flags.append(word)
     args = parser.parse_args(flags)
     args.words = rest[1:] if rest[:1] == ["--"] else rest
-    if not args.words:
+    if not args.words and not getattr(args, "dry_run", False):
         parser.error("nothing to run: name a script, or a module with --module")
     return args
 
@@ -179,6 +188,19 @@ def _binding(parser: argparse.ArgumentParser) -> None:
     add(group, "--bind_cores_to_rank", action="store_true", help=text)
     text = "the cores to share out: 1,3-5,7 [one thread of each core]"
     add(group, "--bind_core_list", metavar="LIST", help=text)
+
+
+def _dry_run(parser: argparse.ArgumentParser) -> None:
+    text = "which rank would sit where, and what each axis of the mesh sends in a step; nothing is started"
+    group = parser.add_argument_group("dry run", text)
+    add(group, "--dry-run", action="store_true", help="say that, and end; SCRIPT is not needed")
+    add(group, "--config", metavar="FILE", help="with --dry-run: the configuration that says the axes")
+    for axis, words in AXES.items():
+        add(group, f"--{axis}", type=int, metavar="N", help=f"or these sizes: {words} [1]")
+    text = "for such a model: 7b, 70b, 8x7b, a config.json of transformers, or hidden=4096,layers=32,... [7b]"
+    add(group, "--shape", metavar="MODEL", help=text)
+    text = "in a micro-batch of one rank that reads, samples times whole sequences [4096]"
+    add(group, "--tokens", type=int, metavar="N", help=text)
 
 
 def _refused(parser: argparse.ArgumentParser) -> None:

@@ -107,7 +107,7 @@ def plan_of(args: argparse.Namespace, env: Mapping[str, str]) -> Plan:
         address, colon, port = args.rdzv_endpoint.rpartition(":")
         args.master_addr = args.master_addr or (address if colon else port)
         args.master_port = args.master_port or (int(port) if colon and port.isdecimal() else None)
-    hosts, use_devices = _hosts(args)
+    hosts, use_devices = hosts_of(args)
     env = {**devices_of_slurm(os.environ), **env}
     names = tuple((args.signals_to_handle or ",".join(SIGNALS)).split(","))
     unknown = [name for name in names if name not in signal.Signals.__members__]
@@ -132,8 +132,13 @@ def plan_of(args: argparse.Namespace, env: Mapping[str, str]) -> Plan:
     )
 
 
-def _hosts(args: argparse.Namespace) -> tuple[tuple[Host, ...], bool]:
-    """The hosts, and whether their slots choose devices."""
+def hosts_of(args: argparse.Namespace) -> tuple[tuple[Host, ...], bool]:
+    """The hosts, and whether their slots choose devices.
+
+    Raises:
+        LaunchError: flags that contradict each other, a hostfile or filter that makes no sense, devices that are not
+            given.
+    """
     pool = fetch_hostfile(args.hostfile) if args.hostfile else None
     filtered = bool(args.include or args.exclude)
     if filtered and (args.num_nodes >= 0 or args.num_gpus >= 0 or args.nproc or args.nnodes):

@@ -114,21 +114,28 @@ def test_a_world_of_no_ranks_is_refused() -> None:
         load({MICRO: 1}).resolve_batch(0)
 
 
-@given(st.integers(1, 12), st.integers(1, 12))
-def test_data_axes_multiply_to_the_world(shard: int, world: int) -> None:
-    config = load({"zero_optimization": {"stage": 3, "mics_shard_size": shard}})
-    if world % shard:
-        with pytest.raises(ConfigError, match="mics_shard_size"):
-            config.data_axes(world)
-    else:
-        axes = config.data_axes(world)
-        assert (axes.shard, axes.replicate * axes.shard, axes.regather) == (shard, world, None)
+def test_ranks_along_pp_sp_and_tp_read_the_same_samples(tmp_path: Path) -> None:
+    parallel = {"pp": 2, "ep": 2, "sp": 2, "tp": 2}
+    batch = load({MICRO: 3, ACCUMULATION: 5, "parallel": parallel}).resolve_batch(32)
+    assert batch.train == 3 * 5 * 4
+    path = tmp_path / "ds.json"
+    path.write_text('{"train_batch_size": 33, "train_micro_batch_size_per_gpu": 4, "parallel": {"pp": 2, "ep": 2}}')
+    with pytest.raises(ConfigError) as caught:
+        load(path).resolve_batch(8, "torchrun")
+    text = str(caught.value)
+    assert "train_batch_size 33 is not divisible by train_micro_batch_size_per_gpu 4 x reading ranks 4 = 16" in text
+    axes = "pp 2 x dp_replicate 1 x dp_shard 2 x ep 2 x sp 1 x tp 1"
+    assert f"4  dp_replicate x dp_shard x ep of the world size 8 (torchrun): {axes}" in text
 
 
-def test_hpz_names_the_ranks_of_backward_at_stage_three_only() -> None:
-    def axes(stage: int) -> tuple[int, int, int | None]:
-        found = load({"zero_optimization": {"stage": stage, "zero_hpz_partition_size": 2}}).data_axes(4)
-        return found.replicate, found.shard, found.regather
+def test_readers_are_counted_on_the_axes_that_are_given() -> None:
+    config = load({MICRO: 1})
+    axes = config.axes(8, "torchrun", {"mpu": {"tp": 4}})
+    assert config.resolve_batch(8, "torchrun", axes).train == 2
 
-    assert axes(3) == (1, 4, 2)
-    assert axes(2) == (1, 4, None)
+
+def test_micro_batches_of_a_pipeline_are_accumulated() -> None:
+    assert load({MICRO: 2, "pipeline": {"micro_batches": 4}}).resolve_batch(3).accumulation == 4
+    with pytest.raises(ConfigError, match=r"gradient_accumulation_steps +4 +config") as caught:
+        load({TRAIN: 7, "pipeline": {"micro_batches": 4}}).resolve_batch(1)
+    assert "7 is not divisible by gradient_accumulation_steps 4" in str(caught.value)

@@ -36,7 +36,7 @@ def test_a_good_configuration_prints_the_resolved_table(tmp_path: Path) -> None:
     for words in (
         "world size  4 (--world-size)",
         "batch       32 = micro 8 x accumulation 1 x 4 ranks",
-        "data axes   dp_replicate 2 x dp_shard 2",
+        "axes        pp 1 x dp_replicate 2 x dp_shard 2 x ep 1 x sp 1 x tp 1",
         "stage       3",
         "parameter bf16, compute bf16, accumulate fp32, reduce fp32, master fp32, state fp32",
         "parameters device, optimizer states device",

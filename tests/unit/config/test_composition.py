@@ -13,10 +13,6 @@ from windlass.config.composition import AXES, EXCEPTIONS, describe, pairs, refus
 DISK = {"device": "nvme", "nvme_path": "x"}
 UNBUILT: dict[tuple[str, str], dict[str, Any]] = {
     ("optimizer", "onebit"): {"optimizer": {"type": "OneBitAdam"}},
-    ("parallel", "tensor"): {"tensor_parallel": {"autotp_size": 2}},
-    ("parallel", "pipeline"): {"pipeline": {"activation_checkpoint_interval": 1}},
-    ("parallel", "sequence"): {"sequence_parallel_size": 2},
-    ("parallel", "expert"): {"expert_parallel": {"enabled": True}},
 }
 BUILT: dict[tuple[str, str], dict[str, Any]] = {
     ("checkpointing", "host"): {"activation_checkpointing": {"cpu_checkpointing": True}},
@@ -39,6 +35,8 @@ BUILT: dict[tuple[str, str], dict[str, Any]] = {
     ("parallel", "data"): {"zero_optimization": {"stage": 2, "zero_hpz_partition_size": 2}},
     ("parallel", "mics"): {"zero_optimization": {"stage": 1, "mics_shard_size": 2}},
     ("parallel", "hpz"): {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}},
+    **{(axis, "one"): {"parallel": {axis: 1}} for axis in ("pp", "tp", "sp", "ep")},
+    **{(axis, "many"): {"parallel": {axis: 2}} for axis in ("pp", "tp", "sp", "ep")},
     ("transport", "shm"): {},
     ("transport", "gloo"): {"comm": {"transport": "gloo"}},
     ("transport", "nccl"): {"comm": {"transport": "nccl"}},
@@ -82,9 +80,11 @@ def test_nothing_is_left_uncovered_by_everything_that_is_offered() -> None:
     offered = {axis: [name for name, value in values.items() if not value.unbuilt] for axis, values in AXES.items()}
     first = {axis: names[0] for axis, names in offered.items()}
     cases = [{**first, x: a, y: b} for x, y in combinations(offered, 2) for a in offered[x] for b in offered[y]]
-    assert uncovered(cases, available={"gpu"}) == []
+    needs = {"gpu", "transformer"}
+    assert uncovered(cases, available=needs) == []
     assert all(pair.needs == set() for pair in working_pairs())
     assert {pair.needs for pair in working_pairs({"gpu"})} == {frozenset(), frozenset({"gpu"})}
+    assert {pair.needs for pair in working_pairs(needs)} >= {frozenset({"transformer"}), frozenset(needs)}
 
 
 def test_one_case_covers_just_its_own_pairs() -> None:
@@ -98,6 +98,14 @@ def test_a_refused_pair_is_a_refusal_of_the_configuration() -> None:
     config = load({"zero_optimization": {"stage": 2}})
     case = describe(config, parallel="hpz")
     assert [pair.because for pair in refused(case)] == [EXCEPTIONS[frozenset({("stage", "2"), ("parallel", "hpz")})]]
+
+
+def test_what_a_cut_parameter_excludes_is_refused_with_the_configuration() -> None:
+    config = load({"optimizer": {"type": "Lamb"}, "parallel": {"tp": 2, "ep": 2}})
+    assert sorted(str(refusal.because) for refusal in config.refusals()) == [
+        "a parameter that is cut over tp is whole on no rank",
+        "the experts of a layer are together on no rank",
+    ]
 
 
 def test_an_unknown_axis_or_value_is_an_error() -> None:

@@ -124,3 +124,10 @@ def test_beside_other_batch_sizes_it_is_a_contradiction_unless_they_are_to_be_ig
     assert config.resolve_batch(3).accumulation == 4
     assert not config.refusals()
     assert load({"train_batch_size": 8, "elasticity": {"enabled": False}}).resolve_batch(2).train == 8
+
+
+def test_the_batch_is_shared_by_the_ranks_that_read() -> None:
+    section = {"enabled": True, "max_train_batch_size": 24, "micro_batch_sizes": [2, 3]}
+    plain = load({"elasticity": section}).resolve_batch(4)
+    cut = load({"elasticity": section, "parallel": {"pp": 2, "tp": 2}}).resolve_batch(16)
+    assert cut == plain

@@ -130,9 +130,10 @@ ASKS: list[tuple[str, Any]] = [
     ("zero_optimization.zero_quantized_weights", True),
     ("zero_optimization.zeropp_loco_param", {"err_beta": 0.8}),
     ("zero_optimization.legacy_stage1", True),
-    ("tensor_parallel.autotp_size", 2),
-    ("tensor_parallel.tp.tp_size", 2),
-    ("pipeline.activation_checkpoint_interval", 1),
+    ("tensor_parallel.kernel_inject", True),
+    ("tensor_parallel.injection_policy_tuple", ["x"]),
+    ("tensor_parallel.tp.tp_group", "x"),
+    ("use_data_before_expert_parallelism", True),
     ("compile.deepcompile", True),
     ("compile.passes", ["z3"]),
     ("sparse_attention.mode", "fixed"),
@@ -149,7 +150,6 @@ ASKS: list[tuple[str, Any]] = [
     ("data_types.keep_in_fp32_modules", ["norm"]),
     ("managed_gradient_accumulation", False),
     ("gradient_allreduce_op", "SUM"),
-    ("sequence_parallel_size", 2),
     ("sparse_gradients", True),
     ("graph_harvesting", True),
     ("datastates_ckpt", {}),
@@ -167,6 +167,19 @@ def test_what_asks_for_something_unbuilt_is_refused_by_name(path: str, value: An
     refusals = load(source).refusals()
     assert [refusal.path for refusal in refusals] == [path]
     assert refusals[0].because and str(refusals[0]).startswith(f"{path} = ")
+
+
+def test_a_refused_key_in_a_list_of_sections_is_named_with_its_place() -> None:
+    specs = [{"patterns": "a"}, {"patterns": ["b"], "gather_output": True}]
+    refusals = load({"tensor_parallel": {"partition_config": {"layer_specs": specs}}}).refusals()
+    assert [one.path for one in refusals] == ["tensor_parallel.partition_config.layer_specs[1].gather_output"]
+
+
+def test_experts_are_asked_for_by_their_switch() -> None:
+    asked = {"enabled": True, "autoep_size": 2, "use_grouped_mm": False, "comm_backend": "deepep", "top_k": 2}
+    refusals = load({"expert_parallel": asked}).refusals()
+    assert {one.path for one in refusals} == {"expert_parallel.comm_backend", "expert_parallel.top_k"}
+    assert load({"expert_parallel": {**asked, "enabled": False}}).refusals() == []
 
 
 def test_nothing_is_refused_by_default_whatever_section_is_named() -> None:

@@ -1,0 +1,140 @@
+"""A dry run: where ranks would sit and what axes would send, drawn; a golden picture, and what is wrong with others."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from windlass.base.errors import ConfigError
+from windlass.comm.grid import Grid
+from windlass.launch import command, dry_run, request
+from windlass.launch.deepspeed_command import parser_of_deepspeed
+from windlass.launch.errors import LaunchError
+from windlass.launch.flags import AXES, parse, parser_of_run
+from windlass.launch.place import Host
+from windlass.launch.sketch import Sketch, ranges
+from windlass.parallel.model_shape import PRESETS
+from windlass.parallel.volumes import Work, by_axis, volumes
+
+GOLDEN = Path(__file__).resolve().parents[2] / "data" / "dry_run_pp4_tp4_dp2.txt"
+
+
+@pytest.fixture(autouse=True)
+def _plain_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("CUDA_VISIBLE_DEVICES", "LOCAL_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(request, "count_devices", lambda: 0)
+
+
+def flags(*words: str) -> argparse.Namespace:
+    return parse(parser_of_run(), ["--dry-run", *words])
+
+
+def drawn(*words: str) -> str:
+    text = io.StringIO()
+    assert dry_run.show(flags(*words), Console(file=text, width=120, soft_wrap=True)) == 0
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines()) + "\n"
+
+
+def test_32_devices_on_4_nodes() -> None:
+    """pp 4 x tp 4 x dp 2: tp inside a node, data beside it, a stage a node."""
+    text = drawn("--nnodes", "4", "--nproc", "8", "--pp", "4", "--tp", "4")
+    assert text == GOLDEN.read_text("utf-8"), text
+
+
+def test_a_configuration_says_the_axes_and_the_step(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(
+        json.dumps(
+            {
+                "gradient_accumulation_steps": 3,
+                "tensor_parallel": {"autotp_size": 2},
+                "zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2},
+                "fp16": {"enabled": True},
+            }
+        )
+    )
+    text = drawn("--nproc", "8", "--config", str(path), "--shape", "70b", "--tokens", "100")
+    work = Work(100, 3, 3, regather=2)
+    wanted = by_axis(volumes(PRESETS["70b"], Grid(dp_shard=4, tp=2), work))
+    lines = {line.split()[0]: line for line in text.splitlines() if line.strip()}
+    assert f"{wanted['data'] / 1e9:,.1f} GB" in lines["data"]
+    assert f"{wanted['tp'] / 1e9:,.1f} GB" in lines["tp"] or f"{wanted['tp'] / 1e6:,.1f} MB" in lines["tp"]
+    assert "3 micro-batches of 100 tokens" in text and "stage 3" in text and "70.6e9 parameters" in text
+    assert "pp" not in lines and "warning" not in text
+
+
+def test_each_stage_is_asked_and_the_most_is_shown() -> None:
+    sketch = Sketch(Grid(pp=4), (Host("here", (0, 1, 2, 3)),), PRESETS["7b"], Work(64, 2))
+    (talk,) = sketch.talks()
+    assert talk.nbytes == 2 * 2 * 64 * 4096 * 2  # an inner stage receives from both sides
+    assert (talk.ranks, talk.nodes, talk.example) == (4, 1, (0, 1, 2, 3))
+
+
+def test_a_node_that_tensor_parallel_ranks_leave_is_told(tmp_path: Path) -> None:
+    text = drawn("--nnodes", "2", "--nproc", "8", "--tp", "16")
+    assert "warning: tp 16 crosses nodes, of which the smallest has 8 ranks" in text and "write tp 8" in text
+    assert "across 2 nodes" in text
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text("big slots=6\nsmall slots=2\n")
+    text = drawn("--hostfile", str(hostfile), "--tp", "4")
+    assert "tp 4 crosses nodes, of which the smallest has 2 ranks" in text and "write tp 2" in text
+    assert "big" in text and "small" in text
+    assert "warning" not in drawn("--hostfile", str(hostfile), "--tp", "2")
+
+
+def test_stages_and_experts_that_hold_nothing_are_told() -> None:
+    assert "pp 33 is more than the 32 layers" in drawn("--nproc", "33", "--pp", "33")
+    assert "ep 16 is more than the 8 experts" in drawn("--nproc", "16", "--ep", "16", "--shape", "8x7b")
+
+
+def test_a_large_world_is_drawn_in_part() -> None:
+    text = drawn("--nnodes", "128", "--nproc", "8", "--pp", "8", "--tp", "8", "--ep", "4", "--shape", "8x7b")
+    assert "and 112 more nodes, up to rank 1023" in text
+    assert len(text.splitlines()) < 120
+
+
+def test_sizes_that_do_not_fit_are_one_message() -> None:
+    with pytest.raises(ConfigError, match=r"pp 3 .* tp 2 = 6 ranks do not divide the world size 8 \(these hosts'"):
+        drawn("--nproc", "8", "--pp", "3", "--tp", "2")
+    with pytest.raises(ConfigError, match=r"parallel.tp"):
+        drawn("--nproc", "8", "--tp", "0")
+    for words, said in (
+        (("--config", "x.json", "--dp-replicate", "2"), "--config and --dp-replicate together"),
+        (("--tokens", "0"), "--tokens 0; at least one"),
+    ):
+        with pytest.raises(LaunchError, match=said):
+            drawn("--nproc", "8", *words)
+
+
+def test_nothing_is_started_and_no_script_is_needed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "_outcome", lambda *args: pytest.fail("a run"))
+    assert command.perform(flags("--nproc", "4", "--sp", "2", "no_such_script.py")) == 0
+    assert "4 ranks on 1 node: pp 1 x dp_replicate 1 x dp_shard 2 x ep 1 x sp 2 x tp 1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("flag", ["--config", "--shape", "--tokens", *(f"--{axis}" for axis in AXES)])
+def test_flags_of_a_dry_run_are_refused_without_it(flag: str) -> None:
+    with pytest.raises(LaunchError, match=f"{flag} is for --dry-run"):
+        command.perform(parse(parser_of_run(), [flag, "2", "script.py"]))
+
+
+def test_the_deepspeed_command_has_none_of_them() -> None:
+    args = parse(parser_of_deepspeed(), ["script.py"])
+    assert args.dry_run is False
+    dry_run.refuse_idle(args)
+
+
+def test_ranks_in_few_words() -> None:
+    assert ranges((0, 1, 2, 3)) == "0-3"
+    assert ranges((0, 1)) == "0 1"
+    assert ranges((0, 8, 16, 24)) == "0 8 16 24"
+    assert ranges(tuple(range(0, 80, 8))) == "0 8 ... 72"
+    assert ranges((5,)) == "5"

@@ -1,0 +1,202 @@
+"""All axes of the mesh as process groups: what each kind of parameter is cut and reduced over, and the axes beside."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from windlass.base.errors import ConfigError
+from windlass.comm.axis import Axis
+from windlass.comm.grid import AXES, DATA, EXPERT_DATA, Grid
+from windlass.comm.groups import DataMesh, Group
+
+_alone: list[Any] = []  # the group of this rank alone, if there is one: torch makes such a group once
+
+
+def _own(rank: int, timeout: timedelta | None) -> Any:
+    """The process group of this rank alone; it ends with the default group."""
+    if _alone:
+        with contextlib.suppress(ValueError):  # it is gone, and so is the default group that it belonged to
+            if dist.get_rank(_alone[0]) == 0 and dist.get_process_group_ranks(_alone[0]) == [rank]:
+                return _alone[0]
+        _alone.clear()
+    _alone.append(dist.new_group([rank], timeout=timeout, use_local_synchronization=True))
+    return _alone[0]
+
+
+class _Maker:
+    """Makes each partition of the ranks into groups once. Collective: all ranks ask for the same ones."""
+
+    def __init__(self, grid: Grid, timeout: timedelta | None) -> None:
+        self._grid, self._timeout, self._rank = grid, timeout, dist.get_rank()
+        self._found: dict[tuple[tuple[int, ...], ...], Group] = {}
+        self._talks = "gloo" in dist.get_backend_config()  # else CPU tensors need a group of their own
+
+    @property
+    def made(self) -> list[Group]:
+        return list(self._found.values())
+
+    def over(self, *axes: str) -> Group:
+        """This rank's group of those that differ in these axes alone."""
+        return self.of(self._grid.groups(*axes))
+
+    def of(self, partition: list[tuple[int, ...]]) -> Group:
+        """This rank's group of a partition of all ranks."""
+        key = tuple(partition)
+        if key not in self._found:
+            self._found[key] = self._make(partition)
+        return self._found[key]
+
+    def _make(self, partition: list[tuple[int, ...]]) -> Group:
+        mine: Group | None = None
+        for ranks in partition:
+            if len(ranks) == 1:  # which is no reason for the others to wait
+                if ranks == (self._rank,):
+                    mine = Group(_own(self._rank, self._timeout), ranks, 0)
+                continue
+            process_group = dist.new_group(list(ranks), timeout=self._timeout)
+            beside = None if self._talks else dist.new_group(list(ranks), timeout=self._timeout, backend="gloo")
+            if self._rank in ranks:
+                mine = Group(process_group, ranks, ranks.index(self._rank), beside)
+        assert mine is not None, f"rank {self._rank} is in none of {partition}"
+        return mine
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The mesh as one rank sees it.
+
+    Attributes:
+        grid: the sizes of its axes.
+        world: all ranks.
+        dense: data ranks of what is no expert.
+        experts: data ranks of experts; `dense` itself where there is no axis of experts.
+        axes: every other axis by name: pp, ep, sp, tp.
+        stages: of the pipeline that hold a parameter in common, as an axis of those among the ranks along pp; see
+            `tie`.
+    """
+
+    grid: Grid
+    world: Group
+    dense: DataMesh
+    experts: DataMesh
+    axes: dict[str, Axis]
+    stages: dict[tuple[int, ...], Axis] = field(default_factory=dict)
+    _maker: _Maker | None = None
+
+    @property
+    def pp(self) -> Axis:
+        return self.axes["pp"]
+
+    @property
+    def ep(self) -> Axis:
+        return self.axes["ep"]
+
+    @property
+    def sp(self) -> Axis:
+        return self.axes["sp"]
+
+    @property
+    def tp(self) -> Axis:
+        return self.axes["tp"]
+
+    @property
+    def coordinates(self) -> dict[str, int]:
+        """This rank's place along each axis."""
+        return self.grid.coordinates(self.world.ranks[self.world.index])
+
+    @property
+    def first_of_stage(self) -> bool:
+        """This rank is the one that speaks for its stage of the pipeline, where all of it say the same."""
+        return self.dense.data.index == 0 and self.tp.index == 0
+
+    @property
+    def only_data(self) -> bool:
+        """Every rank is a data rank of every parameter."""
+        return self.dense.data.size == self.world.size and self.experts is self.dense
+
+    def world_of(self, said: Any) -> list[Any]:
+        """What each rank of the world says, a plain Python value; only what is said here where all are data ranks of
+        everything, and so say the same. Collective."""
+        if self.only_data:
+            return [said]
+        heard: list[Any] = [said] * self.world.size
+        dist.all_gather_object(heard, said, group=self.world.process_group)
+        return heard
+
+    def of_stages(self, said: Any) -> list[Any]:
+        """What the first rank of each stage of the pipeline says, a plain Python value. Collective over all ranks; only
+        what is said here where there is one stage."""
+        if self.pp.size == 1:
+            return [said]
+        heard = self.world_of(said if self.first_of_stage else None)
+        return heard[:: self.grid.world // self.grid.pp]  # stages are the outermost axis
+
+    def over(self, *axes: str) -> Group:
+        """This rank's group of those that differ in these axes alone. Collective over all ranks, which ask for the same
+        axes."""
+        assert self._maker is not None
+        return self._maker.over(*axes)
+
+    def tie(self, stages: tuple[int, ...]) -> None:
+        """Have a group of the ranks that differ only in which of these stages they are in. Collective over all ranks,
+        whichever stage they are in."""
+        assert self._maker is not None
+        partition: list[tuple[int, ...]] = []
+        for column in self.grid.groups("pp"):
+            partition += [tuple(column[stage] for stage in stages)]
+            partition += [(rank,) for stage, rank in enumerate(column) if stage not in stages]
+        self.stages[stages] = Axis("pp", self._maker.of(partition))
+
+    def close_with_model(self) -> None:
+        """Give back the groups' sockets, unless modules have axes of it to talk over: those are given back with the
+        process."""
+        if self.only_data and self.sp.size == 1:
+            self.close()
+
+    def close(self) -> None:
+        """Give back the groups' sockets; nobody may communicate over them after that."""
+        made = [group for group in self._maker.made if group.size > 1] if self._maker is not None else []
+        each = [one for group in made for one in (group.process_group, group.beside) if one is not None]
+        for process_group in {id(one): one for one in each}.values():
+            with contextlib.suppress(ValueError):  # it went with the default group, or was closed before
+                dist.destroy_process_group(process_group)
+
+
+def build_mesh(grid: Grid, *, regather: int | None = None, timeout: timedelta | None = None) -> Mesh:
+    """The mesh over all ranks. Collective.
+
+    Args:
+        regather: how many neighbouring data ranks hold a second copy of the parameters (hpZ); None: no such copy.
+        timeout: after which a collective that a peer never joined fails; None: torch's own (nccl: 10 minutes).
+
+    Raises:
+        ConfigError: the axes don't multiply to the world, or `regather` does not divide the data ranks.
+    """
+    world = dist.get_world_size()
+    if grid.world != world:
+        raise ConfigError(f"the mesh {grid} has {grid.world} ranks, and there are {world}")
+    maker = _Maker(grid, timeout)
+    everyone = maker.over(*AXES)
+    dense = _data_mesh(maker, grid, DATA, regather)
+    experts = dense if grid.ep == 1 else _data_mesh(maker, grid, EXPERT_DATA, None)
+    axes = {name: Axis(name, maker.over(name)) for name in ("pp", "ep", "sp", "tp")}
+    return Mesh(grid, everyone, dense, experts, axes, {}, maker)
+
+
+def _data_mesh(maker: _Maker, grid: Grid, axes: tuple[str, ...], regather: int | None) -> DataMesh:
+    data = maker.over(*axes)
+    shard = maker.over(*(axis for axis in axes if axis != "dp_replicate"))
+    replicate = maker.over("dp_replicate")
+    near = None
+    if regather is not None and (regather < 1 or data.size % regather):
+        raise ConfigError(
+            f"zero_optimization.zero_hpz_partition_size = {regather} does not divide the {data.size} data ranks"
+        )
+    if regather is not None and 1 < regather < data.size:
+        near = maker.of([part[i : i + regather] for part in grid.groups(*axes) for i in range(0, len(part), regather)])
+    return DataMesh(data, shard, replicate, near)

@@ -1,0 +1,112 @@
+"""A model-parallel unit (`mpu`) read as axes of the mesh, where its order of ranks is one that the mesh has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch.distributed as dist
+
+from windlass.base.errors import ConfigError
+from windlass.comm.grid import READERS, Grid
+
+_NAMES = {
+    "pp": ("pipeline_model_parallel", "pipe_parallel"),
+    "ep": ("expert_model_parallel", "expert_parallel"),
+    "sp": ("context_parallel", "sequence_parallel"),
+    "tp": ("tensor_model_parallel", "slice_parallel", "model_parallel"),
+}
+"""What units call each axis, in Megatron's, DeepSpeed's and older words; the first that a unit knows counts, or another
+if that one has several ranks. But model_parallel means the whole model where a unit knows the words before it."""
+
+
+def sizes_of_mpu(mpu: Any, world: int) -> dict[str, int]:
+    """Ranks along pp, ep, sp and tp, as `mpu` says. Collective over all ranks, where there are several.
+
+    Args:
+        mpu: anything with Megatron's methods (`get_tensor_model_parallel_world_size()`, `..._rank()`, `..._group()`,
+            and so on), or a `PipelineParallelGrid`; axes that it does not know have one rank.
+        world: ranks in all.
+
+    Raises:
+        ConfigError: on all ranks: the sizes don't multiply to the world, differ between ranks, or place ranks in
+            another order than `Grid` does.
+    """
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    sizes: dict[str, int] = {}
+    problem = ""
+    try:
+        sizes, problem = _read(mpu, world, rank)
+    except (AssertionError, RuntimeError, ValueError, TypeError) as error:  # a unit whose groups were never made
+        problem = f"the mpu does not answer: {type(error).__name__}: {error}"
+    heard: list[Any] = [(sizes, problem)]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        heard *= dist.get_world_size()
+        dist.all_gather_object(heard, (sizes, problem))
+    for other, (_, told) in enumerate(heard):
+        if told:
+            raise ConfigError(f"rank {other}: {told}")
+    for other, (found, _) in enumerate(heard):
+        if found != heard[0][0]:
+            raise ConfigError(f"the mpu says {heard[0][0]} to rank 0 and {found} to rank {other}; all have one mesh")
+    return sizes
+
+
+def known_sizes(mpu: Any) -> dict[str, int]:
+    """Ranks along the axes that `mpu` knows, as it says to this rank."""
+    return {axis: _ask(mpu, word, "world_size") for axis in _NAMES if (word := _word(mpu, axis)) is not None}
+
+
+def _read(mpu: Any, world: int, rank: int) -> tuple[dict[str, int], str]:
+    words = {axis: word for axis in _NAMES if (word := _word(mpu, axis)) is not None}
+    sizes = dict.fromkeys(_NAMES, 1) | known_sizes(mpu)
+    model, sp = sizes["pp"] * sizes["tp"], sizes["sp"]
+    product = f"pp {sizes['pp']} x sp {sp} x tp {sizes['tp']}"
+    if world % (model * sp * sizes["ep"]):
+        return sizes, f"the mpu's axes {product} x ep {sizes['ep']} do not divide the world of {world} ranks"
+    readers = world // (model * sp)
+    data = _ask(mpu, "data_parallel", "world_size") if hasattr(mpu, "get_data_parallel_world_size") else readers
+    if data not in (readers, readers * sp):
+        told = f"the mpu's axes {product} leave {readers} data ranks of a world of {world}, and it says {data}"
+        return sizes, f"{told}; sizes multiply to the world"
+    grid = Grid(dp_shard=readers // sizes["ep"], **sizes)
+    for axis, word in words.items():
+        for what, here, wanted in _places(mpu, word, grid, rank, axis):
+            if here != wanted:
+                return sizes, _other_order(what, here, wanted, grid)
+    if hasattr(mpu, "get_data_parallel_rank") and data == readers:
+        for what, here, wanted in _places(mpu, "data_parallel", grid, rank, *READERS):
+            if here != wanted:
+                return sizes, _other_order(what, here, wanted, grid)
+    return sizes, ""
+
+
+def _word(mpu: Any, axis: str) -> str | None:
+    """What this unit calls an axis, or None if it does not know it."""
+    known = [name for name in _NAMES[axis] if hasattr(mpu, f"get_{name}_world_size")]
+    several = [name for name in known if _ask(mpu, name, "world_size") > 1]
+    return several[0] if several and axis != "tp" else known[0] if known else None
+
+
+def _ask(mpu: Any, name: str, what: str) -> int:
+    return int(getattr(mpu, f"get_{name}_{what}")())
+
+
+def _places(mpu: Any, name: str, grid: Grid, rank: int, *axes: str) -> Iterator[tuple[str, Any, Any]]:
+    """What the unit says of this rank's place along axes, and what the mesh would say."""
+    ranks = grid.along(rank, *axes)
+    if len(ranks) == 1:
+        return
+    if hasattr(mpu, f"get_{name}_rank"):
+        yield f"get_{name}_rank()", _ask(mpu, name, "rank"), ranks.index(rank)
+    group = getattr(mpu, f"get_{name}_group", lambda: None)()
+    if isinstance(group, dist.ProcessGroup):
+        yield f"the ranks of get_{name}_group()", sorted(dist.get_process_group_ranks(group)), list(ranks)
+
+
+def _other_order(what: str, here: Any, wanted: Any, grid: Grid) -> str:
+    return (
+        f"the mpu counts ranks in another order than the mesh: {what} is {here}, and along {grid}, tp fastest, it "
+        f"would be {wanted}; build its groups in this order (Megatron's tp-cp-ep-dp-pp), or leave the mpu out and "
+        "write the sizes in the section parallel"
+    )

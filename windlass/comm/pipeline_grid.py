@@ -1,0 +1,157 @@
+"""`PipelineParallelGrid`: the groups of a topology with the axes pipe, data and model, by the names that Megatron's
+model-parallel unit (`mpu`) and DeepSpeed's pipelines have for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+from windlass.base.errors import ConfigError
+from windlass.comm.topology import PipeDataParallelTopology, ProcessTopology
+
+
+class PipelineParallelGrid:
+    """Groups of ranks along each axis of a topology. Collective: every rank makes it.
+
+    "Model parallel" is what DeepSpeed means by it: all ranks that hold one copy of the model together, along pipe and
+    model; "slice parallel" are those along model alone.
+
+    Args:
+        topology: with axes among pipe, data and model; by default pipe x data, the prime factors of the world dealt to
+            them in turn.
+        process_group: whose ranks these are; all ranks by default.
+
+    Raises:
+        ConfigError: the axes don't multiply to the number of ranks.
+    """
+
+    def __init__(self, topology: ProcessTopology | None = None, process_group: Any = None) -> None:
+        self.global_rank = dist.get_rank(process_group)
+        self.world_size = dist.get_world_size(process_group)
+        self._topo = topology if topology is not None else _two_axes(self.world_size)
+        if self._topo.world_size() != self.world_size:
+            raise ConfigError(
+                f"the topology {self._topo} has {self._topo.world_size()} ranks, and there are {self.world_size}"
+            )
+        self._base = dist.get_process_group_ranks(process_group or dist.group.WORLD)
+        self._made: dict[tuple[tuple[int, ...], ...], tuple[Any, list[int]]] = {}
+        self.pipe_parallel_size = max(self._topo.get_dim("pipe"), 1)
+        self.data_parallel_size = max(self._topo.get_dim("data"), 1)
+        self.model_parallel_size = max(self._topo.get_dim("model"), 1)
+        self.slice_parallel_size = self.model_parallel_size
+        self.stage_id = self.get_stage_id()
+        self.data_parallel_id = self.get_data_parallel_id()
+        self.is_first_stage = self.stage_id == 0
+        self.is_last_stage = self.stage_id == self.pipe_parallel_size - 1
+        copies = [self._topo.filter_match(data=copy) for copy in range(self.data_parallel_size)]
+        if "data" not in self._topo.axes:
+            copies = [list(range(self.world_size))]
+        self.ds_model_proc_group, model_ranks = self._mine(copies)
+        self.ds_model_rank, self.ds_model_world_size = model_ranks.index(self.global_rank), len(model_ranks)
+        self.dp_groups = self._lists("data")
+        self.dp_proc_group, self.dp_group = self._mine(self.dp_groups)
+        self.pipe_groups = self._lists("pipe")
+        self.pp_proc_group, self.pp_group = self._mine(self.pipe_groups)
+        self.model_groups = self._lists("model")
+        self.slice_proc_group, self.slice_group = self._mine(self.model_groups)
+        self.mp_group = self.model_groups
+        after = {rank: group[(i + 1) % len(group)] for group in self.pipe_groups for i, rank in enumerate(group)}
+        self.p2p_groups = [[rank, after[rank]] for rank in range(self.world_size)]
+
+    def topology(self) -> ProcessTopology:
+        """The topology."""
+        return self._topo
+
+    def get_stage_id(self) -> int:
+        """This rank's stage."""
+        return self._place("pipe")
+
+    def get_data_parallel_id(self) -> int:
+        """Which copy of its stage this rank has."""
+        return self._place("data")
+
+    def stage_to_global(self, stage_id: int, **places: int) -> int:
+        """The rank of stage `stage_id` that is elsewhere where this one is, or at the places that are named."""
+        here = self._topo.get_coord(self.global_rank)._asdict()
+        return self._topo.get_rank(**{**here, "pipe": stage_id, **places})
+
+    def get_global_rank(self) -> int:
+        """This rank."""
+        return self.global_rank
+
+    def get_pipe_parallel_rank(self) -> int:
+        """This rank's stage."""
+        return self.stage_id
+
+    def get_pipe_parallel_world_size(self) -> int:
+        """Stages."""
+        return self.pipe_parallel_size
+
+    def get_pipe_parallel_group(self) -> Any:
+        """The ranks that differ in their stage alone."""
+        return self.pp_proc_group
+
+    def get_data_parallel_rank(self) -> int:
+        """This rank's place among the copies of its part of the model."""
+        return self.data_parallel_id
+
+    def get_data_parallel_world_size(self) -> int:
+        """Copies of the model."""
+        return self.data_parallel_size
+
+    def get_data_parallel_group(self) -> Any:
+        """The ranks with copies of this one's part of the model."""
+        return self.dp_proc_group
+
+    def get_model_parallel_rank(self) -> int:
+        """This rank's place among those that hold one copy of the model."""
+        return self.ds_model_rank
+
+    def get_model_parallel_world_size(self) -> int:
+        """Ranks that hold one copy of the model together, stages and slices."""
+        return self.ds_model_world_size
+
+    def get_model_parallel_group(self) -> Any:
+        """The ranks that hold this copy of the model."""
+        return self.ds_model_proc_group
+
+    def get_slice_parallel_rank(self) -> int:
+        """This rank's place among those over which matrices are cut."""
+        return self._place("model")
+
+    def get_slice_parallel_world_size(self) -> int:
+        """Ranks over which matrices are cut."""
+        return self.slice_parallel_size
+
+    def get_slice_parallel_group(self) -> Any:
+        """The ranks over which this one's matrices are cut."""
+        return self.slice_proc_group
+
+    def _place(self, axis: str) -> int:
+        return int(getattr(self._topo.get_coord(self.global_rank), axis, 0))
+
+    def _lists(self, axis: str) -> list[list[int]]:
+        return self._topo.get_axis_comm_lists(axis) or [[rank] for rank in range(self.world_size)]
+
+    def _mine(self, partition: list[list[int]]) -> tuple[Any, list[int]]:
+        """This rank's process group of a partition, all of which every rank makes in one order, and its ranks."""
+        key = tuple(map(tuple, partition))
+        for ranks in partition if key not in self._made else ():
+            group = dist.new_group([self._base[rank] for rank in ranks])
+            if self.global_rank in ranks:
+                self._made[key] = group, ranks
+        return self._made[key]
+
+
+def _two_axes(world: int) -> ProcessTopology:
+    """pipe x data of so many ranks: prime factors in ascending order, dealt to pipe and data in turn."""
+    sizes, left, prime, turn = [1, 1], world, 2, 0
+    while left > 1:
+        if left % prime:
+            prime += 1
+            continue
+        sizes[turn % 2] *= prime
+        left //= prime
+        turn += 1
+    return PipeDataParallelTopology(num_pp=sizes[0], num_dp=sizes[1])

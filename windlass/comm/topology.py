@@ -1,0 +1,144 @@
+"""Ranks as points of a box with named axes: what scripts ask of DeepSpeed's topologies, for axes of any names.
+
+`Grid` is the same arithmetic for the axes that windlass itself has; `topology_of` shows it in these words.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import namedtuple
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from itertools import product
+from typing import Any
+
+from windlass.comm.grid import Grid
+
+
+class ProcessTopology:
+    """Ranks count along named axes like digits, the last fastest.
+
+    Args:
+        axes: their names, the slowest first; neighbouring ranks differ in the last.
+        dims: ranks along each.
+
+    Raises:
+        ValueError: not one size for each name, a name that is there twice, or a size below 1.
+    """
+
+    def __init__(self, axes: Sequence[str], dims: Sequence[int]) -> None:
+        if len(axes) != len(dims) or len(set(axes)) != len(axes) or any(dim < 1 for dim in dims):
+            raise ValueError(f"axes {list(axes)} of {list(dims)} ranks: each name once, each with a size of at least 1")
+        self.axes, self.dims = list(axes), list(dims)
+        self.ProcessCoord: Any = namedtuple("ProcessCoord", self.axes)  # type: ignore[misc]  # DeepSpeed's name for it
+
+    @cached_property
+    def mapping(self) -> Mapping[Any, int]:
+        """The rank at each place."""
+        return {place: rank for rank, place in enumerate(self._places())}
+
+    def world_size(self) -> int:
+        """Ranks in all."""
+        return math.prod(self.dims)
+
+    def get_axis_names(self) -> list[str]:
+        """The axes, the slowest first."""
+        return self.axes
+
+    def get_dim(self, axis: str) -> int:
+        """Ranks along `axis`; 0 if there is no such axis."""
+        return self.dims[self.axes.index(axis)] if axis in self.axes else 0
+
+    def get_rank(self, **places: int) -> int:
+        """The rank at a place, of which every axis is named.
+
+        Raises:
+            ValueError: an axis is missing or unknown, or the place lies outside.
+        """
+        if set(places) != set(self.axes):
+            raise ValueError(
+                f"a rank has a place on each of {self.axes}, not on {list(places)}; filter_match takes a part of them"
+            )
+        rank = 0
+        for axis, dim in zip(self.axes, self.dims, strict=True):
+            if not 0 <= places[axis] < dim:
+                raise ValueError(f"{axis} = {places[axis]} lies outside of {self}")
+            rank = rank * dim + places[axis]
+        return rank
+
+    def get_coord(self, rank: int) -> Any:
+        """The place of `rank`: a named tuple.
+
+        Raises:
+            ValueError: there is no such rank.
+        """
+        if not 0 <= rank < self.world_size():
+            raise ValueError(f"rank {rank} not found in topology {self}")
+        digits = []
+        for dim in reversed(self.dims):
+            rank, digit = divmod(rank, dim)
+            digits.append(digit)
+        return self.ProcessCoord(*reversed(digits))
+
+    def get_rank_repr(
+        self, rank: int, omit_axes: Sequence[str] = ("data", "pipe"), inner_sep: str = "_", outer_sep: str = "-"
+    ) -> str:
+        """A part of a file's name for a rank: `model_00`, say; axes in `omit_axes` are left out."""
+        place = self.get_coord(rank)
+        shown = [axis for axis in self.axes if axis not in omit_axes]
+        return outer_sep.join(f"{axis}{inner_sep}{getattr(place, axis):02d}" for axis in shown)
+
+    def get_axis_comm_lists(self, axis: str) -> list[list[int]]:
+        """All ranks, in groups of those that differ in `axis` alone; none if there is no such axis."""
+        if axis not in self.axes:
+            return []
+        others = [name for name in self.axes if name != axis]
+        return [
+            [self.get_rank(**dict(zip(others, places, strict=True)), **{axis: place}) for place in self._span(axis)]
+            for places in product(*(self._span(name) for name in others))
+        ]
+
+    def filter_match(self, **places: int) -> list[int]:
+        """The ranks at these places on the axes that are named, in ascending order.
+
+        Raises:
+            ValueError: there is no such axis.
+        """
+        if unknown := set(places) - set(self.axes):
+            raise ValueError(f"there are no axes {sorted(unknown)}; there are {self.axes}")
+        spans: list[Sequence[int]] = [[places[axis]] if axis in places else self._span(axis) for axis in self.axes]
+        if any(not 0 <= places[axis] < self.get_dim(axis) for axis in places):
+            return []
+        return [self.get_rank(**dict(zip(self.axes, place, strict=True))) for place in product(*spans)]
+
+    def get_axis_list(self, axis: str, idx: int) -> list[int]:
+        """The ranks at place `idx` on `axis`, in ascending order."""
+        return self.filter_match(**{axis: idx})
+
+    def __str__(self) -> str:
+        return " x ".join(f"{axis} {dim}" for axis, dim in zip(self.axes, self.dims, strict=True))
+
+    def _span(self, axis: str) -> range:
+        return range(self.get_dim(axis))
+
+    def _places(self) -> Iterator[Any]:
+        return (self.ProcessCoord(*place) for place in product(*(range(dim) for dim in self.dims)))
+
+
+class PipeDataParallelTopology(ProcessTopology):
+    """Stages, and copies of each: gradients travel between neighbours."""
+
+    def __init__(self, num_pp: int, num_dp: int) -> None:
+        super().__init__(axes=["pipe", "data"], dims=[num_pp, num_dp])
+
+
+class PipeModelDataParallelTopology(ProcessTopology):
+    """Stages, copies of each, and ranks over which matrices of one are cut, which are neighbours."""
+
+    def __init__(self, num_pp: int, num_mp: int, num_dp: int) -> None:
+        super().__init__(axes=["pipe", "data", "model"], dims=[num_pp, num_dp, num_mp])
+
+
+def topology_of(grid: Grid) -> ProcessTopology:
+    """A grid in the words of DeepSpeed: pipe is pp, data the four data axes together, model tp."""
+    return PipeModelDataParallelTopology(num_pp=grid.pp, num_mp=grid.tp, num_dp=grid.data)
