@@ -1,2 +1,3 @@
-"""What a forward keeps for its backward. Reading order: geometry, copies, buffer, places, disk, partition, kept, rng,
+"""Axes beside the data axes, and what a forward keeps for its backward. Reading order: placement, exchanges;
+geometry, copies, buffer, places, disk, partition, kept, rng,
 profile, recompute, activations."""

@@ -149,6 +149,30 @@ def checkpoint(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> An
     return recompute(_manner, function, args, kwargs)
 
 
+def checkpoint_at(
+    home: Home, *, nvme_path: str | Sequence[str] | None = None, smallest: int = SMALLEST
+) -> Callable[..., Any]:
+    """A `checkpoint` that keeps inputs at `home`, whatever is configured.
+
+    Args:
+        nvme_path: folders for `"nvme"`.
+        smallest: bytes below which a tensor stays on the device.
+
+    Raises:
+        ConfigError: `"nvme"` has no path.
+        StorageError: there can be no files there.
+    """
+    paths = () if nvme_path is None else _paths(nvme_path)
+    if (home == "nvme") != bool(paths):
+        raise ConfigError(f'inputs of checkpointed calls at "{home}" with the folders {list(paths)}: "nvme" needs some')
+    manner = _manner_of(Options(cpu_checkpointing=home == "cpu", nvme_path=paths, smallest=smallest))
+
+    def kept(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        return recompute(manner, function, args, kwargs)
+
+    return kept
+
+
 non_reentrant_checkpoint = checkpoint
 """The name under which DeepSpeed has the same beside its own reentrant one."""
 

@@ -1,0 +1,170 @@
+"""A transformer's sizes, as far as they say how much it computes with and sends: a plain description, no model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from windlass.base.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A decoder of equal layers: attention, and a feed-forward network or experts. Biases and learned positions, which
+    are small, are left out.
+
+    Attributes:
+        hidden: width of an activation.
+        layers: blocks.
+        heads: of queries.
+        vocabulary: rows of the embedding, and of the head.
+        kv_heads: of keys and values; 0: as many as of queries.
+        head: width of a head; 0: hidden / heads.
+        intermediate: width inside the feed-forward network, or inside one expert; 0: 4 x hidden.
+        gated: three matrices in it (gate, up, down), not two.
+        tied: the head is the embedding.
+        experts: of a layer; 0: one feed-forward network.
+        chosen: experts that each token goes to.
+    """
+
+    hidden: int
+    layers: int
+    heads: int
+    vocabulary: int
+    kv_heads: int = 0
+    head: int = 0
+    intermediate: int = 0
+    gated: bool = True
+    tied: bool = False
+    experts: int = 0
+    chosen: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("hidden", "layers", "heads", "vocabulary"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"a model's {name} is {getattr(self, name)}; it is at least 1")
+        if not self.head and self.hidden % self.heads:
+            raise ConfigError(f"hidden {self.hidden} is no multiple of heads {self.heads}; say the width of a head")
+        if self.experts and not 0 < self.chosen <= self.experts:
+            raise ConfigError(f"chosen = {self.chosen} of {self.experts} experts; a token goes to at least one of them")
+
+    @property
+    def width(self) -> int:
+        """Of a head."""
+        return self.head or self.hidden // self.heads
+
+    @property
+    def key_heads(self) -> int:
+        """Heads of keys and of values."""
+        return self.kv_heads or self.heads
+
+    @property
+    def attention(self) -> int:
+        """Elements of a layer's four attention matrices."""
+        return 2 * self.hidden * self.width * (self.heads + self.key_heads)
+
+    @property
+    def feed_forward(self) -> int:
+        """Elements of a feed-forward network, or of one expert."""
+        return (3 if self.gated else 2) * self.hidden * (self.intermediate or 4 * self.hidden)
+
+    @property
+    def small(self) -> int:
+        """Elements of a layer that no axis cuts: two norms, and the router where there are experts."""
+        return 2 * self.hidden + self.experts * self.hidden
+
+    @property
+    def layer(self) -> int:
+        """Elements of a layer."""
+        return self.attention + self.small + self.feed_forward * (self.experts or 1)
+
+    @property
+    def embedding(self) -> int:
+        """Elements of the embedding; of the head too, unless they are tied."""
+        return self.vocabulary * self.hidden
+
+    @property
+    def parameters(self) -> int:
+        """Elements of the whole model."""
+        return self.layers * self.layer + self.embedding * (1 if self.tied else 2) + self.hidden
+
+
+_LLAMA = ModelShape(hidden=4096, layers=32, heads=32, vocabulary=32_000, intermediate=11_008)
+_GATED = ("silu", "swish", "swiglu", "gelu_pytorch_tanh")
+PRESETS = {
+    "7b": _LLAMA,
+    "70b": ModelShape(hidden=8192, layers=80, heads=64, kv_heads=8, vocabulary=128_256, intermediate=28_672),
+    "8x7b": ModelShape(
+        hidden=4096, layers=32, heads=32, kv_heads=8, vocabulary=32_000, intermediate=14_336, experts=8, chosen=2
+    ),
+}
+"""Shapes of models that many know: Llama 2 7B, Llama 3 70B, Mixtral 8x7B."""
+
+
+def shape_of(text: str) -> ModelShape:
+    """A preset by name, a `config.json` of transformers (or the folder that holds it), or `hidden=4096,layers=32,...`.
+
+    Raises:
+        ConfigError: it is none of them, or a size is missing.
+    """
+    if text in PRESETS:
+        return PRESETS[text]
+    if "=" in text:
+        return _from_words(text)
+    path = Path(text)
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        return from_transformers(json.loads(path.read_text("utf-8")))
+    except (OSError, ValueError) as error:
+        names = ", ".join(PRESETS)
+        raise ConfigError(
+            f"{text} is no model's shape: write {names}, a config.json of transformers, or hidden=4096,layers=32,"
+            f"heads=32,vocabulary=32000 ({error})"
+        ) from None
+
+
+def from_transformers(config: Mapping[str, Any]) -> ModelShape:
+    """The shape that a configuration of transformers describes, by the names that its families have for each size.
+
+    Raises:
+        ConfigError: it has no such sizes.
+    """
+
+    def first(*names: str, default: int | None = None) -> int:
+        found = next((config[name] for name in names if config.get(name)), default)
+        if found is None:
+            raise ConfigError(f"the model's configuration has none of {', '.join(names)}, so its shape is not known")
+        return int(found)
+
+    experts = first("num_local_experts", "n_routed_experts", "num_experts", default=0)
+    own = ("moe_intermediate_size", "intermediate_size", "n_inner", "ffn_dim")
+    return ModelShape(
+        hidden=first("hidden_size", "n_embd", "d_model"),
+        layers=first("num_hidden_layers", "n_layer", "num_layers"),
+        heads=first("num_attention_heads", "n_head"),
+        vocabulary=first("vocab_size"),
+        kv_heads=first("num_key_value_heads", default=0),
+        head=first("head_dim", default=0),
+        intermediate=first(*(own if experts else own[1:]), default=0),
+        gated=str(config.get("hidden_act", config.get("activation_function", "silu"))) in _GATED,
+        tied=bool(config.get("tie_word_embeddings", True)),
+        experts=experts,
+        chosen=first("num_experts_per_tok", "top_k", default=2) if experts else 0,
+    )
+
+
+def _from_words(text: str) -> ModelShape:
+    kinds = {field.name: field for field in fields(ModelShape)}
+    found: dict[str, Any] = {}
+    for word in text.split(","):
+        name, _, value = word.partition("=")
+        if name not in kinds or not value.isdecimal():
+            raise ConfigError(f"{word!r} in a model's shape is no NAME=NUMBER; names are {', '.join(kinds)}")
+        found[name] = bool(int(value)) if isinstance(kinds[name].default, bool) else int(value)
+    missing = [name for name in ("hidden", "layers", "heads", "vocabulary") if name not in found]
+    if missing:
+        raise ConfigError(f"a model's shape lacks {', '.join(missing)}: {text}")
+    return ModelShape(**found)
