@@ -1,0 +1,202 @@
+"""A model that is cut over ranks is the model: same loss, logits, gradients and parameters as in one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+from tests.causal_models import CAUSAL, VOCABULARY, language
+from tests.dist.harness import RankError, run_ranks
+from tests.dist.tensor_cases import (
+    EXACT,
+    NORMS,
+    pair,
+    tensor_axis,
+    trained_beside,
+)
+from tests.oracle import relative_error
+from windlass.parallel.tensor import (
+    cut_logits,
+    step_bytes,
+    token_losses,
+    vocabulary_of,
+)
+from windlass.parallel.tensor.sequence_norms import find_stacks
+
+NOISY = {"olmo2": 4e-5, "qwen3_next": 4e-5}  # what rounding becomes in their norms; see the law in 64 bits
+
+# (model, changes to its configuration, ranks, options)
+LAWS: list[tuple[str, dict[str, Any], int, dict[str, Any]]] = [
+    *((name, {}, 2, {}) for name in CAUSAL),
+    # heads, features and tokens that don't divide; key heads that several ranks need; fewer of them than ranks
+    ("llama", {}, 3, {}),
+    ("llama", {"num_attention_heads": 8, "num_key_value_heads": 1, "tie_word_embeddings": True}, 4, {}),
+    ("llama", {"attention_bias": True, "mlp_bias": True, "intermediate_size": 45}, 4, {}),
+    ("qwen3", {}, 3, {}),
+    ("qwen3", {}, 4, {}),
+    ("gpt2", {}, 3, {}),
+    ("gpt2", {"n_embd": 32, "n_head": 4}, 4, {}),
+    ("phi3", {}, 3, {}),
+    ("phi3", {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 48}, 4, {}),
+    ("opt", {}, 3, {}),
+    ("bert", {}, 3, {}),
+    ("mixtral", {}, 3, {}),
+    ("mixtral", {"num_key_value_heads": 1, "intermediate_size": 25, "experts_implementation": "eager"}, 4, {}),
+    ("gpt_oss", {}, 3, {}),
+    ("olmo2", {}, 3, {}),
+    ("deepseek_v2", {}, 3, {}),
+    ("gpt_bigcode", {}, 3, {}),
+    ("gpt_bigcode", {"multi_query": False}, 4, {}),
+    ("falcon", {"new_decoder_architecture": True, "num_attention_heads": 8}, 3, {}),
+    ("falcon", {"multi_query": False, "alibi": True}, 3, {}),
+    ("bloom", {}, 3, {}),
+    # hidden states between layers cut along the sequence of 7 tokens
+    *((name, {}, 2, NORMS) for name in ("llama", "gpt2", "opt", "bert", "bloom", "phi3", "mixtral", "gpt_oss")),
+    *((name, {}, 3, NORMS) for name in ("qwen3", "falcon", "olmo2", "llama4", "deepseek_v2", "qwen2_moe")),
+    ("llama", {"attention_bias": True, "mlp_bias": True}, 4, NORMS),
+    ("gpt2", {"n_embd": 32, "n_head": 4}, 4, NORMS),
+    # sums that travel while the next tokens are computed
+    ("llama", {}, 2, {"overlap_chunks": 3}),
+    ("gpt2", {}, 3, {"overlap_chunks": 4}),
+    ("mixtral", {}, 2, {"overlap_chunks": 100}),  # more than tokens
+]
+
+
+@pytest.mark.parametrize(("name", "changes", "ranks", "options"), LAWS, ids=str)
+def test_a_cut_model_is_the_whole_one(name: str, changes: dict[str, Any], ranks: int, options: dict[str, Any]) -> None:
+    for apart in run_ranks(trained_beside, ranks, name, changes, options):
+        assert apart.loss < EXACT, apart
+        assert apart.logits < EXACT, apart
+        assert apart.gradients[0] < NOISY.get(name, EXACT), apart
+        assert apart.parameters[0] < EXACT, apart
+
+
+@pytest.mark.parametrize("options", [{}, NORMS], ids=str)
+@pytest.mark.parametrize("name", ["llama", "gpt2", "olmo2"])
+def test_it_is_so_to_the_precision_of_the_loss(name: str, options: dict[str, Any]) -> None:
+    """All but the loss, which is computed in 32 bits by transformers too, has 64."""
+    for apart in run_ranks(trained_beside, 3, name, {}, options, 2, torch.float64):
+        assert apart.logits < 1e-13, apart
+        assert apart.gradients[0] < 2e-6, apart
+
+
+# ------------------------------------------------------------------------------------------------------------ volume
+
+
+def moved_and_foretold(name: str, options: dict[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
+    _, model, axis, plan = pair(name, {}, options)
+    model.config.output_router_logits = False
+    axis.traffic.reset()
+    model(**language(0)).loss.backward()
+    stacks = find_stacks(model, plan) if options.get("sequence_norms") else None
+    config = model.config
+    chosen = config.num_experts_per_tok if name in ("mixtral", "gpt_oss") else 0
+    foretold = step_bytes(
+        plan, axis.index, batch=2, tokens=7, hidden=config.hidden_size, itemsize=4, chosen=chosen, stacks=stacks
+    )
+    return dict(axis.traffic.bytes_moved), dict(foretold)
+
+
+@pytest.mark.parametrize(("options", "ranks"), [({}, 2), ({}, 3), (NORMS, 2), (NORMS, 3), ({"overlap_chunks": 2}, 2)])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "phi3", "mixtral", "olmo2"])
+def test_bytes_are_those_of_the_formula(name: str, options: dict[str, Any], ranks: int) -> None:
+    for moved, foretold in run_ranks(moved_and_foretold, ranks, name, options):
+        assert moved == foretold
+
+
+def test_a_llama_layer_costs_four_all_reduces() -> None:
+    """The formula itself, by hand: 2 layers, an embedding and a head, on 2 ranks, where an all-reduce of B moves B."""
+    tensor = 2 * 7 * 32 * 4
+    by_hand = (2 * 4 + 2) * tensor + 3 * 2 * 7 * 4
+    for moved, _ in run_ranks(moved_and_foretold, 2, "llama", {}):
+        assert moved == {"all_reduce": by_hand}
+
+
+# -------------------------------------------------------------------------------------------------- the loss by itself
+
+
+def losses_of_parts(sizes: list[int], dtype: torch.dtype, z_loss: float) -> tuple[float, float]:
+    axis = tensor_axis()
+    generator = torch.Generator().manual_seed(3)
+    whole = (torch.randn(11, sum(sizes), generator=generator) * 6).to(dtype)
+    labels = torch.randint(0, sum(sizes), (11,), generator=generator)
+    labels[2] = labels[7] = -1
+    weights = torch.rand(11, generator=generator)
+    plain = whole.clone().requires_grad_()
+    wide = plain.float()
+    wanted = functional.cross_entropy(wide, labels, ignore_index=-1, reduction="none")
+    wanted = wanted + z_loss * (labels != -1) * wide.logsumexp(-1).square()
+    (wanted * weights).sum().backward()
+    start = sum(sizes[: axis.index])
+    part = whole[:, start : start + sizes[axis.index]].clone().requires_grad_()
+    found = token_losses(part, labels, axis, sizes=sizes, ignore_index=-1, z_loss=z_loss)
+    (found * weights).sum().backward()
+    assert part.grad is not None and part.grad.dtype == dtype and plain.grad is not None
+    assert float(found[2]) == 0 and not part.grad[7].any()
+    loss = relative_error({"loss": found}, {"loss": wanted})[0]
+    there = plain.grad[:, start : start + sizes[axis.index]]
+    return loss, relative_error({"gradient": part.grad}, {"gradient": there})[0]
+
+
+@pytest.mark.parametrize("z_loss", [0.0, 0.01])
+@pytest.mark.parametrize(
+    ("sizes", "dtype"), [([5, 5], "float32"), ([1, 9, 4], "float32"), ([6, 7], "bfloat16")], ids=str
+)
+def test_losses_of_parts_are_those_of_the_whole(sizes: list[int], dtype: str, z_loss: float) -> None:
+    exact = 1e-6 if dtype == "float32" else 1e-2
+    for loss, gradient in run_ranks(losses_of_parts, len(sizes), sizes, getattr(torch, dtype), z_loss):
+        assert loss < 1e-6
+        assert gradient < exact
+
+
+def wrong_label() -> None:
+    token_losses(torch.zeros(2, 3), torch.tensor([0, 6]), tensor_axis())
+
+
+def test_a_label_outside_of_the_vocabulary_is_refused() -> None:
+    with pytest.raises(RankError, match="a label lies outside of the vocabulary"):
+        run_ranks(wrong_label, 2)
+
+
+def wrong_token() -> None:
+    _, model, _, _ = pair("llama", {}, {})
+    model(input_ids=torch.tensor([[3, VOCABULARY]]))
+
+
+def test_a_token_outside_of_the_vocabulary_is_refused() -> None:
+    with pytest.raises(RankError, match="a token lies outside of the vocabulary"):
+        run_ranks(wrong_token, 2)
+
+
+def logits_and_losses(name: str) -> dict[str, Any]:
+    plain, model, axis, _ = pair(name, {}, {})
+    batch = language(1)
+    seen: dict[str, Any] = {"part": model(**batch).logits.shape[-1]}
+    vocabulary = vocabulary_of(model)
+    assert vocabulary is not None
+    items = torch.tensor(5)
+    with torch.no_grad():
+        seen["items"] = float(
+            model(**batch, num_items_in_batch=items).loss - plain(**batch, num_items_in_batch=items).loss
+        )
+        with cut_logits(model):
+            cut = model(input_ids=batch["input_ids"]).logits
+        seen["cut"] = cut.shape[-1]
+        wanted = plain(**batch)
+        seen["together"] = float((vocabulary.whole(cut) - wanted.logits).abs().max())
+        found = model.eval()(**batch)
+    seen["whole"] = found.logits.shape[-1]
+    seen["evaluated"] = abs(float(found.loss - wanted.loss))
+    seen["own"] = vocabulary.sizes[axis.index]
+    return seen
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2"])
+def test_logits_stay_cut_only_where_a_model_trains_on_labels(name: str) -> None:
+    for seen in run_ranks(logits_and_losses, 2, name):
+        assert seen["part"] == seen["cut"] == seen["own"] < VOCABULARY
+        assert seen["whole"] == VOCABULARY
+        assert max(abs(seen[key]) for key in ("items", "together", "evaluated")) < 1e-5

@@ -1,0 +1,46 @@
+"""Whole tensors from the parts that ranks hold, for tests and for export."""
+
+from __future__ import annotations
+
+import torch
+
+from windlass.comm.axis import Axis
+from windlass.parallel.placement import Placement
+
+
+def assemble(local: torch.Tensor, placement: Placement, *axes: Axis) -> torch.Tensor:
+    """The whole tensor, on every rank of the axes. Collective.
+
+    Args:
+        local: this rank's part: a parameter, its gradient, a state of its shape.
+        placement: of the parameter; ranks hold other parts of it along the axes of `placement.cut`.
+        axes: those axes; others are left out of account.
+
+    Raises:
+        ValueError: an axis along which it is cut is missing.
+    """
+    missing = placement.cut - {axis.name for axis in axes}
+    if missing:
+        raise ValueError(f"it is cut over {sorted(placement.cut)}, and {sorted(missing)} is not given")
+    parts = [(placement, local.detach().reshape(-1))]
+    for axis in axes:
+        if axis.name in placement.cut:
+            parts = _of_all(parts, axis)
+    whole = local.new_empty(placement.shape)
+    for placed, flat in parts:
+        part = flat.view(placed.local_shape)
+        for box in placed.boxes():
+            here = tuple(slice(start, start + size) for start, size in zip(box.local, box.sizes, strict=True))
+            there = tuple(slice(start, start + size) for start, size in zip(box.whole, box.sizes, strict=True))
+            whole[there] = part[here]
+    return whole
+
+
+def _of_all(parts: list[tuple[Placement, torch.Tensor]], axis: Axis) -> list[tuple[Placement, torch.Tensor]]:
+    """Each rank's parts, of all ranks."""
+    placements = axis.everyone([placed for placed, _ in parts])
+    counts = [[torch.Size(placed.local_shape).numel() for placed in of_rank] for of_rank in placements]
+    flat = axis.all_gather(torch.cat([part for _, part in parts]), 0, [sum(of_rank) for of_rank in counts])
+    sizes = [count for of_rank in counts for count in of_rank]
+    everything = [placed for of_rank in placements for placed in of_rank]
+    return list(zip(everything, flat.split(sizes), strict=True))
