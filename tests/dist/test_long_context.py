@@ -1,0 +1,130 @@
+"""Long sequences under the engine: cut over ranks, computed in parts, training is plain training at every ZeRO stage.
+
+Ranks along sp are data ranks of dense parameters, so an engine whose ranks all lie along sp does what a mesh would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.dist.harness import run_ranks
+from tests.dist.test_sequence_parallel import axis_of_all, batch, build, check_close
+from windlass.parallel.kept import Keeper
+
+# every parameter is released, nothing is gathered ahead, and no unit is kept for a later use
+STRICT = {"stage3_prefetch_bucket_size": 0, "stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}
+
+
+def plain_training(name: str, given: list[dict[str, Tensor]]) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses and parameters of one process."""
+    model = build(name)
+    model.train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    losses = []
+    for step in given:
+        loss = model(**step).loss
+        loss.backward()
+        losses.append(float(loss.detach()))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, {n: p.detach() for n, p in model.named_parameters()}
+
+
+def config(stage: int, zero: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.05, "momentum": 0.9}},
+        "gradient_clipping": 0.0,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, **zero},
+    }
+
+
+def trains(
+    name: str,
+    stage: int,
+    zero: dict[str, Any],
+    how: dict[str, Any] | None,
+    long: dict[str, Any] | None,
+    batches: Sequence[tuple[str, int]] = (("packed", 13), ("left", 12), ("answers", 14)),
+) -> None:
+    """Train under the engine, and hold losses and parameters against plain training."""
+    import windlass
+    from windlass.parallel.sequence.apply import apply_sequence_parallel
+    from windlass.parallel.sequence.long_context import apply_long_context
+
+    given = [batch(kind, length) for kind, length in batches]
+    losses, wanted = plain_training(name, given)
+    model = build(name)
+    if how is not None:
+        apply_sequence_parallel(model, axis_of_all(), **how)
+    if long is not None:
+        apply_long_context(model, **long)
+    engine = windlass.initialize(model=model, config=config(stage, zero))[0]
+    engine.train()
+    for step, loss in zip(given, losses, strict=True):
+        found = engine(**step).loss
+        check_close(found, torch.tensor(loss), "loss")
+        engine.backward(found)
+        engine.step()
+    for parameter_name, parameter in engine.module.named_parameters():
+        check_close(windlass.zero.full_param(parameter), wanted[parameter_name], parameter_name)
+
+
+PARTS: dict[str, Any] = {"tiled_mlp": 3, "tiled_loss": 4}
+HOST = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    ("name", "how", "long"),
+    [
+        ("llama", {"kind": "ulysses"}, PARTS),
+        ("llama", {"kind": "ring"}, None),
+        ("gpt2", {"kind": "ring"}, {**PARTS, "recompute": False}),
+        ("gpt2", {"kind": "ulysses"}, {"tiled_mlp": False, "tiled_loss": True}),
+        ("llama", None, PARTS),
+        ("gpt2", None, {**PARTS, "recompute": False}),
+    ],
+)
+def test_stages(stage: int, name: str, how: dict[str, Any] | None, long: dict[str, Any] | None) -> None:
+    run_ranks(trains, 2, name, stage, STRICT, how, long)
+
+
+@pytest.mark.parametrize("transport", ["gloo", "shm"])
+def test_parameters_and_optimizer_in_host_memory(transport: str) -> None:
+    run_ranks(trains, 2, "llama", 3, HOST, {"kind": "ring"}, PARTS, transport=transport)
+
+
+def test_four_ranks() -> None:
+    how = {"kind": "ulysses+ring", "ulysses_degree": 2}
+    run_ranks(trains, 4, "llama", 3, STRICT, how, PARTS)
+
+
+def kept_elsewhere(home: str, folder: str) -> int:
+    """Train on longer sequences with inputs of layers at another home; how many bytes went there."""
+    long: dict[str, Any] = {**PARTS, "offload": home, **({"nvme_path": folder} if home == "nvme" else {})}
+    moved: list[int] = []
+    keep = Keeper._keep
+
+    def counted(self: Keeper, *args: Any) -> Any:
+        kept = keep(self, *args)
+        moved.append(kept.nbytes)
+        return kept
+
+    with patch.object(Keeper, "_keep", counted):
+        trains("llama", 3, STRICT, {"kind": "ring"}, long, [("packed", 63), ("plain", 64)])
+    return sum(moved)
+
+
+@pytest.mark.parametrize("home", ["cpu", "nvme"])
+def test_inputs_of_layers_wait_elsewhere(home: str, tmp_path: Path) -> None:
+    """The hidden states in front of two layers: 32 features of each token of two samples, and nothing else."""
+    moved = run_ranks(kept_elsewhere, 2, home, str(tmp_path), env={"WINDLASS_EMULATE_DEVICE": "1GB"})
+    assert moved == [2 * 2 * tokens * 32 * 4 for tokens in (31 + 32, 32 + 32)]

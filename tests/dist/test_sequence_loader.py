@@ -1,0 +1,307 @@
+"""Batches that are cut before they reach the model, and DeepSpeed's names for all that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tests.dist.harness import run_ranks
+from tests.dist.test_sequence_parallel import (
+    VOCABULARY,
+    axis_of_all,
+    batch,
+    build,
+    check_close,
+    check_mean,
+    loss_and_gradients,
+)
+
+CASES = [("packed", 13), ("left", 13), ("answers", 14), ("plain", 3)]
+
+
+class Batches:
+    """A loader of whole batches that can tell where it stands."""
+
+    def __init__(self, cases: list[tuple[str, int]]) -> None:
+        self.cases, self.epoch, self.state = cases, 0, {"at": 0}
+
+    def __len__(self) -> int:
+        return len(self.cases)
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        return (batch(kind, length) for kind, length in self.cases)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def state_dict(self) -> dict[str, int]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.state = state
+
+
+def loaded(from_first: bool) -> None:
+    """A model trains on parts as it does on whole batches, and a part keeps nothing else in memory."""
+    from windlass.parallel.sequence.apply import apply_sequence_parallel, sequence_parallel_of
+    from windlass.parallel.sequence.loader import ShardedLoader
+
+    axis = axis_of_all()
+    plain = build("llama")
+    model = build("llama")
+    apply_sequence_parallel(model, axis, kind="ring")
+    sequence = sequence_parallel_of(model)
+    assert sequence is not None
+    batches = Batches(CASES) if not from_first or axis.index == 0 else None
+    loader = ShardedLoader(batches, sequence, from_first=from_first)
+    seen = 0
+    for (kind, length), part in zip(CASES, loader, strict=True):
+        tokens = part["input_ids"].shape[1]
+        assert tokens <= length // axis.size + 1
+        for value in part.values():
+            if isinstance(value, Tensor):
+                assert value.untyped_storage().nbytes() == value.nbytes
+        model.zero_grad()
+        plain.zero_grad()
+        loss, gradients = loss_and_gradients(model, part)
+        wanted_loss, wanted = loss_and_gradients(plain, batch(kind, length))
+        check_close(loss, wanted_loss, kind)
+        check_mean(axis, gradients, wanted, kind)
+        seen += tokens
+    if batches is not None:
+        assert len(loader) == len(CASES)
+        loader.set_epoch(4)
+        loader.load_state_dict({"at": 2})
+        assert batches.epoch == 4 and loader.state_dict() == {"at": 2}
+
+
+@pytest.mark.parametrize("from_first", [False, True])
+def test_a_model_takes_parts_as_they_are(from_first: bool) -> None:
+    run_ranks(loaded, 2, from_first)
+
+
+# ---------------------------------------------------------------------------------------------------- DeepSpeed's names
+
+
+def own_samples(rank: int, kind: str, length: int) -> dict[str, Tensor]:
+    """Rank `rank` reads samples of its own, of a length of its own."""
+    given = batch(kind, length + 2 * rank)
+    return {name: value.roll(rank, 0) if name != "position_ids" else value for name, value in given.items()}
+
+
+def registered(pads: bool, by_name: bool) -> None:
+    """As a Trainer does it: each rank's batch in turn, over all; losses of parts weighed by their counts."""
+    from windlass.parallel.exchanges import gather
+    from windlass.parallel.sequence.ulysses_sp import UlyssesSPAttentionHF, UlyssesSPDataLoaderAdapter
+
+    model, plain = build("llama"), build("llama")
+    mpu = UlyssesSPAttentionHF.register_with_transformers(
+        model_name_or_path="some/name" if by_name else model,
+        sequence_parallel_size=2,
+        seq_length=None,
+        seq_length_is_variable=True,
+        core_attn_implementation="sdpa",
+        micro_batch_size=2,
+        disable_in_eval=True,
+    )
+    mpu.apply(model)  # once more, or only now
+    world, rank = dist.get_world_size(), dist.get_rank()
+    assert mpu.get_sequence_parallel_world_size() == 2 and mpu.get_sequence_parallel_rank() == rank % 2
+    assert mpu.get_data_parallel_world_size() == world // 2 and mpu.get_data_parallel_rank() == rank // 2
+    assert mpu.get_sequence_data_parallel_world_size() == world and mpu.get_model_parallel_world_size() == 1
+    group = mpu.get_sequence_parallel_group()
+    kinds = [("packed", 12), ("answers", 13)]
+    mine = [own_samples(rank, kind, length) for kind, length in kinds]
+    adapter = UlyssesSPDataLoaderAdapter(mine, rank % 2, group, 2, "cpu", pad_to_sp_multiple=pads)
+    first = rank - rank % 2
+    wholes = [own_samples(first + other, kind, length) for kind, length in kinds for other in range(2)]
+    assert len(adapter) == len(wholes)
+    for whole, part in zip(wholes, adapter, strict=True):
+        model.zero_grad()
+        plain.zero_grad()
+        assert "labels" not in part and part["input_ids"].shape == part["position_ids"].shape
+        model.train()
+        output = model(**{k: v for k, v in part.items() if k != "shift_labels"}, shift_labels=part["shift_labels"])
+        own = model.loss_function(
+            logits=output.logits, labels=None, shift_labels=part["shift_labels"], vocab_size=VOCABULARY
+        )
+        if world == 2:  # as transformers does it; on gloo the backward of that knows no groups but the whole world
+            losses = torch.stack(torch.distributed.nn.functional.all_gather(own, group=group))
+        else:
+            losses = gather(own.view(1), mpu.sp, 0)
+        counts = mpu.sp.all_gather((part["shift_labels"] != -100).sum().view(1))
+        loss = (losses * counts).sum() / counts.sum()
+        loss.backward()
+        wanted_loss, wanted = loss_and_gradients(plain, dict(whole))
+        check_close(loss.detach(), wanted_loss, "loss")
+        axis = mpu.sp
+        for name, parameter in model.named_parameters():
+            mean = axis.all_reduce(parameter.grad.clone()) / axis.size
+            check_close(mean, wanted[name], name)
+    assert next(adapter, "the next epoch begins") is not None
+    model.eval()
+    check_close(model(wholes[0]["input_ids"]).logits, plain(wholes[0]["input_ids"]).logits, "evaluation")
+
+
+@pytest.mark.parametrize(("world", "pads", "by_name"), [(2, True, False), (2, False, True), (4, True, False)])
+def test_a_registered_model_and_its_loader(world: int, pads: bool, by_name: bool) -> None:
+    run_ranks(registered, world, pads, by_name)
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, tokens_first: bool = True) -> Tensor:
+    """Attention of whole sequences in the layout of `DistributedAttention`, which knows no order of tokens but one."""
+    order = (1, 2, 0, 3) if tokens_first else (0, 2, 1, 3)
+    q, k, v = (x.permute(order) for x in (query, key, value))
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+    out = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return out.permute((2, 0, 1, 3) if tokens_first else (0, 2, 1, 3))
+
+
+def distributed_attention(tokens_first: bool, heads: int, keys: int, sizes: list[int]) -> None:
+    from windlass.parallel.sequence.distributed_attention import DistributedAttention
+
+    axis = axis_of_all()
+    torch.manual_seed(0)
+    length = sum(sizes)
+    along = 0 if tokens_first else 1
+    shape = [length, 2] if tokens_first else [2, length]
+    whole = [torch.randn(*shape, n, 8).requires_grad_() for n in (heads, keys, keys)]
+    expected = attend(*whole, tokens_first=tokens_first)
+    start = sum(sizes[: axis.index])
+    own = [x.detach().narrow(along, start, sizes[axis.index]).clone().requires_grad_() for x in whole]
+    layer = DistributedAttention(
+        lambda q, k, v: attend(q, k, v, tokens_first), axis.group.process_group, 2, 0 if tokens_first else 1
+    )
+    found = layer(*own, 1 if tokens_first else 0)
+    check_close(found, expected.narrow(along, start, sizes[axis.index]), "output")
+    gradient = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
+    expected.backward(gradient)
+    found.backward(gradient.narrow(along, start, sizes[axis.index]))
+    for one, other in zip(own, whole, strict=True):
+        check_close(one.grad, other.grad.narrow(along, start, sizes[axis.index]), "gradient")
+
+
+@pytest.mark.parametrize(
+    ("tokens_first", "heads", "keys", "sizes"),
+    [(True, 4, 4, [6, 6]), (False, 4, 2, [5, 4]), (True, 7, 7, [3, 3, 3, 3]), (False, 4, 1, [2, 5, 1, 4])],
+)
+def test_attention_of_ones_own(tokens_first: bool, heads: int, keys: int, sizes: list[int]) -> None:
+    run_ranks(distributed_attention, len(sizes), tokens_first, heads, keys, sizes)
+
+
+def cross_entropy() -> None:
+    from windlass.parallel.sequence.distributed_attention import vocab_sequence_parallel_cross_entropy
+
+    axis = axis_of_all()
+    torch.manual_seed(0)
+    sizes = [3, 2]
+    logits, target = torch.randn(5, 2, 11, requires_grad=True), torch.randint(0, 11, (5, 2))
+    start = sum(sizes[: axis.index])
+    own = logits.detach().narrow(0, start, sizes[axis.index]).clone().requires_grad_()
+    labels = target.narrow(0, start, sizes[axis.index])
+    found = vocab_sequence_parallel_cross_entropy(own, labels, axis.group.process_group)
+    wanted = functional.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none").view(5, 2)
+    check_close(found, wanted, "losses")
+    found.square().sum().backward()
+    wanted.square().sum().backward()
+    check_close(own.grad, logits.grad.narrow(0, start, sizes[axis.index]), "gradient")
+
+
+def test_the_cross_entropy_of_all_tokens() -> None:
+    run_ranks(cross_entropy, 2)
+
+
+class _Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 20), nn.Linear(20, 6)
+
+
+def _mlp(self: _Layer, x: Tensor) -> Tensor:
+    return self.down(self.up(x).relu())
+
+
+def test_computations_in_parts_by_their_old_names() -> None:
+    from windlass.parallel.sequence.tiled_compute import (
+        SequenceTiledCompute,
+        TiledFusedLogitsLoss,
+        TiledMLP,
+        sequence_tiled_compute,
+    )
+
+    torch.manual_seed(0)
+    layer = _Layer()
+    hidden, labels = torch.randn(2, 9, 6, requires_grad=True), torch.randint(0, 6, (2, 9))
+    inputs = [hidden, *layer.parameters()]
+
+    def same(found: Tensor, wanted: Tensor) -> None:
+        torch.testing.assert_close(found, wanted)
+        weights = torch.rand_like(wanted)
+        graded = [torch.autograd.grad(one, inputs, weights, retain_graph=True) for one in (found, wanted)]
+        torch.testing.assert_close(*graded)
+
+    def loss(self: _Layer, x: Tensor, y: Tensor, mask: Tensor | None = None) -> Tensor:
+        losses = functional.cross_entropy(_mlp(self, x).flatten(0, -2), y.flatten(), reduction="none")
+        return losses.sum() if mask is None else (losses * mask.flatten()).sum()
+
+    whole = _mlp(layer, hidden)
+    same(TiledMLP.apply(_mlp, layer, hidden, 4, list(layer.parameters())), whole)
+    same(TiledMLP.apply(_mlp, layer, hidden, 2, None), whole)
+    parameters = list(layer.parameters())
+    for shards in (1, 3, 4):
+        same(
+            TiledFusedLogitsLoss.apply(loss, layer, hidden, labels, None, shards, parameters, "sum"),
+            loss(layer, hidden, labels),
+        )
+        mask = torch.rand(2, 9).round()
+        found = TiledFusedLogitsLoss.apply(loss, layer, hidden, labels, mask, shards, parameters, "mean")
+        parts = -(-18 // -(-18 // shards))
+        same(found, loss(layer, hidden, labels, mask) / parts)
+    shard, passed = {"x": hidden, "y": labels}, {"self": layer}
+    same(sequence_tiled_compute(lambda x, y, self: _mlp(self, x), 9, 4, shard, passed, "x", parameters, 1, None), whole)
+    same(sequence_tiled_compute(loss, 9, 3, shard, passed, "x", parameters, 0, "sum"), loss(layer, hidden, labels))
+    same(
+        SequenceTiledCompute.apply(loss, 9, 3, ["x", "y"], ["self"], "x", parameters, 0, "mean", hidden, labels, layer),
+        loss(layer, hidden, labels) / 3,
+    )
+
+
+def wrong() -> list[str]:
+    from windlass.base.errors import WindlassError
+    from windlass.parallel.sequence.distributed_attention import DistributedAttention
+    from windlass.parallel.sequence.ulysses_sp import UlyssesSPAttentionHF, UlyssesSPDataLoaderAdapter
+
+    axis = axis_of_all()
+    said = []
+    group = axis.group.process_group
+    register = UlyssesSPAttentionHF.register_with_transformers
+    short = [{"input_ids": torch.ones(1, 1), "labels": torch.ones(1, 1)}]
+    calls: list[Any] = [
+        lambda: register(build("llama"), "eager", 2),
+        lambda: register(build("llama"), "sdpa", 3),
+        lambda: DistributedAttention(attend, group, 1, 0),
+        lambda: DistributedAttention(attend, group)(*[torch.ones(2, 1, 2, 4)] * 3, 1, rotary_pos_emb=(1, 2)),
+        lambda: next(UlyssesSPDataLoaderAdapter([{"input_ids": torch.ones(1, 4)}], axis.index, group, 2, "cpu")),
+        lambda: next(UlyssesSPDataLoaderAdapter(short, axis.index, group, 2, "cpu")),
+    ]
+    for call in calls:
+        try:
+            call()
+        except WindlassError as error:
+            said.append(str(error))
+    return said
+
+
+def test_what_is_wrong_with_them_is_told() -> None:
+    said = run_ranks(wrong, 2)
+    assert said[0] == said[1]
+    wanted = ["eager", "sequence_parallel_size = 3", "scatter_idx = 1", "rotary_pos_emb", "labels", "1 tokens"]
+    assert len(said[0]) == len(wanted)
+    for found, words in zip(said[0], wanted, strict=True):
+        assert words in found

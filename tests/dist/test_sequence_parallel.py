@@ -1,0 +1,507 @@
+"""Sequences cut over 2 to 4 ranks: losses and gradients of an unmodified model are those of one process."""
+
+from __future__ import annotations
+
+import copy
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.dist.harness import run_ranks
+
+VOCABULARY = 40
+BOUND = 1e-5
+
+
+# ------------------------------------------------------------------------------------------------------------ models
+
+
+def build(name: str, **changes: Any) -> Any:
+    """A tiny random model of transformers, the same on all ranks."""
+    import transformers as hf
+
+    torch.manual_seed(7)
+    small: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 64,
+        "use_cache": False,
+    }
+    if name == "llama":
+        return hf.LlamaForCausalLM(hf.LlamaConfig(**{**small, "num_key_value_heads": 2, **changes}))
+    if name == "mistral":
+        more = {"num_key_value_heads": 2, "sliding_window": 5}
+        return hf.MistralForCausalLM(hf.MistralConfig(**{**small, **more, **changes}))
+    if name == "gemma2":
+        more = {"num_key_value_heads": 2, "sliding_window": 4, "head_dim": 8, "attn_implementation": "eager"}
+        return hf.Gemma2ForCausalLM(hf.Gemma2Config(**{**small, **more, "attn_logit_softcapping": 2.0, **changes}))
+    if name == "bert":
+        more = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+        return hf.BertModel(hf.BertConfig(**{**small, **more, **changes}), add_pooling_layer=False)
+    if name == "modernbert":
+        more = {"local_attention": 6, "global_attn_every_n_layers": 2, "pad_token_id": 0}
+        return hf.ModernBertForMaskedLM(hf.ModernBertConfig(**{**small, **more, **changes}))
+    assert name == "gpt2"
+    return hf.GPT2LMHeadModel(
+        hf.GPT2Config(
+            **{
+                "vocab_size": VOCABULARY,
+                "n_embd": 32,
+                "n_layer": 2,
+                "n_head": 4,
+                "n_positions": 64,
+                "resid_pdrop": 0.0,
+                "embd_pdrop": 0.0,
+                "attn_pdrop": 0.0,
+                "use_cache": False,
+                **changes,
+            }
+        )
+    )
+
+
+def batch(kind: str, length: int, samples: int = 2) -> dict[str, Tensor]:
+    """A batch of whole sequences."""
+    draw = torch.Generator().manual_seed(length)
+    ids = torch.randint(1, VOCABULARY, (samples, length), generator=draw)
+    found = {"input_ids": ids, "labels": ids.clone()}
+    if kind == "packed":  # documents that end elsewhere in each sample
+        ends = [[0, 3, 4, length], [0, length // 2, length]]
+        rows = [torch.cat([torch.arange(b - a) for a, b in zip(e, e[1:], strict=False)]) for e in ends]
+        found["position_ids"] = torch.stack(rows)
+    elif kind in ("left", "right", "holes"):
+        mask = torch.ones_like(ids)
+        if kind == "left":
+            mask[0, :4] = 0
+        elif kind == "right":
+            mask[0, -5:] = 0
+            mask[1, -1:] = 0
+        else:
+            mask[0, 2:4] = 0
+            mask[1, 5:9:2] = 0
+        found["attention_mask"] = mask
+        found["labels"] = found["labels"].masked_fill(mask == 0, -100)
+    elif kind == "answers":  # a prompt has no labels: whole shards have none
+        found["labels"][:, : length * 2 // 3] = -100
+    return found
+
+
+def loss_and_gradients(model: Any, given: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss and every parameter's gradient."""
+    model.train()
+    loss = model(**given).loss
+    loss.backward()
+    return loss.detach(), {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
+
+
+def axis_of_all(name: str = "sp") -> Any:
+    """All ranks along one axis."""
+    from windlass.comm.grid import Grid
+    from windlass.comm.mesh import build_mesh
+
+    return build_mesh(Grid(**{name: torch.distributed.get_world_size()})).axes[name]
+
+
+def check_close(found: Tensor, wanted: Tensor, name: str, bound: float = BOUND) -> None:
+    """Relative to the largest element."""
+    error = float((found - wanted).detach().abs().max() / wanted.abs().max().clamp(min=1e-3))
+    assert error < bound, f"{name}: {error:.2e} from {wanted.abs().max():.2e}"
+
+
+def law(way: str, cases: list[tuple[str, dict[str, Any], str, int]]) -> None:
+    """The loss is that of one process on every rank, and the mean of the gradients over them too."""
+    from windlass.parallel.sequence.apply import apply_sequence_parallel
+
+    axis = axis_of_all()
+    for name, changes, kind, length in cases:
+        given, case = batch(kind, length), f"{name} {changes} {kind} {length}"
+        wanted_loss, wanted = loss_and_gradients(build(name, **changes), dict(given))
+        model = build(name, **changes)
+        apply_sequence_parallel(model, axis, **WAYS[way])
+        loss, gradients = loss_and_gradients(model, dict(given))
+        check_close(loss, wanted_loss, f"{case}: loss")
+        check_mean(axis, gradients, wanted, case)
+
+
+def check_mean(
+    axis: Any, gradients: dict[str, Tensor], wanted: dict[str, Tensor], case: str, bound: float = BOUND
+) -> None:
+    """The mean of the gradients of all ranks is what is wanted."""
+    for parameter, gradient in gradients.items():
+        mean = gradient.clone()
+        torch.distributed.all_reduce(mean)
+        check_close(mean / axis.size, wanted[parameter], f"{case}: {parameter}", bound)
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "ulysses": {"kind": "ulysses"},
+    "ring": {"kind": "ring"},
+    "ring, unbalanced": {"kind": "ring", "balanced": False},
+    "both": {"kind": "ulysses+ring", "ulysses_degree": 2},
+    "both, unbalanced": {"kind": "ulysses+ring", "ulysses_degree": 2, "balanced": False},
+}
+BATCHES = ("plain", "packed", "left", "right", "holes", "answers")
+ON = [(2, "ulysses"), (2, "ring"), (3, "ulysses"), (3, "ring"), (4, "ring, unbalanced"), (4, "both")]
+
+
+@pytest.mark.parametrize(("world", "way"), [*ON, (4, "ulysses"), (4, "ring"), (4, "both, unbalanced")])
+def test_every_kind_of_batch_of_an_odd_length(world: int, way: str) -> None:
+    run_ranks(law, world, way, [("llama", {}, kind, 13) for kind in BATCHES])
+
+
+@pytest.mark.parametrize(("world", "way"), ON)
+def test_every_kind_of_head(world: int, way: str) -> None:
+    heads = [
+        ("llama", {"num_key_value_heads": 4}, "plain", 12),
+        ("llama", {"num_key_value_heads": 1}, "packed", 11),
+        ("llama", {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2}, "left", 13),
+        ("llama", {"num_attention_heads": 2, "num_key_value_heads": 1}, "plain", 9),
+        ("llama", {"num_attention_heads": 1, "num_key_value_heads": 1}, "packed", 9),
+    ]
+    run_ranks(law, world, way, heads)
+
+
+@pytest.mark.parametrize(("world", "way"), [*ON, (4, "ulysses")])
+def test_models_of_other_kinds(world: int, way: str) -> None:
+    models: list[tuple[str, dict[str, Any], str, int]] = [
+        ("gpt2", {}, "plain", 13),
+        ("gpt2", {"tie_word_embeddings": False}, "packed", 13),
+        ("mistral", {}, "plain", 23),
+        ("mistral", {}, "packed", 23),
+        ("mistral", {}, "left", 23),
+        ("gemma2", {}, "plain", 15),
+        ("modernbert", {}, "plain", 17),
+        ("modernbert", {}, "right", 17),
+    ]
+    run_ranks(law, world, way, models)
+
+
+@pytest.mark.parametrize(("world", "way"), [(4, "ulysses"), (4, "ring"), (4, "both"), (3, "ring, unbalanced")])
+def test_fewer_tokens_than_ranks(world: int, way: str) -> None:
+    run_ranks(law, world, way, [("llama", {}, "plain", 3), ("llama", {}, "plain", 5), ("gpt2", {}, "plain", 2)])
+
+
+# ------------------------------------------------------------------------------------------------------ bytes, exactly
+
+
+def bytes_of(way: str, name: str, changes: dict[str, Any], length: int) -> dict[str, int]:
+    """The bytes that a step moved along sp."""
+    from windlass.parallel.sequence.apply import apply_sequence_parallel
+
+    axis = axis_of_all()
+    model = build(name, **changes)
+    apply_sequence_parallel(model, axis, **WAYS[way])
+    axis.traffic.reset()
+    loss_and_gradients(model, batch("plain", length))
+    return {name: moved for name, moved in axis.traffic.bytes_moved.items() if moved}
+
+
+TOKENS, FEATURES, LAYERS, FLOAT, SAMPLES = 24, 32, 2, 4, 2
+
+
+def loss_bytes(ranks: int) -> int:
+    """A sum and a count, forward and backward, as every all-reduce counts."""
+    return 2 * (2 * 2 * FLOAT * (ranks - 1) // ranks)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ulysses_moves_four_times_the_tokens_over_the_ranks(ranks: int) -> None:
+    """`4 N h / P` elements a layer, but for the part that each rank keeps; as many in the backward."""
+    one_way = 4 * SAMPLES * TOKENS * FEATURES // ranks * (ranks - 1) // ranks
+    wanted = {"all_to_all": 2 * LAYERS * one_way * FLOAT, "all_reduce": loss_bytes(ranks)}
+    moved = run_ranks(bytes_of, ranks, "ulysses", "llama", {"num_key_value_heads": 4}, TOKENS)
+    assert moved == [wanted] * ranks
+
+
+def test_ulysses_moves_fewer_heads_of_keys_as_often_as_they_are_used() -> None:
+    """One head of keys for four of queries goes to each of four ranks."""
+    queries_and_output = 2 * SAMPLES * TOKENS * FEATURES // 4 * 3 // 4
+    keys_and_values = 2 * SAMPLES * TOKENS // 4 * 3 * (FEATURES // 4)
+    wanted = 2 * LAYERS * (queries_and_output + keys_and_values) * FLOAT
+    moved = run_ranks(bytes_of, 4, "ulysses", "llama", {"num_key_value_heads": 1}, TOKENS)
+    assert [one["all_to_all"] for one in moved] == [wanted] * 4
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_ring_moves_keys_and_values_round_and_their_gradients_home(ranks: int) -> None:
+    block = 2 * SAMPLES * TOKENS // ranks * (FEATURES // 2)  # two heads of keys of four
+    forward, backward = (ranks - 1) * block, (ranks - 1) * block + ranks * block
+    wanted = {"pass_on": LAYERS * (forward + backward) * FLOAT, "all_reduce": loss_bytes(ranks)}
+    moved = run_ranks(bytes_of, ranks, "ring", "llama", {}, TOKENS)
+    assert moved == [wanted] * ranks
+
+
+def test_a_ring_stops_where_a_window_ends() -> None:
+    """6 tokens a rank and a window of 5: the block before is enough, and gradients go one place back."""
+    block = 2 * SAMPLES * TOKENS // 4 * (FEATURES // 2)
+    moved = run_ranks(bytes_of, 4, "ring, unbalanced", "mistral", {}, TOKENS)
+    assert [one["pass_on"] for one in moved] == [LAYERS * (block + block + 2 * block) * FLOAT] * 4
+
+
+def test_both_together_move_what_each_moves_among_its_own() -> None:
+    one_way = (2 * FEATURES + 2 * FEATURES // 2) * SAMPLES * TOKENS // 4 // 2  # half of a quarter of the tokens
+    block = 2 * SAMPLES * TOKENS // 2 * (FEATURES // 4)  # one head of keys of half the tokens
+    wanted = {
+        "all_to_all": 2 * LAYERS * one_way * FLOAT,
+        "pass_on": LAYERS * (block + block + 2 * block) * FLOAT,
+        "all_reduce": loss_bytes(4),
+    }
+    assert run_ranks(bytes_of, 4, "both", "llama", {}, TOKENS) == [wanted] * 4
+
+
+# ------------------------------------------------------------------------------------------- what a model is asked for
+
+
+def outputs(way: str) -> None:
+    """Without labels outputs are whole and in order, and a loss made of them descends as it does in one process."""
+    from windlass.parallel.sequence.apply import apply_sequence_parallel
+
+    axis = axis_of_all()
+    for name, kind, length in (
+        ("llama", "packed", 13),
+        ("bert", "right", 13),
+        ("llama", "plain", 3),
+        ("bert", "plain", 3),
+    ):
+        given = {key: value for key, value in batch(kind, length).items() if key != "labels"}
+        plain, model = build(name), build(name)
+        apply_sequence_parallel(model, axis, **WAYS[way])
+        wanted, found = plain(**given), model(**given)
+        key = "logits" if name == "llama" else "last_hidden_state"
+        real = given.get("attention_mask", torch.ones(2, length))[..., None]
+        check_close(found[key] * real, wanted[key] * real, f"{name} {key}")
+        weights = torch.randn(found[key].shape, generator=torch.Generator().manual_seed(0)) * real
+        (wanted[key] * weights).sum().backward()
+        (found[key] * weights).sum().backward()
+        found_gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
+        wanted_gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in plain.named_parameters()}
+        check_mean(axis, found_gradients, wanted_gradients, name)
+        tuples = model(**given, return_dict=False), plain(**given, return_dict=False)
+        check_close(tuples[0][0] * real, tuples[1][0] * real, "the first of a tuple")
+
+
+@pytest.mark.parametrize(("world", "way"), [(2, "ulysses"), (4, "both"), (3, "ring")])
+def test_without_labels_outputs_are_whole(world: int, way: str) -> None:
+    run_ranks(outputs, world, way)
+
+
+def other_calls() -> None:
+    """Positional arguments, embeddings in the place of ids, counts of items, generation, evaluation, recomputation."""
+    from windlass.parallel.sequence.apply import apply_sequence_parallel
+
+    axis = axis_of_all()
+    given = batch("answers", 13)
+    plain, model = build("llama"), build("llama")
+    apply_sequence_parallel(model, axis, kind="ring")
+    ids, labels = given["input_ids"], given["labels"]
+    check_close(model(ids, labels=labels).loss, plain(ids, labels=labels).loss, "positional")
+    embedded = plain.get_input_embeddings()(ids).detach()
+    check_close(model(inputs_embeds=embedded, labels=labels).loss, plain(ids, labels=labels).loss, "embeddings")
+    for items in (50, torch.tensor(50)):
+        found = model(**given, num_items_in_batch=items).loss
+        check_close(found, plain(**given, num_items_in_batch=items).loss, "items")
+    shifted = torch.nn.functional.pad(labels, (0, 1), value=-100)[:, 1:].contiguous()
+    found = model(ids, labels=ids, shift_labels=shifted).loss
+    check_close(found, plain(ids, labels=labels).loss, "labels that are shifted already")
+    model.eval()
+    with torch.no_grad():
+        check_close(model(**given).loss, plain(**given).loss, "evaluation")
+    copied = copy.deepcopy(model)
+    found, gradients = loss_and_gradients(copied, dict(given))
+    wanted, expected = loss_and_gradients(plain, dict(given))
+    check_close(found, wanted, "a copy")
+    check_mean(axis, gradients, expected, "a copy")
+    assert all(p.grad is None for p in model.parameters())
+    model.config.use_cache = plain.config.use_cache = True
+    check_close(model(**given).loss, plain(**given).loss, "with a cache in the config")
+    plain.eval()
+    made = [one.generate(ids, max_new_tokens=5, do_sample=False, pad_token_id=0) for one in (plain, model)]
+    assert torch.equal(*made)
+    for reentrant in (False, True):
+        again = build("llama")
+        apply_sequence_parallel(again, axis, kind="ring")
+        again.activation_checkpointing_enable({"use_reentrant": reentrant})
+        again.enable_input_require_grads()
+        found, gradients = loss_and_gradients(again, dict(given))
+        wanted, expected = loss_and_gradients(build("llama"), dict(given))
+        check_close(found, wanted, "recomputed")
+        check_mean(axis, gradients, expected, "recomputed")
+
+
+def test_calls_of_other_kinds() -> None:
+    run_ranks(other_calls, 2)
+
+
+def interleaved() -> None:
+    """Two forwards of other lengths before their backwards: each backward recomputes what its forward saw."""
+    from windlass.parallel.sequence.apply import apply_sequence_parallel
+
+    axis = axis_of_all()
+    plain, model = build("llama"), build("llama")
+    apply_sequence_parallel(model, axis, kind="ring")
+    for one in (plain, model):
+        one.train()
+        one.activation_checkpointing_enable({"use_reentrant": False})
+    losses = [
+        [one(**batch(kind, length)).loss for kind, length in (("packed", 13), ("left", 9))] for one in (plain, model)
+    ]
+    for of_one in losses:
+        for loss in of_one:
+            loss.backward()
+    wanted = {n: p.grad for n, p in plain.named_parameters()}
+    check_mean(axis, {n: p.grad for n, p in model.named_parameters()}, wanted, "interleaved")
+
+
+def test_forwards_that_wait_for_their_backwards() -> None:
+    run_ranks(interleaved, 2)
+
+
+def sixteen_bits(way: str) -> None:
+    """bf16 is as near to fp32 as bf16 in one process."""
+    from windlass.parallel.sequence.apply import apply_sequence_parallel
+
+    axis = axis_of_all()
+    exact, expected = loss_and_gradients(build("llama"), batch("packed", 13))
+    model = build("llama").bfloat16()
+    apply_sequence_parallel(model, axis, **WAYS[way])
+    loss, gradients = loss_and_gradients(model, batch("packed", 13))
+    check_close(loss, exact, "loss", 1e-2)
+    check_mean(axis, {n: g.float() for n, g in gradients.items()}, expected, "bf16", 6e-2)
+
+
+@pytest.mark.parametrize("way", ["ulysses", "ring"])
+def test_16_bits(way: str) -> None:
+    run_ranks(sixteen_bits, 2, way)
+
+
+def adapters() -> None:
+    """A model in peft's wrapper: only the adapter gets gradients."""
+    import peft
+
+    from windlass.parallel.sequence.apply import apply_sequence_parallel, sequence_parallel_of
+
+    axis = axis_of_all()
+    models = []
+    for _ in range(2):
+        config = peft.LoraConfig(r=2, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+        base = build("llama")
+        torch.manual_seed(3)
+        models.append(peft.get_peft_model(base, config))
+    plain, model = models
+    apply_sequence_parallel(model, axis)
+    assert sequence_parallel_of(model) is not None
+    wanted_loss, _ = loss_and_gradients(plain, batch("packed", 13))
+    loss, _ = loss_and_gradients(model, batch("packed", 13))
+    check_close(loss, wanted_loss, "loss")
+    wanted = {n: p.grad for n, p in plain.named_parameters() if p.requires_grad}
+    check_mean(axis, {n: p.grad for n, p in model.named_parameters() if p.requires_grad}, wanted, "adapter")
+
+
+def test_adapters() -> None:
+    run_ranks(adapters, 2)
+
+
+# ------------------------------------------------------------------------------------------------------------- refusals
+
+
+def refused() -> list[str]:
+    """What is said of models and batches that can't be cut."""
+    import transformers as hf
+
+    from windlass.base.errors import WindlassError
+    from windlass.parallel.sequence.apply import apply_sequence_parallel
+
+    axis = axis_of_all()
+    said = []
+
+    def tell(call: Any) -> None:
+        try:
+            call()
+        except WindlassError as error:
+            said.append(f"{type(error).__name__}: {error}")
+        else:
+            said.append("nothing")
+
+    def apply(model: Any, **how: Any) -> Any:
+        apply_sequence_parallel(model, axis, **how)
+        return model
+
+    tell(lambda: apply(torch.nn.Linear(2, 2)))
+    tell(lambda: apply(build("llama"), kind="stripes"))
+    tell(lambda: apply(build("llama"), kind="ulysses+ring", ulysses_degree=3))
+    tell(lambda: apply(build("llama"), kind="ring", ulysses_degree=2))
+    tell(lambda: apply(build("gpt2", attn_pdrop=0.1)))
+    t5 = hf.T5Config(vocab_size=40, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
+    tell(lambda: apply(hf.T5ForConditionalGeneration(t5)))
+    bloom = hf.BloomConfig(vocab_size=40, hidden_size=16, n_layer=1, n_head=2)
+    tell(lambda: apply(hf.BloomForCausalLM(bloom)))
+    small = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 4, "vocab_size": 40}
+    qwen = hf.Qwen3NextConfig(num_hidden_layers=2, **small, layer_types=["linear_attention", "full_attention"])
+    tell(lambda: apply(hf.Qwen3NextForCausalLM(qwen)))
+    tell(lambda: apply(apply(build("llama"))))
+    model = build("llama")
+    model.loss_function = lambda logits, labels, **_: logits.sum()
+    tell(lambda: apply(model))
+    model = apply(build("llama"))
+    given = batch("plain", 8)
+    tell(lambda: model(**given, output_attentions=True))
+    tell(lambda: model(**given, logits_to_keep=1))
+    tell(lambda: model(**{**given, "attention_mask": torch.ones(2, 1, 8, 8)}))
+    tell(lambda: model(**given, speaker=torch.ones(2, 8)))
+    tell(lambda: model(**given, cu_seq_lens_q=torch.tensor([0, 8])))
+    tell(lambda: model(**{**given, "labels": torch.ones(2, 7, dtype=torch.long)}))
+    tell(lambda: model(labels=given["labels"]))
+    assert model(**given).loss > 0  # and it goes on
+    more = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "num_hidden_layers": 1}
+    bert = apply(hf.BertForMaskedLM(hf.BertConfig(**small, **more)))
+    tell(lambda: bert(**given))
+    opt = hf.OPTConfig(ffn_dim=16, hidden_size=16, num_attention_heads=2, num_hidden_layers=1, vocab_size=40)
+    opt.attention_dropout = 0.0
+    model = apply(hf.OPTForCausalLM(opt))
+    tell(lambda: model(**given))
+    return said
+
+
+REFUSALS = [
+    "ModelError: Linear is no model of transformers",
+    'ConfigError: sequence parallelism of the kind "stripes" is not known; write "ulysses"',
+    r"ConfigError: ulysses_degree = 3 does not divide the 2 ranks along sp; \[1, 2\] would",
+    'ConfigError: ulysses_degree = 2 of 2 ranks contradicts the kind "ring"',
+    "ModelError: GPT2LMHeadModel has attn_pdrop = 0.1",
+    "ModelError: T5ForConditionalGeneration has an encoder and a decoder",
+    "ModelError: BloomForCausalLM",
+    r"ModelError: Qwen3NextForCausalLM has layers of the kinds \['linear_attention'\]",
+    "ModelError: sequences of LlamaForCausalLM are cut already",
+    "ModelError: LlamaForCausalLM has a loss function of its own",
+    "ModelError: LlamaForCausalLM is asked for attention weights",
+    "ModelError: LlamaForCausalLM is asked for the logits of some tokens",
+    r"ModelError: attention_mask is \[2, 1, 8, 8\]",
+    r"ModelError: speaker has the shape \[2, 8\] of one value a token",
+    "ModelError: the batch tells packed documents by one of cu_seq_lens_q",
+    r"ModelError: labels has the shape \[2, 7\], but the sequences have 8 tokens",
+    r"ModelError: a batch with the keys \['labels'\] has neither input_ids",
+    "ModelError: BertForMaskedLM computes its loss without model.loss_function",
+    "ModelError: model.decoder.embed_positions finds out positions from what it sees",
+]
+
+
+def test_what_can_not_be_cut_is_told() -> None:
+    said = run_ranks(refused, 2)
+    assert said[0] == said[1] and len(said[0]) == len(REFUSALS)
+    for found, wanted in zip(said[0], REFUSALS, strict=True):
+        assert re.match(wanted, found), f"{wanted!r} was to be said, and it was {found!r}"
+
+
+def test_an_axis_of_one_rank_changes_nothing() -> None:
+    from windlass.comm.axis import alone
+    from windlass.parallel.sequence.apply import apply_sequence_parallel, sequence_parallel_of
+
+    model = build("llama")
+    apply_sequence_parallel(model, alone("sp"))
+    assert sequence_parallel_of(model) is None and model.config._attn_implementation == "sdpa"

@@ -1,0 +1,40 @@
+"""What the tests of computations in parts share: the largest tensor of a computation, an MLP as Llama has it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class Largest(TorchDispatchMode):
+    """Notes the elements of the largest tensor that any operation makes, views aside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for one in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(one, Tensor):
+                self.elements = max(self.elements, one.untyped_storage().nbytes() // one.element_size())
+        return out
+
+
+class GatedMLP(nn.Module):
+    """Two products in, one out."""
+
+    def __init__(
+        self, features: int = 8, between: int = 24, drop: float = 0.0, dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__()
+        self.gate = nn.Linear(features, between, bias=False, dtype=dtype)
+        self.up = nn.Linear(features, between, dtype=dtype)
+        self.down = nn.Linear(between, features, dtype=dtype)
+        self.drop = nn.Dropout(drop)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.down(self.drop(nn.functional.silu(self.gate(hidden)) * self.up(hidden)))

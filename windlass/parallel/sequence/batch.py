@@ -1,0 +1,154 @@
+"""A batch of whole sequences, and this rank's part of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from windlass.base.errors import ModelError
+from windlass.comm.axis import Axis
+from windlass.parallel.loss import shifted
+from windlass.parallel.sequence.cut import Pattern, cut_of_sizes
+from windlass.parallel.sequence.share import Share
+from windlass.parallel.sequence.sight import Sight, documents, everything, unpadded
+
+MARK = "sequence_share"
+"""The key under which a batch that is cut already carries its `Share`."""
+
+CUT = ("input_ids", "inputs_embeds", "labels", "shift_labels", "attention_mask", "token_type_ids")
+"""Keys whose values are `[samples, tokens, ...]`."""
+
+SAID_BY_POSITIONS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+"""Keys that say of packed documents what `position_ids` say, for kernels of other kinds."""
+
+
+def share_of(batch: Mapping[str, Any], pattern: Pattern, axis: Axis, *, shifts: bool = True) -> dict[str, Any]:
+    """This rank's part of a batch of whole sequences, which every rank of sp has. Marked with its `Share`.
+
+    Documents are told apart as transformers does: by positions that begin anew, where there is no `attention_mask`.
+
+    Args:
+        batch: keyword arguments of a transformers model. `position_ids` `[samples or 1, tokens]` are made where there
+            are none.
+        shifts: a token's label is that of the next one: the label of a rank's last token is another rank's first.
+
+    Returns:
+        The batch with tensors of own tokens; `labels`, if there were any, as `labels` and as `shift_labels`, both
+        shifted already.
+
+    Raises:
+        ModelError: something in it can't be cut.
+    """
+    ids = _tokens(batch)
+    samples, length = ids.shape[0], ids.shape[1]
+    local = {name: value for name, value in batch.items() if name not in SAID_BY_POSITIONS}
+    _check(local, samples, length, packed=len(local) < len(batch))
+    if local.get("labels") is not None:
+        if local.get("shift_labels") is None:
+            local["shift_labels"] = shifted(local["labels"]) if shifts else local["labels"]
+        local["labels"] = local["shift_labels"]
+    if length < axis.size:
+        local = _lengthened(local, length, axis.size)
+    positions, mask = local.get("position_ids"), local.get("attention_mask")
+    cut = pattern.cut(max(length, axis.size))
+    if positions is None:
+        local["position_ids"] = torch.arange(cut.length, device=ids.device).unsqueeze(0)
+    for name in CUT:
+        if local.get(name) is not None:
+            local[name] = cut.take(local[name], axis.index).contiguous()
+    local["position_ids"] = cut.take(local["position_ids"], axis.index, dim=-1).contiguous()
+    sight = _sight(positions, mask, samples, cut.length)
+    local[MARK] = Share(cut, sight, axis, length=length, whole=True)
+    return local
+
+
+def _lengthened(batch: dict[str, Any], length: int, least: int) -> dict[str, Any]:
+    """The same with padding that nobody sees, so that no rank is left without tokens: many models fail on none."""
+    more, long = least - length, dict(batch)
+    for name in CUT:
+        value = batch.get(name)
+        if value is not None:
+            filling = -100 if "labels" in name else 0
+            long[name] = torch.cat([value, value.new_full((value.shape[0], more, *value.shape[2:]), filling)], dim=1)
+    if batch.get("attention_mask") is None:  # a document of its own
+        device, positions = _tokens(batch).device, batch.get("position_ids")
+        own = torch.arange(length, device=device).unsqueeze(0) if positions is None else positions
+        new = torch.arange(more, device=device, dtype=own.dtype).expand(*own.shape[:-1], more)
+        long["position_ids"] = torch.cat([own, new], dim=-1)
+    elif batch.get("position_ids") is not None:
+        long["position_ids"] = torch.nn.functional.pad(batch["position_ids"], (0, more))
+    return long
+
+
+def share_given(batch: Mapping[str, Any], axis: Axis, ulysses: int) -> dict[str, Any]:
+    """A batch that holds this rank's part of sequences already, one after the other; marked. Collective.
+
+    `position_ids` are needed, and labels only as `shift_labels`, or as `labels` that are shifted.
+
+    Raises:
+        ModelError: no positions.
+    """
+    ids = _tokens(batch)
+    local = {name: value for name, value in batch.items() if name not in SAID_BY_POSITIONS}
+    positions, mask = local.get("position_ids"), local.get("attention_mask")
+    if positions is None:
+        raise ModelError(
+            "a batch of parts of sequences needs position_ids: nothing else says where in its sequence a token stands"
+        )
+    sizes = axis.all_gather(torch.tensor([ids.shape[1]], device=ids.device)).tolist()
+    if positions.dim() == 2:
+        positions = axis.all_gather(positions.contiguous(), 1, sizes)
+    if mask is not None:
+        mask = axis.all_gather(mask.contiguous(), 1, sizes)
+        mask = None if bool((mask != 0).all()) else mask  # then documents are told by positions, which were asked for
+    sight = _sight(positions, mask, ids.shape[0], sum(sizes))
+    local[MARK] = Share(cut_of_sizes(sizes, ulysses), sight, axis, length=sum(sizes), whole=False)
+    return local
+
+
+def _tokens(batch: Mapping[str, Any]) -> torch.Tensor:
+    for name in ("input_ids", "inputs_embeds"):
+        found = batch.get(name)
+        if isinstance(found, torch.Tensor) and found.dim() >= 2:
+            return found
+    raise ModelError(
+        f"a batch with the keys {sorted(batch)} has neither input_ids nor inputs_embeds of shape [samples, tokens, "
+        "...], so there is no sequence to cut"
+    )
+
+
+def _sight(positions: torch.Tensor | None, mask: torch.Tensor | None, samples: int, length: int) -> Sight:
+    if mask is not None:
+        return unpadded(mask)
+    if positions is not None and positions.dim() == 2:
+        return documents(positions, samples)
+    return everything(samples, length)
+
+
+def _check(batch: Mapping[str, Any], samples: int, length: int, *, packed: bool) -> None:
+    if packed and batch.get("position_ids") is None:
+        raise ModelError(
+            f"the batch tells packed documents by one of {', '.join(SAID_BY_POSITIONS)} alone; pass position_ids that "
+            "begin anew with each document, which every rank can read its part of"
+        )
+    mask = batch.get("attention_mask")
+    if mask is not None and (not isinstance(mask, torch.Tensor) or mask.dim() != 2):
+        shape = list(mask.shape) if isinstance(mask, torch.Tensor) else type(mask).__name__
+        raise ModelError(
+            f"attention_mask is {shape}; of a sequence that is cut over ranks only a mask of keys [samples, tokens] "
+            "can be used. Packed documents are told by position_ids that begin anew"
+        )
+    for name, value in batch.items():
+        if not isinstance(value, torch.Tensor):
+            continue
+        along = value.shape[-1:] if name == "position_ids" else value.shape[1:2]
+        if name in CUT or name == "position_ids":
+            if along != (length,):
+                raise ModelError(f"{name} has the shape {list(value.shape)}, but the sequences have {length} tokens")
+        elif value.dim() >= 2 and value.shape[:2] == (samples, length):
+            raise ModelError(
+                f"{name} has the shape {list(value.shape)} of one value a token, and how to cut it is not known; "
+                f"known are {', '.join((*CUT, 'position_ids'))}"
+            )

@@ -1,0 +1,121 @@
+"""DeepSpeed's names of `sequence`, with the arguments that scripts know: attention of one's own modules, a loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from windlass.base.errors import ConfigError
+from windlass.parallel.exchanges import show
+from windlass.parallel.loss import IGNORED, token_losses
+from windlass.parallel.sequence.heads import to_heads, to_tokens
+from windlass.parallel.sequence.ulysses_sp import axis_of
+
+
+class DistributedAttention(nn.Module):
+    """Attention of one's own on parts of sequences: tokens are swapped for heads before it and back after it.
+
+    Args:
+        local_attention: called with query, key and value of whole sequences and a part of the heads, in the layout in
+            which they came; gives the same layout.
+        sequence_process_group: the ranks along sp.
+        scatter_idx, gather_idx: the dimensions of heads and of tokens: 2 and 0, or 2 and 1.
+        sp_stream: of no account.
+
+    Raises:
+        ConfigError: other dimensions.
+    """
+
+    def __init__(
+        self,
+        local_attention: Callable[..., torch.Tensor],
+        sequence_process_group: dist.ProcessGroup,
+        scatter_idx: int = 2,
+        gather_idx: int = 0,
+        sp_stream: Any = None,
+    ) -> None:
+        super().__init__()
+        if scatter_idx != 2 or gather_idx not in (0, 1):
+            raise ConfigError(
+                f"scatter_idx = {scatter_idx}, gather_idx = {gather_idx}: heads lie along 2, tokens along 0 or 1"
+            )
+        del sp_stream
+        self.local_attn = local_attention
+        self.spg = sequence_process_group
+        self.scatter_idx, self.gather_idx = scatter_idx, gather_idx
+        self._axis = axis_of(sequence_process_group)
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        batch_dim_idx: int | None = None,
+        rotary_pos_emb: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Attention of this rank's tokens to all. Collective.
+
+        Args:
+            query: `[tokens, samples, heads, features]`, or `[samples, tokens, heads, features]`, with the own tokens;
+                key and value: the same with as many heads or fewer. Ranks may have unequal counts of tokens.
+            batch_dim_idx: 1 or 0; the dimension that `gather_idx` does not name by default.
+
+        Raises:
+            ConfigError: rotary embeddings are given; apply them before.
+        """
+        if rotary_pos_emb is not None:
+            raise ConfigError(
+                "DistributedAttention applies no rotary_pos_emb; apply it to the tokens of each rank before"
+            )
+        batch = 1 - self.gather_idx if batch_dim_idx is None else batch_dim_idx
+        tokens_first = batch == 1
+        axis = self._axis
+        here = torch.tensor([query.shape[1 - batch]], device=query.device)
+        tokens = [int(count) for count in axis.all_gather(here).tolist()]
+        members, heads = range(axis.size), query.shape[2]
+        if axis.size > 1:
+            query, key, value = (_heads_first(tensor, tokens_first) for tensor in (query, key, value))
+            found = to_heads(query, key, value, axis, members, tokens)
+            query, key, value = (_heads_last(tensor, tokens_first) for tensor in found)
+        output = self.local_attn(query, key, value, *args, **kwargs)
+        if axis.size > 1:
+            back = to_tokens(_heads_first(output, tokens_first), axis, members, tokens, heads)
+            output = _heads_last(back, tokens_first)
+        return output
+
+
+def vocab_sequence_parallel_cross_entropy(
+    vocab_parallel_logits: torch.Tensor,
+    target: torch.Tensor,
+    sp_group: dist.ProcessGroup,
+    ignore_index: int = IGNORED,
+) -> torch.Tensor:
+    """The cross entropy of the tokens of all ranks along sp, on every rank. Collective.
+
+    Args:
+        vocab_parallel_logits: `[own tokens, samples, vocabulary]`.
+        target: `[own tokens, samples]`.
+
+    Returns:
+        `[tokens, samples]`, in fp32. The gradient of what lies here is that of this rank's tokens alone: for losses
+        that every rank computes alike.
+    """
+    flat = vocab_parallel_logits.reshape(-1, vocab_parallel_logits.shape[-1])
+    losses = token_losses(flat, target.reshape(-1), ignore_index=ignore_index).view(target.shape)
+    axis = axis_of(sp_group)
+    sizes = axis.all_gather(torch.tensor([target.shape[0]], device=target.device)).tolist()
+    return show(losses, axis, 0, sizes)
+
+
+def _heads_first(tensor: torch.Tensor, tokens_first: bool) -> torch.Tensor:
+    return tensor.permute(1, 2, 0, 3) if tokens_first else tensor.transpose(1, 2)
+
+
+def _heads_last(tensor: torch.Tensor, tokens_first: bool) -> torch.Tensor:
+    return (tensor.permute(2, 0, 1, 3) if tokens_first else tensor.transpose(1, 2)).contiguous()

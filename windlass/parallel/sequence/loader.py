@@ -1,0 +1,106 @@
+"""Batches of which each rank along sp keeps its part, before they reach the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from windlass.base.errors import DataError
+from windlass.parallel.sequence.apply import SequenceParallel
+from windlass.parallel.sequence.share import Share
+
+
+class ShardedLoader:
+    """Goes through `loader` and gives this rank's part of each batch, marked so that the model takes it as it is.
+
+    Ranks along sp read the same samples: the sampler counts the readers of the grid, which sp is none of. Labels come
+    as `labels` and as `shift_labels`, both shifted.
+
+    Args:
+        loader: of batches that are dicts, the keyword arguments of the model. With `from_first` the first rank's
+            counts, and others may give None.
+        sequence: of the model that the batches are for (`sequence_parallel_of(model)`).
+        from_first: the first rank along sp reads, and hands its batches to the others. Collective at every step.
+        device: that batches are brought to first; needed where the process group takes no CPU tensors.
+    """
+
+    def __init__(
+        self,
+        loader: Iterable[dict[str, Any]] | None,
+        sequence: SequenceParallel,
+        *,
+        from_first: bool = False,
+        device: torch.device | None = None,
+    ) -> None:
+        if loader is None and not (from_first and sequence.axis.index > 0):
+            raise DataError(
+                "a loader is needed on every rank that reads: from_first=True leaves the first one along sp"
+            )
+        self.loader: Any = loader
+        self._sequence, self._from_first, self._device = sequence, from_first, device
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for batch in self._from_first_rank() if self._from_first else self.loader:
+            local = self._sequence.share(dict(batch))
+            yield {name: _kept(value) for name, value in local.items()}
+
+    def _from_first_rank(self) -> Iterator[dict[str, Any]]:
+        """The batches of the first rank along sp: their shapes first, then tensor by tensor."""
+        axis = self._sequence.axis
+        batches = iter(self.loader) if axis.index == 0 else iter(())
+        while True:
+            batch = next(batches, None) if axis.index == 0 else None
+            said = axis.everyone(None if batch is None else {name: _described(value) for name, value in batch.items()})
+            if said[0] is None:
+                return
+            whole = {}
+            for name, described in said[0].items():
+                if not isinstance(described, _Tensor):
+                    whole[name] = described
+                    continue
+                own = batch[name] if batch is not None else torch.empty(described.shape, dtype=described.dtype)
+                whole[name] = axis.broadcast(own.to(self._device or own.device).contiguous())
+            yield whole
+
+    def set_epoch(self, epoch: int) -> None:
+        """The loader's, where it has one."""
+        if hasattr(self.loader, "set_epoch"):
+            self.loader.set_epoch(epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The loader's; empty where it has none."""
+        found: dict[str, Any] = self.loader.state_dict() if hasattr(self.loader, "state_dict") else {}
+        return found
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The loader's, which goes on there."""
+        if hasattr(self.loader, "load_state_dict"):
+            self.loader.load_state_dict(state)
+
+    def check(self, state: dict[str, Any]) -> None:
+        """The loader's."""
+        if hasattr(self.loader, "check"):
+            self.loader.check(state)
+
+
+class _Tensor:
+    """What a rank has to know of a tensor before it comes."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.shape, self.dtype = tuple(tensor.shape), tensor.dtype
+
+
+def _described(value: Any) -> Any:
+    return _Tensor(value) if isinstance(value, torch.Tensor) else value
+
+
+def _kept(value: Any) -> Any:
+    """A part of a tensor would keep all of it in memory."""
+    if not isinstance(value, torch.Tensor) or isinstance(value, Share):
+        return value
+    return value if value.untyped_storage().nbytes() == value.nbytes else value.clone()

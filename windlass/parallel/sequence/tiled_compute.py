@@ -1,0 +1,153 @@
+"""DeepSpeed's names of computations in parts, with the arguments that scripts know."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from windlass.base.errors import ConfigError
+from windlass.parallel.sequence.tiled import Tiling, tiled
+
+
+def sequence_tiled_compute(
+    fn: Callable[..., torch.Tensor],
+    seqlen: int,
+    shards: int,
+    kwargs_to_shard: Mapping[str, torch.Tensor],
+    kwargs_to_pass: Mapping[str, Any],
+    grad_requiring_tensor_key: str,
+    compute_params: Sequence[torch.Tensor] | None = None,
+    output_unshard_dimension: int = 1,
+    output_reduction: str | None = "mean",
+) -> torch.Tensor:
+    """`fn` of `shards` parts of a sequence, one after the other, and again in the backward.
+
+    Args:
+        fn: takes all keywords.
+        seqlen: tokens, along dimension 1 of what is cut.
+        kwargs_to_shard: tensors `[samples, tokens, ...]` that are cut.
+        kwargs_to_pass: given as they are.
+        grad_requiring_tensor_key: the one among those cut that gets a gradient.
+        compute_params: parameters that `fn` uses; without them they get no gradients.
+        output_unshard_dimension: along which outputs are laid; 0 for outputs that are numbers, one of each part.
+        output_reduction: of all that: "mean", "sum" or None.
+
+    Raises:
+        ConfigError: the key or the reduction is not known.
+    """
+    if output_reduction not in (None, "mean", "sum"):
+        raise ConfigError(f'output_reduction = {output_reduction!r} is not known; write "mean", "sum" or None')
+    if grad_requiring_tensor_key not in kwargs_to_shard:
+        raise ConfigError(
+            f"grad_requiring_tensor_key = {grad_requiring_tensor_key!r} is not among {sorted(kwargs_to_shard)}"
+        )
+    names = list(kwargs_to_shard)
+    numbers = output_unshard_dimension == 0
+
+    def of_part(*parts: torch.Tensor) -> torch.Tensor:
+        output = fn(**dict(zip(names, parts, strict=True)), **kwargs_to_pass)
+        return output.unsqueeze(0) if numbers else output
+
+    tensors = [
+        tensor if name == grad_requiring_tensor_key else tensor.detach() for name, tensor in kwargs_to_shard.items()
+    ]
+    tiling = Tiling(of_part, -(-seqlen // shards), dim=1, out_dim=output_unshard_dimension, draws=True)
+    output = tiled(tiling, tensors, [p for p in compute_params or () if p.requires_grad])
+    return output if output_reduction is None else getattr(output, output_reduction)()
+
+
+class SequenceTiledCompute:
+    """`sequence_tiled_compute`, called as an autograd function."""
+
+    @staticmethod
+    def apply(
+        fn: Callable[..., torch.Tensor],
+        seqlen: int,
+        shards: int,
+        keys_to_shard: Sequence[str],
+        keys_to_pass: Sequence[str],
+        grad_requiring_tensor_key: str,
+        compute_params: Sequence[torch.Tensor] | None,
+        output_unshard_dimension: int,
+        output_reduction: str | None,
+        *args: Any,
+    ) -> torch.Tensor:
+        """The values of the keys come as `args`, in their order."""
+        cut, passed = args[: len(keys_to_shard)], args[len(keys_to_shard) :]
+        return sequence_tiled_compute(
+            fn,
+            seqlen,
+            shards,
+            dict(zip(keys_to_shard, cut, strict=True)),
+            dict(zip(keys_to_pass, passed, strict=True)),
+            grad_requiring_tensor_key,
+            compute_params,
+            output_unshard_dimension,
+            output_reduction,
+        )
+
+
+class TiledMLP:
+    """An MLP computed for parts of its tokens."""
+
+    @staticmethod
+    def apply(
+        fn: Callable[[Any, torch.Tensor], torch.Tensor],
+        self: nn.Module,
+        x: torch.Tensor,
+        shards: int,
+        compute_params: Sequence[torch.Tensor] | None,
+    ) -> torch.Tensor:
+        """`fn(self, part of x)`, laid along the tokens of `x` `[..., tokens, features]`.
+
+        Args:
+            compute_params: parameters that `fn` uses; None: those of `self`.
+        """
+        parameters = list(self.parameters()) if compute_params is None else list(compute_params)
+        along = x.dim() - 2
+        tiling = Tiling(partial(fn, self), -(-x.shape[along] // shards), dim=along, out_dim=along, draws=True)
+        return tiled(tiling, [x], [p for p in parameters if p.requires_grad])
+
+
+class TiledFusedLogitsLoss:
+    """A loss computed for parts of its tokens, without the logits of all."""
+
+    @staticmethod
+    def apply(
+        fn: Callable[..., torch.Tensor],
+        self: Any,
+        x: torch.Tensor,
+        y: torch.Tensor,
+        mask: torch.Tensor | None,
+        shards: int,
+        compute_params: Sequence[torch.Tensor] | None,
+        output_reduction: str,
+    ) -> torch.Tensor:
+        """The sum, or the mean over parts, of `fn(self, part of x, part of y)`, and of `mask` if there is one.
+
+        Args:
+            x: hidden states `[samples, tokens, features]`.
+            y: labels `[samples, tokens]`.
+
+        Raises:
+            ConfigError: the reduction is not known, or shapes differ.
+        """
+        if output_reduction not in ("mean", "sum"):
+            raise ConfigError(f'output_reduction = {output_reduction!r} is not known; write "mean" or "sum"')
+        given = [x, y] if mask is None else [x, y, mask]
+        shapes = [list(tensor.shape) for tensor in given]
+        if any(tensor.shape[:2] != x.shape[:2] or tensor.dim() < 2 for tensor in given):
+            raise ConfigError(f"x, y and mask have the shapes {shapes}, which differ in samples or tokens")
+        flat = [tensor.reshape(-1, *tensor.shape[2:]) for tensor in given]
+        size = -(-flat[0].shape[0] // shards)
+
+        def of_part(*parts: torch.Tensor) -> torch.Tensor:
+            return fn(self, *parts)
+
+        parameters = [p for p in compute_params or () if p.requires_grad]
+        total = tiled(Tiling(of_part, size, adds=True, draws=True), flat, parameters)
+        return total if output_reduction == "sum" else total / -(-flat[0].shape[0] // size)

@@ -1,0 +1,101 @@
+"""The MLPs of a model computed for some tokens at a time: what lies between their two products is several times larger
+than a hidden state."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from windlass.base.errors import ModelError
+from windlass.parallel.sequence.tiled import Tiling, tiled
+
+
+def find_mlps(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules of `model` that are made as MLPs are: two linear layers or more, and nothing else that has weights
+    but norms; their forward takes hidden states alone, whose features go in and come out as many.
+
+    Yields:
+        Names and modules; none that lies within another.
+    """
+    inside: tuple[str, ...] = ()
+    for name, module in model.named_modules():
+        if not (inside and name.startswith(inside)) and _is_mlp(module):
+            inside = (*inside, f"{name}.")
+            yield name, module
+
+
+def tile_mlp(module: nn.Module, tokens: int | None = None) -> None:
+    """Have `module` compute `tokens` tokens at a time, in place; its class, its parameters and its hooks stay.
+
+    Args:
+        module: treats each token by itself: `[..., tokens, features]` to the same. Dropout is drawn as it would be for
+            parts of the sequence one after the other.
+        tokens: as many as a token has features by default: then what lies between the products takes as much memory as
+            the weights.
+
+    Raises:
+        ModelError: it has no linear layer, or is tiled already.
+    """
+    before: Any = module.forward
+    if isinstance(before, partial) and before.func is _forward:
+        raise ModelError(f"this {type(module).__name__} is tiled already")
+    linears = [one for one in module.modules() if _is_linear(one)]
+    if not linears:
+        raise ModelError(f"this {type(module).__name__} has no linear layer to compute in parts")
+    size = _features(linears[0])[0] if tokens is None else tokens
+    held: Any = module
+    held.forward = partial(_forward, module, before, size)
+
+
+def _forward(module: nn.Module, plain: Callable[..., torch.Tensor], size: int, hidden: torch.Tensor) -> torch.Tensor:
+    """Instead of the module's own forward `plain`."""
+    samples = hidden.shape[:-2].numel()
+    each = max(1, size // max(samples, 1))
+    if hidden.dim() < 2 or hidden.shape[-2] <= each:
+        return plain(hidden)
+    draws = module.training and any(isinstance(one, nn.Dropout) and one.p > 0 for one in module.modules())
+    along = hidden.dim() - 2
+    return tiled(
+        Tiling(plain, each, dim=along, out_dim=along, draws=draws), [hidden], [*dict.fromkeys(module.parameters())]
+    )
+
+
+def _is_mlp(module: nn.Module) -> bool:
+    linears = [one for one in module.children() if _is_linear(one)]
+    if len(linears) < 2 or _takes(module) != 1:
+        return False
+    for one in module.modules():
+        weights = dict(one.named_parameters(recurse=False))
+        if not _is_linear(one) and any(weight.dim() > 1 for weight in weights.values()):
+            return False
+        if isinstance(one, nn.modules.batchnorm._BatchNorm | nn.modules.conv._ConvNd | nn.RNNBase | nn.ModuleList):
+            return False
+    enters, leaves = {_features(one)[0] for one in linears}, {_features(one)[1] for one in linears}
+    return _features(linears[0])[0] in leaves and len(enters | leaves) >= 2
+
+
+def _takes(module: nn.Module) -> int:
+    """How many arguments its forward needs; -1 if it may take others."""
+    parameters = inspect.signature(type(module).forward).parameters.values()
+    named = [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
+    if len(named) < len(parameters):
+        return -1
+    return len(named) - 1  # without self
+
+
+def _is_linear(module: nn.Module) -> bool:
+    weight = getattr(module, "weight", None)
+    return isinstance(weight, torch.Tensor) and (isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D")
+
+
+def _features(module: nn.Module) -> tuple[int, int]:
+    """Features that go in and come out. transformers' Conv1D has them the other way round."""
+    if isinstance(module, nn.Linear):
+        return module.in_features, module.out_features
+    rows, columns = module.weight.shape  # type: ignore[misc]
+    return int(rows), int(columns)

@@ -1,0 +1,226 @@
+"""DeepSpeed's names of `runtime.sequence_parallel.ulysses_sp`, with the arguments that scripts know: a registered
+model, and a loader whose batches are cut."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional
+
+from windlass.base.errors import ConfigError, DataError
+from windlass.comm.axis import Axis
+from windlass.comm.grid import AXES, READERS, Grid
+from windlass.comm.groups import Group
+from windlass.parallel.loss import IGNORED, shifted
+from windlass.parallel.sequence.apply import apply_sequence_parallel, sequence_parallel_of
+
+
+def axis_of(group: dist.ProcessGroup, name: str = "sp") -> Axis:
+    """A process group as an axis."""
+    return Axis(name, Group(group, tuple(dist.get_process_group_ranks(group)), dist.get_rank(group)))
+
+
+class SequenceGroups:
+    """Neighbouring ranks along sp, the others data ranks: what registering a model returns, for `initialize(mpu=...)`.
+
+    Collective over all ranks when it is made.
+
+    Args:
+        size: ranks along sp.
+        only_training: models run whole in eval mode.
+
+    Raises:
+        ConfigError: `size` does not divide the ranks.
+    """
+
+    def __init__(self, size: int, *, only_training: bool = False) -> None:
+        world = dist.get_world_size()
+        if size < 1 or world % size:
+            raise ConfigError(
+                f"sequence_parallel_size = {size} does not divide the {world} ranks; "
+                f"{[n for n in range(1, world + 1) if world % n == 0]} would"
+            )
+        grid = Grid(dp_shard=world // size, sp=size)
+        self._only_training = only_training
+        self.sp = _axis("sp", grid.groups("sp"))
+        self.readers = _axis("dp", grid.groups(*READERS))
+        self.data = _axis("dp x sp", grid.groups(*AXES))
+        self.alone = _axis("tp", grid.groups("tp"))
+
+    def apply(self, model: Any) -> None:
+        """Cut the sequences of `model`, whose batches come as parts of them, unless they are cut already."""
+        if self.sp.size > 1 and sequence_parallel_of(model) is None:
+            apply_sequence_parallel(model, self.sp, given=True, only_training=self._only_training)
+
+    def __getattr__(self, name: str) -> Any:
+        """`get_..._group`, `get_..._rank` and `get_..._world_size` of each kind of group."""
+        for words, axis in _GROUPS.items():
+            what = name.removeprefix(f"get_{words}_")
+            if what != name and what in _ASKED:
+                found = self.__dict__[axis]
+                return lambda: _ASKED[what](found)
+        raise AttributeError(f"{type(self).__name__} has no {name}")
+
+
+_GROUPS = {
+    "sequence_parallel": "sp",
+    "data_parallel": "readers",
+    "sequence_data_parallel": "data",
+    "model_parallel": "alone",
+    "tensor_model_parallel": "alone",
+}
+_ASKED = {
+    "group": lambda axis: axis.group.process_group,
+    "rank": lambda axis: axis.index,
+    "world_size": lambda axis: axis.size,
+}
+
+
+def _axis(name: str, partition: list[tuple[int, ...]]) -> Axis:
+    """This rank's group of a partition of all ranks; every rank makes every group."""
+    made = {ranks: dist.new_group(list(ranks)) for ranks in partition}
+    own = next(ranks for ranks in partition if dist.get_rank() in ranks)
+    return Axis(name, Group(made[own], own, own.index(dist.get_rank())))
+
+
+class UlyssesSPAttentionHF:
+    """Attention over sp of a model of transformers, by the name under which scripts ask for it."""
+
+    @classmethod
+    def register_with_transformers(
+        cls,
+        model_name_or_path: Any,
+        core_attn_implementation: str = "sdpa",
+        sequence_parallel_size: int = 1,
+        micro_batch_size: int = 1,
+        seq_length: int | None = None,
+        seq_length_is_variable: bool = True,
+        disable_in_eval: bool = False,
+        max_length: int | None = None,
+    ) -> SequenceGroups:
+        """Cut the sequences of a model over neighbouring ranks. Collective over all ranks.
+
+        Args:
+            model_name_or_path: the model; or a name or path, and then `apply` of what is returned takes the model.
+            core_attn_implementation: any but "eager", which would need a mask of all pairs; torch's own is used.
+            sequence_parallel_size: ranks along sp.
+            micro_batch_size, seq_length, seq_length_is_variable, max_length: of no account, lengths may be any.
+            disable_in_eval: models run whole in eval mode.
+
+        Raises:
+            ConfigError: the size does not divide the ranks, or attention is to be eager.
+            ModelError: the model can't be cut so.
+        """
+        del micro_batch_size, seq_length, seq_length_is_variable, max_length
+        if core_attn_implementation in ("eager", "paged|eager"):
+            raise ConfigError(
+                f'core_attn_implementation = "{core_attn_implementation}" needs a mask of all pairs of tokens, which '
+                'no rank has room for; write "sdpa"'
+            )
+        groups = SequenceGroups(sequence_parallel_size, only_training=disable_in_eval)
+        if isinstance(model_name_or_path, nn.Module):
+            groups.apply(model_name_or_path)
+        return groups
+
+
+class UlyssesSPDataLoaderAdapter:
+    """Of a loader that gives each rank other samples: every rank's batch in turn, of which each rank has its part.
+
+    One batch of each rank along sp makes as many batches as there are ranks. `labels` become `shift_labels`, and
+    `position_ids` are made where there are none. Collective.
+
+    Args:
+        dl: gives dicts of tensors `[samples, tokens, ...]`, and of other things.
+        sp_rank, sp_world_size: those of the group, too.
+        sp_group: the ranks along sp.
+        device: that tensors are exchanged on.
+        pad_to_sp_multiple: make parts equally long.
+        pad_token_id: what `input_ids` are padded with.
+
+    Raises:
+        DataError: a batch without `input_ids` or `labels`, or shorter than there are ranks.
+    """
+
+    def __init__(
+        self,
+        dl: Iterable[dict[str, Any]],
+        sp_rank: int,
+        sp_group: dist.ProcessGroup,
+        sp_world_size: int,
+        device: torch.device | str,
+        pad_to_sp_multiple: bool = True,
+        pad_token_id: int = 0,
+    ) -> None:
+        self.dl: Any = dl
+        self.device, self.sp_rank, self.sp_group, self.sp_world_size = device, sp_rank, sp_group, sp_world_size
+        self._axis, self._pads, self._pad_token = axis_of(sp_group), pad_to_sp_multiple, pad_token_id
+        self._batches: Iterator[dict[str, Any]] = iter(dl)
+        self._parts: deque[dict[str, Any]] = deque()
+
+    def __len__(self) -> int:
+        return len(self.dl) * self.sp_world_size
+
+    def __iter__(self) -> UlyssesSPDataLoaderAdapter:
+        return self
+
+    def __next__(self) -> dict[str, Any]:
+        if not self._parts:
+            try:
+                batch = next(self._batches)
+            except StopIteration:
+                self._batches = iter(self.dl)  # the next epoch
+                raise
+            self._parts.extend(self._part(whole) for whole in self._of_all(batch))
+        return self._parts.popleft()
+
+    def _of_all(self, batch: dict[str, Any]) -> list[dict[str, Any]]:
+        """Every rank's batch."""
+        missing = [name for name in ("input_ids", "labels") if not isinstance(batch.get(name), torch.Tensor)]
+        if missing:
+            raise DataError(f"a batch to be cut along sp has the keys {sorted(batch)}, and no tensor for {missing}")
+        said = self._axis.everyone(
+            {k: (tuple(v.shape), v.dtype) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
+        )
+        found: list[dict[str, Any]] = [{} for _ in said]
+        for name, value in batch.items():
+            if not isinstance(value, torch.Tensor):
+                for one, heard in zip(found, said, strict=True):
+                    one[name] = heard[name]
+                continue
+            shapes = [heard[name][0] for heard in said]
+            sizes = [torch.Size(shape).numel() for shape in shapes]
+            flat = self._axis.all_gather(value.to(self.device).reshape(-1), 0, sizes)
+            for one, part, shape in zip(found, flat.split(sizes), shapes, strict=True):
+                one[name] = part.view(shape).to(value.device)
+        return found
+
+    def _part(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """This rank's part of a whole batch."""
+        samples, length = batch["input_ids"].shape[:2]
+        if length < self.sp_world_size:
+            raise DataError(f"a sequence of {length} tokens can't be cut over {self.sp_world_size} ranks")
+        if batch.get("position_ids") is None:
+            batch["position_ids"] = torch.arange(length, device=batch["input_ids"].device).expand(samples, length)
+        batch["shift_labels"] = shifted(batch.pop("labels"))
+        more = -length % self.sp_world_size if self._pads else 0
+        each, rest = divmod(length + more, self.sp_world_size)
+        start = self.sp_rank * each + min(self.sp_rank, rest)
+        stop = start + each + (self.sp_rank < rest)
+        for name, value in batch.items():
+            if isinstance(value, torch.Tensor) and value.shape[:2] == (samples, length):
+                batch[name] = self._padded(name, value, more)[:, start:stop].clone()
+        return batch
+
+    def _padded(self, name: str, value: torch.Tensor, more: int) -> torch.Tensor:
+        if more == 0:
+            return value
+        if name == "position_ids":
+            steps = torch.arange(1, more + 1, device=value.device, dtype=value.dtype)
+            return torch.cat([value, value[:, -1:] + steps], dim=1)
+        filling = {"shift_labels": IGNORED, "input_ids": self._pad_token}.get(name, 0)
+        return functional.pad(value, (0, 0) * (value.dim() - 2) + (0, more), value=filling)
