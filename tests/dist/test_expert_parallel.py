@@ -1,0 +1,357 @@
+"""Experts over ranks equal one process on all ranks' tokens: losses, whole gradients, and bytes by the formula."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.dist.harness import run_ranks
+from tests.hf_experts import FAMILIES, language
+from tests.oracle import relative_error
+from windlass.comm.axis import Axis
+from windlass.comm.grid import Grid
+from windlass.comm.mesh import build_mesh
+from windlass.parallel.experts import MoE, StackedMLP, apply_expert_parallel, expert_parameters, update_balance
+from windlass.parallel.experts.volume import bytes_received
+from windlass.parallel.placement import placement_of, spread
+
+BOUND = 1e-5
+Grads = dict[str, Tensor]
+
+
+@dataclass
+class Seen:
+    """What one rank saw of one model: its loss, its gradients, and where those of experts lie."""
+
+    loss: float
+    grads: Grads
+    experts: dict[str, tuple[int, int] | None]  # rows of the whole tensor; None: all, and other ranks have none
+    received: int
+
+
+# ------------------------------------------------------------------------------------------------- changes of models
+
+
+def as_it_is(model: nn.Module) -> None:
+    pass
+
+
+def one_sided(model: nn.Module) -> None:
+    """All logits equal: every token chooses the same experts, which lie on one rank."""
+    for name, parameter in model.named_parameters():
+        if name.endswith(("mlp.gate.weight", "router.weight", "router.bias", "router.layer.weight")):
+            nn.init.zeros_(parameter)
+
+
+def recomputed(model: Any) -> None:
+    model.activation_checkpointing_enable({"use_reentrant": False})
+
+
+def recomputed_reentrant(model: Any) -> None:
+    model.activation_checkpointing_enable({"use_reentrant": True})
+    model.enable_input_require_grads()
+
+
+def only_experts(model: nn.Module) -> None:
+    """The first layer's tokens need no gradient."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("experts" in name)
+
+
+def frozen_experts(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("experts" not in name)
+
+
+CHANGES: dict[str, Callable[[Any], None]] = {
+    change.__name__: change
+    for change in (as_it_is, one_sided, recomputed, recomputed_reentrant, only_experts, frozen_experts)
+}
+
+
+def build(family: str, change: str) -> nn.Module:
+    model = FAMILIES[family].build().train()
+    CHANGES[change](model)
+    return model
+
+
+# -------------------------------------------------------------------------------------------------- what a rank does
+
+
+def see(model: nn.Module, axis: Axis, rank: int) -> Seen:
+    """Spread a model, run it forward and backward on the rank's tokens."""
+    apply_expert_parallel(model, axis)
+    axis.traffic.reset()
+    loss = model(**language(rank)).loss
+    loss.backward()
+    where = {name: placement_of(parameter).ranges[0][0] for name, parameter in expert_parameters(model)}
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return Seen(loss.item(), grads, dict(where), axis.traffic.bytes_moved["all_to_all"])
+
+
+def see_all(grid: Grid, cases: list[tuple[str, str]]) -> list[Seen]:
+    mesh = build_mesh(grid)
+    rank = mesh.world.ranks[mesh.world.index]
+    return [see(build(*case), mesh.ep, rank) for case in cases]
+
+
+# ------------------------------------------------------------------------------------------------ what is held against
+
+
+@cache
+def expected(family: str, change: str, ranks: int) -> tuple[list[float], Grads, list[list[list[int]]]]:
+    """One process, all ranks' tokens: losses, gradients of their mean, and by layer and rank the experts' tokens."""
+    model = build(family, change)
+    chosen: list[list[list[int]]] = []
+    for module in model.modules():
+        if type(module).__name__.endswith("Experts") and family != "llama4":  # which is not told who chose what
+            counts: list[list[int]] = []
+            chosen.append(counts)
+            module.register_forward_pre_hook(_counting(counts, int(module.num_experts)))  # type: ignore[arg-type]
+    losses = []
+    for rank in range(ranks):
+        loss = model(**language(rank)).loss
+        (loss / ranks).backward()
+        losses.append(loss.item())
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return losses, grads, chosen
+
+
+def _counting(counts: list[list[int]], experts: int) -> Callable[..., None]:
+    def count(module: nn.Module, args: tuple[Any, ...]) -> None:
+        counts.append(torch.bincount(args[1].reshape(-1), minlength=experts).tolist())
+
+    return count
+
+
+def whole(seen: list[Seen], ranks: int) -> Grads:
+    """Whole gradients from what ranks have: means of dense ones, sums of experts' over ranks, put together."""
+    found: Grads = {}
+    for name, grad in seen[0].grads.items():
+        if name not in seen[0].experts:
+            found[name] = sum((one.grads[name] for one in seen), torch.zeros_like(grad)) / ranks
+    for name in seen[0].experts:
+        if name not in seen[0].grads:
+            continue
+        parts: dict[tuple[int, int], Tensor] = {}
+        for one in seen:
+            rows = one.experts[name]
+            assert rows is not None
+            parts[rows] = parts.get(rows, torch.zeros(())) + one.grads[name] / ranks
+        found[name] = torch.cat([parts[rows] for rows in sorted(parts)])
+    return found
+
+
+def hold(seen: list[Seen], family: str, change: str, ranks: int) -> None:
+    losses, grads, _ = expected(family, change, ranks)
+    for rank, one in enumerate(seen):
+        assert abs(one.loss - losses[rank]) <= BOUND * abs(losses[rank]), (family, change, rank)
+    error, where = relative_error(whole(seen, ranks), grads)
+    assert error <= BOUND, (family, change, where, error)
+
+
+# ------------------------------------------------------------------------------------------------------------ the laws
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_models_of_transformers_equal_one_process(ranks: int) -> None:
+    cases = [(family, "as_it_is") for family in FAMILIES]
+    by_rank = run_ranks(see_all, ranks, Grid(ep=ranks), cases, timeout=180)
+    for number, (family, change) in enumerate(cases):
+        hold([seen[number] for seen in by_rank], family, change, ranks)
+
+
+def test_experts_over_some_data_ranks_alone() -> None:
+    cases = [("mixtral", "as_it_is"), ("olmoe", "as_it_is")]
+    for grid in (Grid(dp_shard=2, ep=2), Grid(ep=2, sp=2)):
+        by_rank = run_ranks(see_all, 4, grid, cases, timeout=120)
+        for number, (family, change) in enumerate(cases):
+            hold([seen[number] for seen in by_rank], family, change, 4)
+
+
+def test_ranks_whose_experts_nobody_chooses() -> None:
+    """One rank has all the work, the other none, forward and backward; its experts' gradients are zeros."""
+    cases = [(family, "one_sided") for family in ("mixtral", "qwen3_moe", "dbrx", "gpt_oss")]
+    by_rank = run_ranks(see_all, 2, Grid(ep=2), cases, timeout=120)
+    for number, (family, change) in enumerate(cases):
+        seen = [one[number] for one in by_rank]
+        hold(seen, family, change, 2)
+        assert seen[1].experts
+        for name in seen[1].experts:
+            assert sorted(bool(one.grads[name].any()) for one in seen) == [False, True], (family, name)
+
+
+@pytest.mark.parametrize("change", ["recomputed", "recomputed_reentrant", "only_experts", "frozen_experts"])
+def test_recomputed_and_partly_frozen_models(change: str) -> None:
+    cases = [("mixtral", change), ("dbrx", change)]
+    by_rank = run_ranks(see_all, 3, Grid(ep=3), cases, timeout=120)
+    for number, (family, _) in enumerate(cases):
+        hold([seen[number] for seen in by_rank], family, change, 3)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_bytes_are_those_of_the_formula(ranks: int) -> None:
+    cases = [(family, "as_it_is") for family in ("mixtral", "deepseek_v3", "olmoe")]
+    by_rank = run_ranks(see_all, ranks, Grid(ep=ranks), cases, timeout=120)
+    for number, (family, change) in enumerate(cases):
+        _, _, chosen = expected(family, change, ranks)
+        assert len(chosen) == 2
+        for rank, seen in enumerate(by_rank):
+            spans = [spread(len(chosen[0][0]), ranks, one) for one in range(ranks)]
+            wanted = sum(bytes_received(layer, spans, rank, hidden=16, itemsize=4) for layer in chosen)
+            assert seen[number].received == wanted, (family, rank)
+
+
+def half(grid: Grid) -> tuple[float, float, bool]:
+    mesh = build_mesh(grid)
+    rank = mesh.world.ranks[mesh.world.index]
+    wanted = FAMILIES["mixtral"].build()(**language(rank)).loss.item()
+    model = FAMILIES["mixtral"].build().bfloat16()
+    apply_expert_parallel(model, mesh.ep)
+    loss = model(**language(rank)).loss
+    loss.backward()
+    sound = all(p.grad is not None and bool(p.grad.isfinite().all()) for p in model.parameters())
+    return loss.item(), wanted, sound
+
+
+def test_bf16_stays_near() -> None:
+    for found, wanted, sound in run_ranks(half, 2, Grid(ep=2), timeout=120):
+        assert sound and abs(found - wanted) < 0.05 * abs(wanted)
+
+
+# ------------------------------------------------------------------------------------------------- layers of users' own
+
+HIDDEN, EXPERTS = 8, 5
+LAYERS: dict[str, dict[str, Any]] = {
+    "top1 dropless": {"k": 1, "drop_tokens": False},
+    "top2 dropless": {"k": 2, "drop_tokens": False},
+    "top3 dropless": {"k": 3, "drop_tokens": False, "score": "sigmoid"},
+    "top1 any left out": {"k": 1, "capacity_factor": 0.7, "min_capacity": 1},
+    "top2 left out": {"k": 2, "capacity_factor": 0.7, "min_capacity": 1},
+    "top3 left out": {"k": 3, "capacity_factor": 0.7, "min_capacity": 1},
+    "residual": {"k": 1, "drop_tokens": False, "use_residual": True},
+    "balanced": {"k": 2, "drop_tokens": False, "balance_rate": 0.1},
+    "stacked": {"k": 2, "drop_tokens": False, "stacked": True},
+    "stacked left out": {"k": 1, "capacity_factor": 0.7, "min_capacity": 1, "stacked": True},
+}
+
+
+class Net(nn.Module):
+    """Two mixtures between dense layers, one narrow and one wide, as in PR-MoE's pyramids."""
+
+    def __init__(self, *, stacked: bool = False, **words: Any) -> None:
+        super().__init__()
+
+        def expert(number: int) -> nn.Module:
+            if stacked:
+                return StackedMLP(HIDDEN, 12, number, bias=True)
+            return nn.Sequential(nn.Linear(HIDDEN, 12), nn.GELU(), nn.Linear(12, HIDDEN))
+
+        self.first, self.last = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, 1)
+        self.narrow = MoE(HIDDEN, expert(EXPERTS - 1), EXPERTS - 1, **words)
+        self.wide = MoE(HIDDEN, expert(EXPERTS), EXPERTS, **words)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.first(tokens)
+        hidden, one, _ = self.narrow(hidden)
+        hidden, other, _ = self.wide(hidden)
+        return self.last(hidden).square().sum() / 10 + 0.1 * (one + other)
+
+
+def net(words: dict[str, Any], skewed: bool) -> Net:
+    torch.manual_seed(3)
+    built = Net(**words)
+    with torch.no_grad():
+        for name, parameter in built.named_parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.5)
+            if skewed and "gate.wg" in name:
+                parameter.zero_()
+    return built
+
+
+def tokens_of(rank: int, lengths: list[int]) -> Tensor:
+    return torch.randn(lengths[rank], HIDDEN, generator=torch.Generator().manual_seed(50 + rank))
+
+
+def see_layers(grid: Grid, lengths: list[int], skewed: bool) -> list[tuple[float, Grads, list[list[float]]]]:
+    """For each kind of layer: loss, this rank's gradients, and its biases after a step's balancing."""
+    mesh = build_mesh(grid)
+    rank, found = mesh.world.ranks[mesh.world.index], []
+    for words in LAYERS.values():
+        model = net(words, skewed)
+        apply_expert_parallel(model, mesh.ep)
+        torch.manual_seed(60 + rank)
+        loss = model(tokens_of(rank, lengths))
+        loss.backward()
+        assert all(parameter.grad is not None for parameter in model.parameters())
+        update_balance(model, [Axis("data", mesh.dense.data)])
+        grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        found.append((loss.item(), grads, biases(model)))
+    return found
+
+
+def biases(model: nn.Module) -> list[list[float]]:
+    return [buffer.tolist() for name, buffer in model.named_buffers() if name.endswith("balance_bias")]
+
+
+def expect_layers(words: dict[str, Any], lengths: list[int], skewed: bool) -> tuple[list[float], Grads, Any]:
+    model, losses = net(words, skewed), []
+    for rank in range(len(lengths)):
+        torch.manual_seed(60 + rank)
+        loss = model(tokens_of(rank, lengths))
+        (loss / len(lengths)).backward()
+        losses.append(loss.item())
+    update_balance(model, [])
+    grads = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
+    return losses, grads, biases(model)
+
+
+def added_up(seen: list[Any], grid: Grid, wanted: Grads) -> Grads:
+    """Whole gradients of the mean of all ranks' losses. What is cut by rows comes in the order of ranks along ep."""
+    found: Grads = {}
+    for rank, (_, grads, _) in enumerate(seen):
+        first = grid.coordinates(rank)["ep"]
+        for name, grad in grads.items():
+            part = torch.zeros_like(wanted[name])
+            start, stop = 0, len(wanted[name])
+            if grad.shape != wanted[name].shape:
+                start, stop = spread(stop, grid.ep, first)
+            part[start:stop] = grad / grid.world
+            found[name] = found.get(name, torch.zeros(())) + part
+    return found
+
+
+@pytest.mark.parametrize(
+    ("grid", "lengths", "skewed"),
+    [
+        (Grid(ep=2), [9, 14], False),
+        (Grid(ep=3), [9, 14, 4], False),
+        (Grid(ep=4), [9, 14, 4, 7], False),
+        (Grid(dp_shard=2, ep=2), [9, 14, 4, 7], False),
+        (Grid(ep=2), [9, 0], False),  # a rank without a token
+        (Grid(ep=4), [9, 14, 4, 7], True),  # ranks without a row
+    ],
+)
+def test_layers_of_users_equal_one_process(grid: Grid, lengths: list[int], skewed: bool) -> None:
+    by_rank = run_ranks(see_layers, grid.world, grid, lengths, skewed, timeout=120)
+    for number, (kind, words) in enumerate(LAYERS.items()):
+        losses, wanted, moved = expect_layers(words, lengths, skewed)
+        seen = [one[number] for one in by_rank]
+        for rank, (loss, _, bias) in enumerate(seen):
+            assert abs(loss - losses[rank]) <= BOUND * max(1.0, abs(losses[rank])), (kind, rank)
+            assert bias == moved, (kind, rank)
+        assert bool(moved) == (kind == "balanced")
+        error, where = relative_error(added_up(seen, grid, wanted), wanted)
+        assert error <= BOUND, (kind, where, error)
+        if skewed and words["k"] == 1:
+            for layer in ("narrow", "wide"):  # one expert has all tokens
+                busy = [
+                    [g for name, g in grads.items() if layer in name and ".experts." in name] for _, grads, _ in seen
+                ]
+                assert [any(bool(grad.any()) for grad in grads) for grads in busy].count(True) == 1, (kind, layer)
