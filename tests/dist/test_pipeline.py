@@ -1,0 +1,122 @@
+"""A pipeline of ranks comes to the losses and gradients of one process, under every schedule."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+
+from tests.dist.harness import RankError, run_ranks
+from tests.dist.pipelines import (
+    WIDTH,
+    Seen,
+    Setting,
+    evaluate,
+    expected,
+    in_16_bits,
+    row_batch,
+    steps,
+    text,
+    transformer,
+    unlike,
+)
+from tests.oracle import relative_error
+
+BOUND = 1e-6
+_expected = cache(expected)
+
+
+def _settings(ranks: int, micros: range | tuple[int, ...]) -> list[Setting]:
+    found = [Setting(name, m) for m in micros for name in ("gpipe", "1f1b", "zero-bubble")]
+    return found + [Setting("interleaved", m, 2) for m in micros] + [Setting("gpipe", micros[-1], 8 // ranks)]
+
+
+def _hold(name: str, ranks: int, settings: list[Setting]) -> list[list[Seen]]:
+    by_rank = run_ranks(steps, ranks, name, settings, timeout=240.0)
+    for number, setting in enumerate(settings):
+        wanted = _expected(name, setting.micros)
+        seen = [found[number] for found in by_rank]
+        assert [len(one.losses) for one in seen] == [0] * (ranks - 1) + [setting.micros]
+        assert seen[-1].losses == pytest.approx(wanted.losses, rel=BOUND), (name, setting)
+        grads = {}
+        for one in seen:
+            for key, gradient in one.grads.items():
+                if key in grads:
+                    assert (grads[key] == gradient).all(), f"{key} of {name} differs between its ranks"
+                grads[key] = gradient
+        error, where = relative_error(grads, wanted.grads)
+        assert error <= BOUND, f"{name} {setting}: gradient of {where} off by {error:.2e}"
+    return by_rank
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_every_schedule_and_number_of_micro_batches(ranks: int) -> None:
+    _hold("row", ranks, _settings(ranks, range(1, 9)))
+
+
+@pytest.mark.parametrize("name", ["several", "named", "in place", "tied", "thrice", "row frozen", "row ragged"])
+def test_what_passes_between_layers_may_be_anything(name: str) -> None:
+    _hold(name, 3, _settings(3, (1, 4)))
+    _hold(name, 4, [Setting("1f1b", 5), Setting("interleaved", 3, 2), Setting("zero-bubble", 6)])
+
+
+@pytest.mark.parametrize("name", ["llama", "llama tied", "llama checkpointed", "gpt2", "mixtral", "falcon"])
+def test_models_of_transformers(name: str) -> None:
+    _hold(name, 2, _settings(2, (1, 3)))
+    _hold(name, 4, [Setting("1f1b", 5), Setting("interleaved", 5, 2), Setting("zero-bubble", 4)])
+
+
+def _row_bytes(micros: int) -> int:
+    """Of activations across one cut: 4 bytes for each of 2 x length x WIDTH elements."""
+    return sum(4 * 2 * row_batch("row", micro)[0].shape[1] * WIDTH for micro in range(micros))
+
+
+@pytest.mark.parametrize("setting", [Setting("1f1b", 5), Setting("interleaved", 4, 2), Setting("zero-bubble", 3)])
+def test_only_activations_cross_a_cut(setting: Setting) -> None:
+    """What each rank receives, to the byte: one activation and one gradient for each cut and micro-batch."""
+    once = _row_bytes(setting.micros)
+    found = [one[0].moved for one in run_ranks(steps, 2, "row", [setting], True)]
+    assert [moved.get("activations", 0) for moved in found] == [once * (setting.each - 1), once * setting.each]
+    assert [moved.get("gradients", 0) for moved in found] == [once * setting.each, once * (setting.each - 1)]
+    assert all(moved.keys() <= {"activations", "gradients"} for moved in found)
+
+
+def test_only_hidden_states_cross_a_cut_of_a_transformer() -> None:
+    found = [one[0].moved for one in run_ranks(steps, 3, "llama", [Setting("1f1b", 4)], True)]
+    tokens = sum(text(micro)["input_ids"].numel() for micro in range(4))
+    width = transformer("llama").config.hidden_size
+    once = 4 * tokens * width
+    assert found == [{"gradients": once}, {"activations": once, "gradients": once}, {"activations": once}]
+
+
+def test_shapes_are_told_once_for_each_shape_of_a_micro_batch() -> None:
+    first = [one[0].moved.get("headers", 0) for one in run_ranks(steps, 2, "row", [Setting("1f1b", 3)])]
+    longer = [one[0].moved.get("headers", 0) for one in run_ranks(steps, 2, "row", [Setting("1f1b", 8)])]
+    assert first == longer and first[0] == 0 < first[1] < 3 * 400  # three lengths, whatever the number of micro-batches
+
+
+def test_a_gradient_of_each_shared_parameter_goes_to_each_other_holder() -> None:
+    settings = [Setting("1f1b", 2)]
+    tied = [one[0] for one in run_ranks(steps, 3, "tied", settings)]
+    assert [("tied_modules.embed.weight" in one.grads) for one in tied] == [True, False, True]
+
+
+def test_without_gradients_a_pipeline_gives_losses_and_outputs() -> None:
+    for name, each in (("row", 1), ("row", 2), ("llama tied", 2), ("several", 1)):
+        wanted = _expected(name, 4).losses
+        found = run_ranks(evaluate, 3 if each == 1 else 4, name, 4, each)
+        assert [len(losses) for losses, _ in found] == [0] * (len(found) - 1) + [4]
+        losses, outputs = found[-1]
+        assert losses == pytest.approx(wanted, rel=BOUND)
+        assert all(output.shape[0] == 2 for output in outputs) and len(outputs) == 4
+
+
+@pytest.mark.parametrize("name", ["row", "gpt2"])
+def test_in_16_bits_losses_fall(name: str) -> None:
+    losses = run_ranks(in_16_bits, 2, name)[-1]
+    assert losses[-1] < 0.95 * losses[0]
+
+
+def test_a_stage_whose_result_changes_by_itself_is_told_what_to_say() -> None:
+    with pytest.raises(RankError, match=r"stage 0 returned torch.float32 \[2, 2, 8\] .* dynamic_shape=True"):
+        run_ranks(unlike, 2, timeout=20.0)

@@ -1,0 +1,287 @@
+"""Models of transformers run in stages as they run whole: their own forward, on every stage."""
+
+from __future__ import annotations
+
+import copy
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from windlass.base.errors import ConfigError, ModelError
+from windlass.parallel.pipeline.cut import cut_model
+from windlass.parallel.pipeline.stage import Ended
+from windlass.parallel.pipeline.timing import timed
+
+_LLAMA: dict[str, Any] = {
+    "vocab_size": 40,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+_GPT: dict[str, Any] = {"vocab_size": 40, "n_embd": 16, "n_layer": 4, "n_head": 4, "n_positions": 32}
+_GPT |= {"bos_token_id": 0, "eos_token_id": 0, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+_FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": _LLAMA,
+    "mixtral": {**_LLAMA, "num_local_experts": 4},
+    "gemma2": {**_LLAMA, "head_dim": 4, "attention_dropout": 0.0},
+    "gemma3_text": {**_LLAMA, "head_dim": 4},
+    "qwen3_moe": {**_LLAMA, "num_experts": 4, "moe_intermediate_size": 8, "num_experts_per_tok": 2, "head_dim": 4},
+    "cohere": _LLAMA,
+    "gpt2": _GPT,
+    "gpt_neox": {**_LLAMA, "attention_dropout": 0.0, "hidden_dropout": 0.0},
+    "opt": {
+        "vocab_size": 40,
+        "hidden_size": 16,
+        "ffn_dim": 24,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 32,
+        "word_embed_proj_dim": 8,
+        "dropout": 0.0,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    },
+    "bloom": {"vocab_size": 40, "hidden_size": 16, "n_layer": 4, "n_head": 4, "bos_token_id": 0, "eos_token_id": 0},
+    "falcon": {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 4},
+    "mamba": {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 4, "state_size": 4},
+}
+
+
+def _config(family: str, **more: Any) -> Any:
+    from transformers import AutoConfig
+
+    given = {**_FAMILIES[family], **more}
+    if family == "falcon":
+        given |= {"bos_token_id": 0, "eos_token_id": 0}
+    return AutoConfig.for_model(family, **given)
+
+
+def _model(family: str, device: str = "cpu", **more: Any) -> nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(_config(family, **more)).train()
+
+
+def _batch(padded: bool = True) -> dict[str, Tensor]:
+    ids = torch.randint(2, 40, (2, 7), generator=torch.Generator().manual_seed(3))
+    mask = torch.ones_like(ids)
+    if padded:
+        mask[1, 5:] = 0
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+
+def _in_stages(model: nn.Module, ranks: int, each: int, batch: Any) -> tuple[list[Any], Ended]:
+    """Every rank's part of the model, after the batch went through all of them."""
+    cuts = []
+    for rank in range(ranks):
+        part = copy.deepcopy(model)
+        cuts.append(cut_model(part, rank, ranks, each=each))
+    given: Any = None
+    for stage in range(ranks * each):
+        found = cuts[stage % ranks]
+        given = found.run(found.model, stage, given, batch)
+    return cuts, given
+
+
+@pytest.mark.parametrize("family", _FAMILIES)
+def test_stages_come_to_the_loss_and_gradients_of_the_whole(family: str) -> None:
+    model = _model(family)
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    for ranks, each, padded in ((2, 1, True), (4, 1, False), (2, 2, True)):
+        batch = _batch(padded)
+        model.zero_grad()
+        wanted = model(**batch).loss
+        wanted.backward()
+        cuts, ended = _in_stages(model, ranks, each, batch)
+        assert ended.loss is not None and torch.allclose(ended.loss, wanted, rtol=1e-6)
+        ended.loss.backward()
+        found = {name for cut in cuts for name, _ in cut.model.named_parameters(remove_duplicate=False)}
+        assert found == names
+        sums: dict[str, Tensor] = {}
+        for cut in cuts:
+            for name, parameter in cut.model.named_parameters():
+                if parameter.grad is not None:
+                    sums[name] = sums.get(name, 0) + parameter.grad
+        for name, parameter in model.named_parameters():
+            assert (parameter.grad is None) == (name not in sums), name
+            if parameter.grad is not None:
+                assert torch.allclose(sums[name], parameter.grad, rtol=1e-4, atol=1e-6), name
+
+
+@pytest.mark.parametrize("family", _FAMILIES)
+def test_a_model_on_the_meta_device_is_cut_alike(family: str) -> None:
+    for rank in range(2):
+        real, meta = _model(family), _model(family, "meta")
+        on_cpu, on_meta = cut_model(real, rank, 2), cut_model(meta, rank, 2)
+        assert [name for name, _ in real.named_parameters()] == [name for name, _ in meta.named_parameters()]
+        assert (on_cpu.bounds, on_cpu.plan.form) == (on_meta.bounds, on_meta.plan.form)
+        assert on_cpu.plan.before == on_meta.plan.before and on_cpu.plan.behind == on_meta.plan.behind
+        assert on_cpu.tied == on_meta.tied
+        assert all(p.is_meta for p in meta.parameters())
+
+
+def test_each_stage_has_its_layers_under_their_own_names_and_nothing_else() -> None:
+    names = []
+    for rank in range(4):
+        model = _model("llama", tie_word_embeddings=False)
+        cut_model(model, rank, 4, method="uniform")
+        names.append({name.split(".layers.")[-1].split(".")[0] for name, _ in model.named_parameters()})
+    assert names == [{"model", "0"}, {"1"}, {"2"}, {"3", "model", "lm_head"}]
+    assert set(model.state_dict()) == {name for name, _ in model.named_parameters()}
+
+
+def test_a_tied_embedding_lies_in_the_first_and_last_stage() -> None:
+    names = {"transformer.wte.weight", "lm_head.weight"}
+    for rank in range(3):
+        model = _model("gpt2")
+        found = cut_model(model, rank, 3)
+        assert found.tied == ({} if rank == 1 else {"transformer.wte.weight": (0, 2)})
+        assert names & set(model.state_dict()) == (set() if rank == 1 else names)
+        assert len({id(p) for name, p in model.named_parameters(remove_duplicate=False) if name in names}) == (
+            rank != 1
+        )
+
+
+def test_cutting_looks_at_a_model_and_leaves_no_trace() -> None:
+    model = _model("gpt2")
+    for parameter in model.transformer.wpe.parameters():
+        parameter.requires_grad_(False)
+    model.transformer.h[1].eval()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    state = torch.get_rng_state()
+    cut_model(model, 0, 2)
+    assert torch.equal(state, torch.get_rng_state())
+    assert model.training and not model.transformer.h[1].training and model.transformer.drop.training
+    assert not model.transformer.wpe.weight.requires_grad and model.transformer.wte.weight.requires_grad
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_embedding_and_head_weigh_in_where_the_cut_falls() -> None:
+    model = _model("llama", vocab_size=4000, tie_word_embeddings=False)
+    assert cut_model(copy.deepcopy(model), 0, 2).bounds == [0, 2, 4]
+    heavy_head = copy.deepcopy(model)
+    heavy_head.model.embed_tokens = nn.Embedding(40, 16)
+    assert cut_model(heavy_head, 0, 2).bounds == [0, 3, 4]
+    assert cut_model(copy.deepcopy(model), 0, 2, method=[1, 1, 1, 3]).bounds == [0, 3, 4]
+
+
+def test_layers_are_timed_where_they_have_values() -> None:
+    model = _model("llama")
+    slow = model.model.layers[2]
+    plain, state = slow.forward, torch.get_rng_state()
+    slow.forward = lambda *args, **kwargs: (time.sleep(0.2), plain(*args, **kwargs))[1]
+    found = timed(model, repeats=3)
+    assert len(found) == 4 and found[2] >= 0.2 and found[2] > 2 * max(found[0], found[1], found[3])
+    assert cut_model(model, 0, 2, method=found).bounds == [0, 2, 4]
+    assert torch.equal(state, torch.get_rng_state()) and not slow._forward_hooks
+    with pytest.raises(ConfigError, match='"time" measures layers, and this model is on the meta device'):
+        timed(_model("llama", "meta"))
+
+
+def test_batches_may_be_tuples_and_losses_may_be_left_out() -> None:
+    model = _model("llama")
+    ids = _batch()["input_ids"]
+    cuts = [cut_model(copy.deepcopy(model), rank, 2) for rank in range(2)]
+    hidden = cuts[0].run(cuts[0].model, 0, None, (ids,))
+    ended = cuts[1].run(cuts[1].model, 1, hidden, (ids,), loss=False)
+    assert ended.loss is None and torch.allclose(ended.output.logits, model(ids).logits, atol=1e-6)
+    for call in (cuts[0].check, lambda batch: cuts[1].run(cuts[1].model, 1, hidden, batch)):
+        with pytest.raises(ModelError, match=r"no loss for a micro-batch of \['input_ids'\]; have labels"):
+            call({"input_ids": ids})
+    cuts[0].check({"input_ids": ids}, loss=False)
+
+
+class Crossing(nn.Module):
+    """A stack with something that a cut would lose."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what, self.embed, self.bias = what, nn.Embedding(40, 8), nn.Linear(8, 8)
+        self.layers = nn.ModuleList([Layer() for _ in range(4)])
+        self.first = nn.ModuleList([nn.Linear(2, 2), nn.ReLU()])
+
+    def forward(self, input_ids: Tensor) -> Any:
+        x = self.embed(input_ids)
+        if self.what == "between":
+            return [x := layer(self.bias(x)) for layer in self.layers][-1]
+        if self.what == "changed":
+            return [x := 2 * layer(x) for layer in self.layers][-1]
+        if self.what == "reversed":
+            return [x := layer(x) for layer in reversed(self.layers)][-1]
+        bias = self.bias(x)
+        return [x := layer(x, bias=bias) for layer in self.layers][-1]
+
+
+class Layer(nn.Module):
+    """Of the stack above."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return self.inner(x)
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("between", "layers (4 of Layer): layer 1 gets other hidden states than layer 0 returned"),
+        ("changed", "layers (4 of Layer): layer 1 gets other hidden states than layer 0 returned"),
+        ("reversed", "layers (4 of Layer): its layers are called in the order [3, 2, 1, 0]"),
+        ("biased", "layer 0 gets bias besides hidden states, which depends on parameters of another stage"),
+    ],
+)
+def test_what_a_cut_would_lose_is_told(what: str, said: str) -> None:
+    with pytest.raises(ModelError) as told:
+        cut_model(Crossing(what), 0, 2)
+    assert said in str(told.value)
+    assert "Crossing can't be cut into stages: looked for a list of layers" in str(told.value)
+    assert "first (2 of Linear): its layers are called in the order []" in str(told.value)
+
+
+def test_models_that_can_not_be_cut_say_why() -> None:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    small = T5Config(vocab_size=40, d_model=8, d_kv=4, d_ff=8, num_layers=2, num_heads=2, decoder_start_token_id=0)
+    with pytest.raises(ModelError, match="T5ForConditionalGeneration can't be cut .* encoder and a decoder"):
+        cut_model(T5ForConditionalGeneration(small), 0, 2)
+    with pytest.raises(ModelError, match="Linear can't be cut into stages: .*: it has none"):
+        cut_model(nn.Linear(2, 2), 0, 2)
+    with pytest.raises(ModelError, match="output_router_logits asks for a loss over the routers of all layers"):
+        cut_model(_model("mixtral", output_router_logits=True), 0, 2)
+    with pytest.raises(ModelError, match="layerdrop leaves layers out by chance"):
+        cut_model(_model("opt", layerdrop=0.1), 0, 2)
+    with pytest.raises(ConfigError, match=r"4 layers \(model.layers\) for 6 stages \(3 ranks, 2 on each\).* at most 2"):
+        cut_model(_model("llama"), 0, 3, each=2)
+
+
+def test_a_model_that_reaches_for_another_stages_module_is_told_at_the_cut() -> None:
+    class Reaching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(40, 8)
+            self.layers = nn.ModuleList([Layer() for _ in range(2)])
+
+        def forward(self, input_ids: Tensor) -> Tensor:
+            x = self.embed(input_ids)
+            for layer in self.layers:
+                x = layer(x)
+            return F.linear(x, self.embed.weight)
+
+    with pytest.raises(ModelError, match="without the modules of other stages its forward fails .RuntimeError: "):
+        cut_model(Reaching(), 1, 2)

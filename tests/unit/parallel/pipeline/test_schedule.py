@@ -1,0 +1,189 @@
+"""Schedules hold what the papers say: everything once and in order, no rank waits for ever, bubble and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from windlass.base.errors import ConfigError, ModelError
+from windlass.parallel.pipeline.action import Action, Kind, Order
+from windlass.parallel.pipeline.programs import programs
+from windlass.parallel.pipeline.schedule import SCHEDULES, Name, forward_orders, orders
+from windlass.parallel.pipeline.simulation import Costs, bubble, needs, play
+
+EVEN = Costs()
+
+
+def cases(most_ranks: int = 6, most_micros: int = 11) -> Iterator[tuple[Name, int, int, int]]:
+    """Every schedule at every number of ranks, micro-batches and stages on each rank."""
+    for name in SCHEDULES:
+        for ranks in range(1, most_ranks + 1):
+            for micros in range(1, most_micros + 1):
+                for each in (1, 2, 3, 4) if name in ("gpipe", "interleaved") else (1,):
+                    yield name, ranks, micros, each
+
+
+def test_every_micro_batch_passes_every_stage_once_and_in_order() -> None:
+    for name, ranks, micros, each in cases():
+        found = orders(name, ranks, micros, each)
+        back = (Kind.INPUT, Kind.WEIGHT) if name == "zero-bubble" else (Kind.BACKWARD,)
+        for rank, order in enumerate(found):
+            assert len(order) == len(set(order)) == each * micros * (1 + len(back))
+            assert {action.stage % ranks for action in order} == {rank}
+            for kind in (Kind.FORWARD, *back):
+                for stage in range(rank, ranks * each, ranks):
+                    seen = [a.micro for a in order if a.kind is kind and a.stage == stage]
+                    assert seen == list(range(micros)), (name, ranks, micros, each)
+
+
+def test_actions_begin_after_what_they_need() -> None:
+    for name, ranks, micros, each in cases():
+        played = play(orders(name, ranks, micros, each), Costs(1.0, 1.5, 0.5, transfer=0.1))
+        for action, (start, _) in played.spans.items():
+            for before in needs(action, ranks * each, name == "zero-bubble"):
+                late = 0.1 if before.stage != action.stage else 0.0
+                assert played.spans[before][1] + late <= start + 1e-9
+
+
+def test_no_rank_waits_for_ever_even_if_sends_and_receives_block() -> None:
+    for name, ranks, micros, each in cases(5, 9):
+        _rendezvous(programs(orders(name, ranks, micros, each)), ranks)
+    for ranks, micros, each in ((2, 3, 1), (3, 5, 2), (4, 8, 3)):
+        _rendezvous(programs(forward_orders(ranks, micros, each)), ranks)
+
+
+def test_transfers_pair_up_in_one_order_and_a_send_follows_what_it_sends() -> None:
+    for name, ranks, micros, each in cases(5, 9):
+        made = programs(orders(name, ranks, micros, each))
+        moved = [one for order in made for one in order if not one.kind.computes]
+        sends = [one for one in moved if one.kind.sends]
+        expected = 0 if ranks == 1 else 2 * micros * (ranks * each - 1)
+        assert len(sends) == expected and len(set(moved)) == len(moved) == 2 * expected
+        for order in made:
+            for index, one in enumerate(order):
+                if one.kind.sends:
+                    computed = next(before for before in reversed(order[:index]) if before.kind.computes)
+                    assert (computed.stage, computed.micro) == (one.stage, one.micro)
+
+
+def test_orders_that_wait_for_each_other_are_told() -> None:
+    forward, backward = Action(Kind.FORWARD, 0, 0), Action(Kind.BACKWARD, 0, 0)
+    last = [Action(Kind.FORWARD, 1, 0), Action(Kind.BACKWARD, 1, 0)]
+    with pytest.raises(ModelError, match=r"rank 0 at B0\.0, rank 1 at F1\.0"):
+        play([[backward, forward], last])
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_bubble_is_what_the_formula_says(name: Name) -> None:
+    for costs in (EVEN, Costs(2.0, 2.0, 2.0), Costs(1.0, 1.25, 0.75) if name != "zero-bubble" else EVEN):
+        for ranks in range(1, 9):
+            for micros in (1, 2, 3, 5, 8, 16, 24):
+                for each in (1, 2, 4) if name == "interleaved" else (1,):
+                    if (each > 1 and micros % ranks) or (name == "zero-bubble" and micros < ranks):
+                        continue
+                    per_stage = Costs(costs.forward / each, costs.input / each, costs.weight / each)
+                    simulated = play(orders(name, ranks, micros, each), per_stage).bubble
+                    assert simulated == pytest.approx(bubble(name, ranks, micros, each, costs), abs=1e-12)
+
+
+def test_the_bubble_in_words() -> None:
+    assert bubble("1f1b", 4, 8) == pytest.approx(3 / 11)
+    assert bubble("gpipe", 4, 8) == pytest.approx(3 / 11)
+    assert bubble("interleaved", 4, 8, 2) == pytest.approx(3 / 19)
+    assert bubble("zero-bubble", 4, 8) == pytest.approx(1 / 9)
+
+
+def test_interleaving_is_never_slower_than_one_stage_a_rank() -> None:
+    for ranks in range(2, 7):
+        for micros in range(ranks, 20):
+            for each in (2, 3):
+                shorter = play(orders("interleaved", ranks, micros, each)).ended / each
+                assert shorter <= play(orders("1f1b", ranks, micros)).ended + (ranks - micros % ranks) * 3
+
+
+def test_held_micro_batches_are_what_the_papers_say() -> None:
+    for ranks in range(1, 7):
+        for micros in range(1, 14):
+            assert play(orders("gpipe", ranks, micros)).held == [micros] * ranks
+            assert play(orders("1f1b", ranks, micros)).held == [min(micros, ranks - rank) for rank in range(ranks)]
+            for held in play(orders("zero-bubble", ranks, micros)).held:
+                assert held == min(ranks, micros)
+            for each in (2, 3):
+                if micros % ranks == 0:
+                    ahead = [2 * (ranks - 1 - rank) + (each - 1) * ranks + 1 for rank in range(ranks)]
+                    held = play(orders("interleaved", ranks, micros, each)).held
+                    assert held == [min(each * micros, most) for most in ahead]
+
+
+def test_torch_orders_1f1b_and_interleaved_alike() -> None:
+    from torch.distributed.pipelining.schedules import _get_1f1b_rank_ops as make
+
+    for ranks, micros, each in ((2, 4, 2), (4, 8, 2), (3, 6, 3), (4, 12, 3)):
+        found = orders("interleaved", ranks, micros, each)
+        for rank in range(ranks):
+            ahead = min(2 * (ranks - 1 - rank) + (each - 1) * ranks, each * micros)
+
+            def forward_stage(step: int, rank: int = rank, ranks: int = ranks, each: int = each) -> int:
+                return int((step // ranks) % each * ranks + rank)
+
+            def backward_stage(
+                step: int, rank: int = rank, ranks: int = ranks, each: int = each, ahead: int = ahead
+            ) -> int:
+                return int((each - 1 - ((step - ahead) // ranks) % each) * ranks + rank)
+
+            steady = each * micros - ahead
+            theirs = make(each, ranks, ahead, steady, ahead, rank, forward_stage, backward_stage)
+            computed = [one for one in theirs if one is not None]
+            kinds = {"FORWARD": Kind.FORWARD, "FULL_BACKWARD": Kind.BACKWARD}
+            assert found[rank] == [
+                Action(kinds[one.computation_type.name], one.stage_index, one.microbatch_index) for one in computed
+            ]
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "micros", "each", "said"),
+    [
+        ("pipedream", 2, 2, 1, "no schedule 'pipedream'; write one of gpipe, 1f1b, interleaved, zero-bubble"),
+        ("1f1b", 2, 0, 1, "0 micro-batches"),
+        ("gpipe", 0, 1, 1, "0 ranks"),
+        ("interleaved", 2, 2, 0, "0 stages on each rank"),
+        ("1f1b", 2, 2, 2, 'one stage on each rank, not 2; write "interleaved"'),
+        ("zero-bubble", 2, 2, 3, "one stage on each rank, not 3"),
+    ],
+)
+def test_what_can_not_be_scheduled_is_told(name: Name, ranks: int, micros: int, each: int, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        orders(name, ranks, micros, each)
+
+
+def _rendezvous(made: list[Order], ranks: int) -> None:
+    """Run programs whose sends and receives each wait for their other half."""
+    partner = {
+        Kind.SEND_ACTIVATION: (Kind.RECEIVE_ACTIVATION, 1),
+        Kind.RECEIVE_ACTIVATION: (Kind.SEND_ACTIVATION, -1),
+        Kind.SEND_GRADIENT: (Kind.RECEIVE_GRADIENT, -1),
+        Kind.RECEIVE_GRADIENT: (Kind.SEND_GRADIENT, 1),
+    }
+    at, arrived = [0] * ranks, set()
+    moved = True
+    while moved:
+        moved = False
+        for rank, order in enumerate(made):
+            while at[rank] < len(order) and order[at[rank]].kind.computes:
+                action = order[at[rank]]
+                if ranks > 1 and action.kind is Kind.FORWARD and action.stage:
+                    assert Action(Kind.RECEIVE_ACTIVATION, action.stage, action.micro) in arrived
+                at[rank] += 1
+                moved = True
+            if at[rank] == len(order):
+                continue
+            half = order[at[rank]]
+            kind, by = partner[half.kind]
+            other = (half.stage + by) % ranks
+            wanted = Action(kind, half.stage + by, half.micro)
+            if at[other] < len(made[other]) and made[other][at[other]] == wanted:
+                arrived |= {half, wanted}
+                at[rank], at[other] = at[rank] + 1, at[other] + 1
+                moved = True
+    assert all(at[rank] == len(order) for rank, order in enumerate(made))

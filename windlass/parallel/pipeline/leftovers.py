@@ -1,0 +1,40 @@
+"""Takes out of an optimizer, and out of lists of parameters, those that other ranks of a pipeline have."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import torch
+
+
+def without(optimizer: Any, parameters: Iterable[Any] | None, gone: Collection[int]) -> tuple[Any, list[Any] | None]:
+    """An optimizer (in place) and what it is to be made from, as `initialize` is given them, without parameters that
+    lie on other ranks.
+
+    Args:
+        optimizer: an instance, or anything else, which is left as it is.
+        parameters: parameters, pairs of a name and one, or groups.
+        gone: ids of the parameters.
+    """
+    kept = None if parameters is None else [_left(one, gone) for one in parameters if not _is_one(one, gone)]
+    if gone and isinstance(optimizer, torch.optim.Optimizer):
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) in gone:
+                    optimizer.state.pop(parameter, None)
+            group["params"] = [parameter for parameter in group["params"] if id(parameter) not in gone]
+    return optimizer, kept
+
+
+def _is_one(given: Any, gone: Collection[int]) -> bool:
+    parameter = given[1] if isinstance(given, tuple) and len(given) == 2 else given
+    return id(parameter) in gone
+
+
+def _left(given: Any, gone: Collection[int]) -> Any:
+    if not isinstance(given, dict):
+        return given
+    params = given["params"]
+    each = [params] if isinstance(params, torch.Tensor) else list(params)
+    return {**given, "params": [one for one in each if not _is_one(one, gone)]}
