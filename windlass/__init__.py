@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from windlass import checkpointing as checkpointing
     from windlass import optim as optim
+    from windlass import topology as topology
     from windlass import zero as zero
     from windlass.base.errors import WindlassError as WindlassError
     from windlass.checkpoint.plain_torch import read_checkpoint as read_checkpoint
@@ -18,11 +19,22 @@ if TYPE_CHECKING:
     from windlass.from_pretrained import from_pretrained as from_pretrained
     from windlass.initialize import initialize as initialize
     from windlass.launch.arguments import add_config_arguments as add_config_arguments
+    from windlass.parallel.experts.families import register_experts as register_experts
+    from windlass.parallel.experts.layer import MoE as MoE
+    from windlass.parallel.experts.mlp import StackedMLP as StackedMLP
+    from windlass.parallel.pipeline.module import PipelineModule as PipelineModule
+    from windlass.parallel.pipeline.specs import LayerSpec as LayerSpec
+    from windlass.parallel.pipeline.specs import TiedLayerSpec as TiedLayerSpec
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Engine",
+    "LayerSpec",
+    "MoE",
+    "PipelineModule",
+    "StackedMLP",
+    "TiedLayerSpec",
     "WindlassError",
     "__version__",
     "add_config_arguments",
@@ -32,19 +44,27 @@ __all__ = [
     "initialize",
     "optim",
     "read_checkpoint",
+    "register_experts",
+    "topology",
     "zero",
 ]
 
 _HOMES = {
     "Engine": "windlass.engine.train",
+    "LayerSpec": "windlass.parallel.pipeline.specs",
+    "MoE": "windlass.parallel.experts.layer",
+    "PipelineModule": "windlass.parallel.pipeline.module",
+    "StackedMLP": "windlass.parallel.experts.mlp",
+    "TiedLayerSpec": "windlass.parallel.pipeline.specs",
     "WindlassError": "windlass.base.errors",
     "add_config_arguments": "windlass.launch.arguments",
     "from_pretrained": "windlass.from_pretrained",
     "init_distributed": "windlass.comm.bootstrap",
     "initialize": "windlass.initialize",
     "read_checkpoint": "windlass.checkpoint.plain_torch",
+    "register_experts": "windlass.parallel.experts.families",
 }
-_PACKAGES = ("checkpointing", "optim", "zero")
+_PACKAGES = ("checkpointing", "optim", "topology", "zero")
 
 
 def __getattr__(name: str) -> Any:

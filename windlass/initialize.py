@@ -20,9 +20,15 @@ from windlass.base.errors import ConfigError, ModelError, StorageError
 from windlass.base.log import logger, set_level_of_config
 from windlass.collectives.comms_log import comms_logger
 from windlass.comm.bootstrap import DEFAULT_TIMEOUT, default_timeout, init_distributed
-from windlass.comm.groups import build_data_mesh
+from windlass.comm.grid import Grid
+from windlass.comm.mesh import Mesh, build_mesh
+from windlass.comm.mpu import known_sizes, sizes_of_mpu
+from windlass.comm.pipeline_grid import PipelineParallelGrid
 from windlass.comm.transport import Ways
-from windlass.config import Config, load
+from windlass.config import Axes, Config, load
+from windlass.config.axes import size_of
+from windlass.engine.parallelize import mesh_of, parallelize
+from windlass.engine.pipeline import engine_kind
 from windlass.engine.progress import Progress
 from windlass.engine.reporting import opening_lines
 from windlass.engine.train import Engine
@@ -30,6 +36,11 @@ from windlass.engine.watch import installed
 from windlass.optim import by_name, muon_groups, schedules
 from windlass.optim.loss_scale import LossScale, StaticLossScale, from_config
 from windlass.parallel import activations
+from windlass.parallel.experts import asked_ranks, watch_balance
+from windlass.parallel.flagged import any_flagged
+from windlass.parallel.pipeline.leftovers import without
+from windlass.parallel.pipeline.module import PipelineModule
+from windlass.parallel.sequence.ulysses_sp import SequenceGroups
 from windlass.storage import Home, PatientTier, Staging, buffer_bytes
 from windlass.zero import registry
 from windlass.zero.partition import Rules
@@ -122,8 +133,6 @@ def build(
     """
     if model is None:
         raise ModelError("initialize needs a model: initialize(model=..., config=...)")
-    if mpu is not None or mesh_param is not None:
-        raise ConfigError("mpu and mesh_param ask for model parallelism, which is not yet built; leave them out")
     watch = installed()
     settings_of = load(source)
     settings_of.ensure_supported()
@@ -145,14 +154,27 @@ def build(
         comms_logger.configure(settings_of.comms_logger)
     world = dist.get_world_size()
     source = "torch.distributed" if "WORLD_SIZE" in os.environ else "one process, no launcher"
-    progress = Progress(settings_of.resolve_batch(world, source))
+    mpu = mpu if mpu is not None else _mpu_of(model)
+    by_script, by_model = _said_by_script(mpu, mesh_param, world), _said_by_model(model)
+    axes = settings_of.axes(world, source, {**by_script, **by_model})
+    progress = Progress(settings_of.resolve_batch(world, source, axes))
     device = local_device()
     _check_hardware(settings_of, device)
     _supersede(model, trained=supersedes)
-    built = _optimizer(model, optimizer, model_parameters, settings_of)
+    if rate := settings_of.parallel.expert_balance_rate:
+        watch_balance(model, rate, required=axes.pp == 1)
+    mesh = _mesh(model, settings_of, axes)
+    if mesh_of(model) is None:
+        whole = {id(parameter) for parameter in model.parameters()}
+        if isinstance(mpu, SequenceGroups):
+            mpu.apply(model)
+        parallelize(model, mesh, settings_of, own=_own(model, by_script, by_model, settings_of))
+        gone = whole.difference(id(parameter) for parameter in model.parameters())
+        optimizer, model_parameters = without(optimizer, model_parameters, gone)
+    built = _optimizer(model, optimizer, model_parameters, settings_of, mesh)
     watch.before(model, built, settings_of)
-    sharded = _shard(model, built, settings_of, device)
-    engine = kind(sharded, built, settings_of, progress, _loss_scale(settings_of))
+    sharded = _shard(model, built, settings_of, device, mesh)
+    engine = engine_kind(kind, model)(sharded, built, settings_of, progress, _loss_scale(settings_of))
     try:
         engine.lr_scheduler = _scheduler(engine, lr_scheduler, settings_of)
     except Exception:  # on every rank
@@ -168,6 +190,45 @@ def build(
         logger.info(line)
     watch.after(engine)
     return engine
+
+
+def _mpu_of(model: nn.Module) -> Any:
+    """The groups of a row of layers whose own matrices are cut, as its topology says; None where it says nothing of
+    that. Collective."""
+    topology = model.topology() if isinstance(model, PipelineModule) else None
+    return PipelineParallelGrid(topology) if topology is not None and topology.get_dim("model") > 1 else None
+
+
+Sizes = dict[str, dict[str, int]]  # of axes, by what says them
+
+
+def _said_by_script(mpu: Any, mesh_param: Any, world: int) -> Sizes:
+    """What arguments of `initialize` say besides the configuration. Collective where there is an mpu."""
+    said: Sizes = {}
+    if mpu is not None:
+        sizes, known = sizes_of_mpu(mpu, world), known_sizes(mpu)
+        said["mpu"] = {axis: size for axis, size in sizes.items() if axis in known}
+    if mesh_param is not None:
+        _, sp = mesh_param  # DeepSpeed's: ranks that read data, ranks along the sequence
+        said["mesh_param"] = {"sp": int(sp)}
+    return said
+
+
+def _said_by_model(model: nn.Module) -> Sizes:
+    said: Sizes = {}
+    if isinstance(model, PipelineModule) and model.num_stages > 1:
+        said["PipelineModule"] = {"pp": model.num_stages}
+    if (ranks := asked_ranks(model)) > 1:
+        said["ep_size of MoE"] = {"ep": ranks}
+    return said
+
+
+def _own(model: nn.Module, by_script: Sizes, by_model: Sizes, config: Config) -> set[str]:
+    """Axes along which a script cuts its model itself: its `mpu` or `mesh_param` knows them, and nothing asks for a
+    model to be cut; or parameters say that they are cut."""
+    known = {axis for sizes in by_script.values() for axis, size in sizes.items() if size > 1}
+    asked = {axis for sizes in by_model.values() for axis in sizes} | {a for a in known if size_of(config, a) > 1}
+    return known - asked | ({"tp"} & known if any_flagged(model) else set())
 
 
 def _limits(config: Config) -> watchdog.Limits | None:
@@ -224,21 +285,24 @@ def _supersede(model: nn.Module, *, trained: bool) -> None:
 
 
 def _optimizer(
-    model: nn.Module, given: Any, parameters: Iterable[Any] | None, config: Config
+    model: nn.Module, given: Any, parameters: Iterable[Any] | None, config: Config, mesh: Mesh
 ) -> torch.optim.Optimizer | None:
     if isinstance(given, torch.optim.Optimizer):
-        _check_instance(given)
+        _check_instance(given, alone=mesh.pp.size == 1)
         return given
     if given is None and config.optimizer is None:
         return None
     chosen: list[Any] = (
         list(parameters) if parameters is not None else [p for p in model.parameters() if p.requires_grad]
     )
-    if not any(p.requires_grad for p in model.parameters()):
+    trains = any(p.requires_grad for p in model.parameters())
+    if not any(mesh.of_stages(trains)):
         raise ModelError(
             "the model has no trainable parameter: set requires_grad on what shall be trained, or leave the "
             "optimizer out"
         )
+    if not trains:
+        chosen = [{"params": []}]  # of a stage that is frozen, in a model that is not
     if callable(given):
         made = given(chosen)
         if not isinstance(made, torch.optim.Optimizer):
@@ -252,33 +316,45 @@ def _optimizer(
     return by_name.build(config.optimizer.type, dict(config.optimizer.params), chosen)
 
 
-def _check_instance(optimizer: torch.optim.Optimizer) -> None:
+def _check_instance(optimizer: torch.optim.Optimizer, *, alone: bool) -> None:
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ModelError(
             "LBFGS calls the model again inside its step, which an engine cannot do; pass another optimizer"
         )
-    if not any(p.requires_grad for group in optimizer.param_groups for p in group["params"]):
+    trains = any(p.requires_grad for group in optimizer.param_groups for p in group["params"])
+    if not trains and alone:  # a stage of a pipeline may be frozen
         raise ModelError(
             "the optimizer holds no trainable parameter: set requires_grad on what shall be trained, or leave the "
             "optimizer out"
         )
 
 
+def _mesh(model: nn.Module, config: Config, axes: Axes) -> Mesh:
+    """All ranks on the axes of the configuration; that of a model which is cut already is kept. Collective."""
+    before, grid = mesh_of(model), Grid(**axes.sizes)
+    if before is None:
+        return build_mesh(grid, regather=axes.regather, timeout=_patience(config))
+    if before.grid != grid:
+        raise ConfigError(
+            f"this model was cut over the axes {before.grid}, and the configuration has {grid}: save it, and build and "
+            "load it anew to train it in another layout"
+        )
+    return before
+
+
 def _shard(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config, device: torch.device
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config, device: torch.device, mesh: Mesh
 ) -> ShardedModel:
-    zero, world = config.zero_optimization, dist.get_world_size()
-    axes = config.data_axes(world)
-    mesh = build_data_mesh(axes.shard if zero.stage > 0 else None, axes.regather, timeout=_patience(config))
+    zero = config.zero_optimization
     homes = _homes(config)
     away = homes.param is not Home.DEVICE or homes.state is not Home.DEVICE
-    policy = policy_of(zero.stage, mesh.shard.size if zero.stage else world, away=away)
+    policy = policy_of(zero.stage, mesh.dense.shard.size if zero.stage else mesh.dense.data.size, away=away)
     table = config.dtype_table()
     mixed = config.fp16.enabled or config.bf16.enabled
     widest = torch.float64 if any(p.dtype == torch.float64 for p in model.parameters()) and not mixed else None
     accumulate = widest or parse_dtype(table.accumulate)
     wire = widest or parse_dtype(table.reduce)
-    before, after = _factors(config, wire, world)
+    before, after = _factors(config, wire, mesh.dense.data.size)
     settings = Settings(
         policy=policy,
         rules=Rules(
@@ -324,7 +400,9 @@ def _rebuild(
     optimizer: torch.optim.Optimizer | None, config: Config, device: torch.device, engine: Engine
 ) -> ShardedModel:
     """Another layout of an engine's model, as it is now."""
-    sharded = _shard(engine.module, optimizer, config, device)
+    before = mesh_of(engine.module)
+    mesh = before if before is not None else _mesh(engine.module, config, config.axes(dist.get_world_size()))
+    sharded = _shard(engine.module, optimizer, config, device, mesh)
     _engines[id(sharded)] = engine
     return sharded
 

@@ -40,6 +40,8 @@ def refusal(what: str) -> str:
     elif what == "world":
         del config["train_micro_batch_size_per_gpu"], config["gradient_accumulation_steps"]
         config["train_batch_size"] = 7
+    elif what == "axes":
+        config["parallel"] = {"pp": 3, "sp": 2}
     elif what == "ratio":
         config["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "ratio": 1.5}
     elif what == "offload_param":
@@ -76,6 +78,7 @@ WORDS = {
     "device": ("ModelError", "blocks.1.up.weight", "meta"),
     "triangle": ("ConfigError", "train_batch_size", "7", "2"),
     "world": ("ConfigError", "train_batch_size", "7", "2"),
+    "axes": ("ConfigError", "pp 3 x dp_replicate 1 x ep 1 x sp 2 x tp 1 = 6 ranks", "world size 2", "pp 1 with"),
     "ratio": ("ConfigError", "zero_optimization.offload_optimizer.ratio", "1.5", "less than or equal to 1"),
     "offload_param": ("ConfigError", "zero_optimization.offload_param", "stage 3", "2"),
     "no_path": ("ConfigError", "zero_optimization.offload_optimizer.nvme_path", "folder"),

@@ -179,7 +179,7 @@ def patience(timeout_s: float) -> list[float]:
     config = {**ds_config(Recipe(), Setting(1)), "watchdog": {"timeout_s": timeout_s}}
     engine = start(specimen("mlp"), config)
     sharded = engine._sharded
-    backend = sharded.mesh.data.process_group._get_backend(torch.device("cpu"))
+    backend = sharded.mesh.dense.data.process_group._get_backend(torch.device("cpu"))
     found = [sharded.settings.timeout.total_seconds(), backend.options._timeout.total_seconds()]
     engine.destroy()
     return found

@@ -124,7 +124,8 @@ def steps(engine: Any, case: Case, first: int, last: int) -> list[float]:
 
 def snapshot(engine: Any) -> dict[str, Any]:
     """Whole masters and optimizer states, and all that is counted."""
-    from windlass.zero.values import full_state, state_keys
+    from windlass.zero import full_state
+    from windlass.zero.values import state_keys
 
     found: dict[str, Any] = {f"param {name}": value for name, value in whole_params(engine.module).items()}
     for name, parameter in engine.module.named_parameters():

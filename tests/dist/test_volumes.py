@@ -13,6 +13,7 @@ from tests.dist.laws import ADAMW, SGD, Setting, backward_of, ds_config, specime
 from tests.models import Place, cast
 from tests.oracle import Recipe
 from tests.pairwise import pairwise
+from windlass.parallel.volumes import Work, data_volumes
 
 
 def reported(name: str, recipe: Recipe, setting: Setting, steps: int) -> list[dict[str, Any]]:
@@ -58,6 +59,18 @@ def test_payload_is_exact(row: dict[str, Any]) -> None:
         for name, reports in zip(SPECIMENS, by_name, strict=True):
             wanted = volume(row["stage"], row["accumulation"]) * elements(name)
             assert [report["payload_elements"] for report in reports] == [wanted] * 3, name
+
+
+def test_bytes_of_the_data_axis_are_the_formulas(stage: int) -> None:
+    """`parallel.volumes` says what a rank receives; what is sent has its padding too."""
+    recipe = Recipe(ranks=4, accumulation=3, optimizer_params=SGD)
+    setting = Setting(stage=stage, transport="gloo", zero=FROZEN_KNOBS)
+    for reports in run_ranks(reported, 4, "four_blocks", recipe, setting, 2, transport="gloo"):
+        for report in reports:
+            padded = elements("four_blocks") + report["padding_elements"]
+            work = Work(1, micro_batches=3, stage=stage, parameter_bytes=4)
+            wanted = {one.operation: one.nbytes for one in data_volumes("data", padded, 4, 1, work) if one.nbytes}
+            assert report["bytes_moved"] == wanted
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])

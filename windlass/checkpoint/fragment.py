@@ -1,9 +1,15 @@
-"""Arithmetic of a flat range of a row-major tensor: at most 2N-1 boxes that lie contiguously in it, in order."""
+"""Arithmetic of a flat range of a row-major tensor: at most 2N-1 boxes that lie contiguously in it, in order; and of
+what such a range is in a larger tensor of which that one is a part."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
+
+import torch
+
+from windlass.parallel.placement import Placement
 
 
 @dataclass(frozen=True)
@@ -54,6 +60,59 @@ def is_contiguous(shape: tuple[int, ...], sizes: tuple[int, ...]) -> bool:
     """Whether a box of `sizes` in a row-major tensor of `shape` is one flat range: 1s, then any size, then whole."""
     outermost = next((dim for dim, size in enumerate(sizes) if size != 1), len(sizes))
     return sizes[outermost + 1 :] == shape[outermost + 1 :]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A box of a whole tensor, and where it is in a flat range of a part of that tensor.
+
+    Attributes:
+        offsets, sizes: in the whole.
+        inside: the box of the range that it lies in: its first element counted from the start of the range, and its
+            sizes.
+        starts: where it begins within that box.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    first: int
+    inside: tuple[int, ...]
+    starts: tuple[int, ...]
+
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        """Its elements, shaped, as a view of the range `[n]`."""
+        view = flat[self.first : self.first + math.prod(self.inside)].view(self.inside)
+        for dim, (start, size) in enumerate(zip(self.starts, self.sizes, strict=True)):
+            view = view.narrow(dim, start, size)
+        return view
+
+
+def parts(placement: Placement, start: int, stop: int) -> Iterator[Part]:
+    """What the flat range `[start, stop)` of the local tensor is of the whole one."""
+    ranges = list(placement.boxes())
+    for box in boxes(placement.local_shape, start, stop):
+        for place in ranges:
+            low = tuple(max(a, b) for a, b in zip(box.offsets, place.local, strict=True))
+            ends = zip(box.offsets, box.sizes, place.local, place.sizes, strict=True)
+            high = tuple(min(a + n, b + m) for a, n, b, m in ends)
+            if all(a < b for a, b in zip(low, high, strict=True)):
+                sizes = tuple(b - a for a, b in zip(low, high, strict=True))
+                offsets = tuple(a - b + c for a, b, c in zip(low, place.local, place.whole, strict=True))
+                starts = tuple(a - b for a, b in zip(low, box.offsets, strict=True))
+                yield Part(offsets, sizes, box.start - start, box.sizes, starts)
+
+
+def runs(shape: tuple[int, ...], offsets: tuple[int, ...], values: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+    """The elements of a box of a tensor of `shape` as flat ranges of it: the position of the first, and `[n]`."""
+    if not values.numel():
+        return
+    if is_contiguous(shape, tuple(values.shape)):
+        yield flat_start(shape, offsets), values.reshape(-1)
+        return
+    for index in range(values.shape[0]):
+        at, step = offsets[0] + index, math.prod(shape[1:])
+        for start, flat in runs(shape[1:], offsets[1:], values[index]):
+            yield at * step + start, flat
 
 
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:

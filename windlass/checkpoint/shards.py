@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from windlass.base.errors import CheckpointError
-from windlass.checkpoint.fragment import flat_start
+from windlass.checkpoint.fragment import flat_start, is_contiguous
 from windlass.checkpoint.state import Drawer, Holding, Piece
 
 # [Note: shards through torch's planners]
@@ -200,8 +200,11 @@ def _writers(plans: list[SavePlan]) -> dict[Where, int]:
 
 
 def _check_cover(name: str, record: TensorStorageMetadata) -> None:
-    """The boxes, each one flat range, must follow each other from the tensor's first element to its last."""
+    """The boxes must cover the tensor, each element once."""
     shape = tuple(record.size)
+    if not all(is_contiguous(shape, tuple(chunk.sizes)) for chunk in record.chunks):
+        _check_tiles(name, record)
+        return
     spans = sorted((flat_start(shape, tuple(chunk.offsets)), chunk.sizes.numel()) for chunk in record.chunks)
     position = 0
     for start, count in spans:
@@ -213,6 +216,30 @@ def _check_cover(name: str, record: TensorStorageMetadata) -> None:
     if position != record.size.numel():
         raise CheckpointError(
             f"no rank holds element {position} of {name!r} (shape {shape}); over all ranks the ranges must cover it"
+        )
+
+
+def _check_tiles(name: str, record: TensorStorageMetadata) -> None:
+    """As `_check_cover`, of boxes that are no flat ranges: no two overlap, and together they have all elements."""
+    shape = tuple(record.size)
+    open_: list[ChunkStorageMetadata] = []  # those that reach the rows where the next one begins
+    for chunk in sorted(record.chunks, key=lambda one: tuple(one.offsets)):
+        open_ = [other for other in open_ if other.offsets[0] + other.sizes[0] > chunk.offsets[0]]
+        for other in open_:
+            if all(
+                max(a, b) < min(a + n, b + m)
+                for a, n, b, m in zip(chunk.offsets, chunk.sizes, other.offsets, other.sizes, strict=True)
+            ):
+                raise CheckpointError(
+                    f"boxes of {name!r} (shape {shape}) at {tuple(other.offsets)} and {tuple(chunk.offsets)} overlap; "
+                    "replicas must be cut alike"
+                )
+        open_.append(chunk)
+    held = sum(chunk.sizes.numel() for chunk in record.chunks)
+    if held != record.size.numel():
+        raise CheckpointError(
+            f"ranks hold {held} of the {record.size.numel()} elements of {name!r} (shape {shape}); over all ranks the "
+            "boxes must cover it"
         )
 
 

@@ -14,7 +14,8 @@ from typing import Any, Protocol
 import torch
 
 from windlass.base.errors import CheckpointError
-from windlass.checkpoint.fragment import Box, boxes
+from windlass.checkpoint.fragment import Part, parts
+from windlass.parallel.placement import Placement, everything
 
 # Tensors found inside plain data are stored under these prefixes, so no other tensor may use them.
 RESERVED = ("plain/", "rank/")
@@ -90,12 +91,14 @@ class FlatShard:
         start: the flat position of this range's first element.
         tensor: [elements of the range], contiguous; read by a save, filled in place by a load. It may be empty.
             Or where such a tensor rests.
+        of: what of the whole tensor `shape` is, where that is only a part of it; the range is one of this part.
     """
 
     name: str
     shape: tuple[int, ...]
     start: int
     tensor: torch.Tensor | Resting
+    of: Placement | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", tuple(self.shape))
@@ -106,6 +109,11 @@ class FlatShard:
                 f"the shard of {self.name!r} covers elements [{self.start}, {self.stop}), but shape {self.shape} has "
                 f"{math.prod(self.shape)}; pass the range without padding"
             )
+
+    @property
+    def placement(self) -> Placement:
+        """What of the whole tensor `shape` is."""
+        return self.of if self.of is not None else Placement(self.shape, everything(self.shape))
 
     @property
     def numel(self) -> int:
@@ -220,11 +228,11 @@ def holdings(
     held: dict[str, Holding] = {}
     ends: dict[str, list[tuple[int, int]]] = {}
     for shard in shards:
-        known = held.setdefault(_allowed(shard.name), Holding(shard.shape, shard.dtype))
-        if (known.shape, known.dtype) != (shard.shape, shard.dtype):
+        known = held.setdefault(_allowed(shard.name), Holding(shard.placement.shape, shard.dtype))
+        if (known.shape, known.dtype) != (shard.placement.shape, shard.dtype):
             raise CheckpointError(
                 f"{shard.name!r} is given twice with different shapes or dtypes: {known.shape} {known.dtype} and "
-                f"{shard.shape} {shard.dtype}; one name means one tensor"
+                f"{shard.placement.shape} {shard.dtype}; one name means one tensor"
             )
         known.pieces += _pieces(shard)
         ends.setdefault(shard.name, []).append((shard.start, shard.stop))
@@ -244,17 +252,18 @@ def _allowed(name: str) -> str:
 
 
 def _pieces(shard: FlatShard) -> list[Piece]:
-    if math.prod(shard.shape) == 0:
+    placement = shard.placement
+    if math.prod(placement.shape) == 0:
         # An empty tensor has no elements to hold, yet must be found again: one box of no elements stands for it.
         return [Piece((0,) * len(shard.shape), shard.shape, lambda: shard.values().view(shard.shape), shard.drawer)]
     return [
-        Piece(box.offsets, box.sizes, partial(_box_of, shard, box), shard.drawer)
-        for box in boxes(shard.shape, shard.start, shard.stop)
+        Piece(part.offsets, part.sizes, partial(_values_of, shard, part), shard.drawer)
+        for part in parts(placement, shard.start, shard.stop)
     ]
 
 
-def _box_of(shard: FlatShard, box: Box) -> torch.Tensor:
-    return shard.values()[box.start - shard.start : box.stop - shard.start].view(box.sizes)
+def _values_of(shard: FlatShard, part: Part) -> torch.Tensor:
+    return part.of(shard.values())
 
 
 def _check_disjoint(name: str, ranges: list[tuple[int, int]]) -> None:

@@ -32,7 +32,7 @@ from torch.futures import Future
 
 from windlass.base.errors import CheckpointError
 from windlass.checkpoint.directory import METADATA, disk_errors, require_space
-from windlass.checkpoint.fragment import flat_start
+from windlass.checkpoint.fragment import runs
 from windlass.checkpoint.index import FORMAT, FORMAT_VERSION, Chunk, Index, TensorRecord, read_index, to_text
 from windlass.checkpoint.rank_file import Item, RankFile
 from windlass.checkpoint.shards import ShardLoadPlanner, ShardSavePlanner, Where, data_of, nbytes_of
@@ -160,17 +160,21 @@ class LaterWriter(SafetensorsWriter):
 
     def look(self, seen: Callable[[str, tuple[int, ...], int, torch.Tensor], object]) -> None:
         """Have `seen` called with each box as it is written: the tensor's name and shape, at which of its elements the
-        box begins, and its elements `[n]`."""
+        box begins, and its elements `[n]`; a box that is no flat range comes as several."""
         places = {
-            _entry_name(item): (
-                item.index.fqn,
-                tuple(data.size),
-                flat_start(tuple(data.size), tuple(data.chunk.offsets)),
-            )
+            _entry_name(item): (item.index.fqn, tuple(data.size), tuple(data.chunk.offsets))
             for item in self._plan.items
             for data in (data_of(item),)
         }
-        self.file.seen = lambda name, tensor: seen(*places[name], tensor.reshape(-1))
+
+        def see(name: str, tensor: torch.Tensor) -> None:
+            of, shape, offsets = places[name]
+            if not tensor.numel():
+                seen(of, shape, 0, tensor.reshape(-1))
+            for start, flat in runs(shape, offsets, tensor):
+                seen(of, shape, start, flat)
+
+        self.file.seen = see
 
     def add_plain(self, key: str, value: Any) -> None:
         """Say something in the plain data of the index that is known only now; JSON as it is."""

@@ -87,6 +87,7 @@ def _shards(name: str, unit: Unit, values: torch.Tensor) -> list[FlatShard]:
             tuple(unit.shapes[piece.index]),
             piece.start,
             values.narrow(0, piece.offset, piece.numel),
+            unit.placements[piece.index],
         )
         for piece in unit.pieces()
     ]

@@ -27,11 +27,12 @@ def loader_of(
     """See `Engine.deepspeed_io`."""
     if route not in ROUTES:
         raise ConfigError(f"deepspeed_io: route is {route!r}; write one of {', '.join(ROUTES)}")
+    readers, reader = engine.readers
     loader = make_loader(
         dataset,
         batch_size if batch_size is not None else engine.train_micro_batch_size_per_gpu(),
-        engine.global_rank,
-        engine.world_size,
+        reader,
+        readers,
         collate_fn=collate_fn,
         drop_last=engine._config.dataloader_drop_last,
         shuffle=route == "train",

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from windlass.comm.groups import Group
+from windlass.parallel.experts import is_bias
 
 
 class Buffers:
@@ -19,7 +20,7 @@ class Buffers:
         data: the ranks that share them.
         device: where they shall be.
         dtype: floating-point buffers that belong to the saved state are cast to it (a norm computes in one dtype);
-            the others (tables of positions) keep their precision. None: all keep theirs.
+            the others (tables of positions) and biases of balanced routers keep their precision. None: all keep theirs.
         meet: waits until all ranks are about to send, and serves those that run a forward alone meanwhile.
     """
 
@@ -36,9 +37,8 @@ class Buffers:
             for name, buffer in module._buffers.items():
                 if buffer is None:
                     continue
-                cast = (
-                    dtype is not None and buffer.is_floating_point() and name not in module._non_persistent_buffers_set
-                )
+                stays = name in module._non_persistent_buffers_set or is_bias(module, name)
+                cast = dtype is not None and buffer.is_floating_point() and not stays
                 module._buffers[name] = buffer.to(device=device, dtype=dtype if cast else None)
         self._seen: list[tuple[int, int]] = []
         self._stale = False
@@ -47,6 +47,10 @@ class Buffers:
     def changed(self) -> bool:
         """Whether this rank's buffers changed since they were last equal."""
         return self._state() != self._seen
+
+    def changed_alike(self) -> None:
+        """What changed since `changed` was asked did so on all ranks: there is nothing to send."""
+        self._seen = self._state()
 
     def invalidate(self) -> None:
         """Some rank's buffers changed: send them before the next training forward."""

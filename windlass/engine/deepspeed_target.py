@@ -23,7 +23,7 @@ def target_of(engine: Engine) -> Target:
     zero = config.zero_optimization
     return Target(
         stage=model.policy.stage,
-        ranks=model.mesh.data.size,
+        ranks=model.mesh.dense.data.size,
         sub_group=zero.sub_group_size,
         round_robin=zero.round_robin_gradients,
         half="bf16" if config.bf16.enabled else "fp16" if config.fp16.enabled else None,

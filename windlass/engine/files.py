@@ -122,7 +122,7 @@ class Files:
                 "engine.full_state_dict() at any stage"
             )
         found = self.full_state_dict()
-        if self._sharded.mesh.data.index:
+        if self._sharded.mesh.world.index:
             return None
         left_out = _frozen_names(self._module()) if exclude_frozen_parameters else set()
         return OrderedDict((name, value) for name, value in found.items() if name not in left_out)

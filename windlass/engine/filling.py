@@ -17,6 +17,7 @@ from windlass.engine.states import Update, of_tenant, strange
 from windlass.kernels.piece import scales_of
 from windlass.optim import coded
 from windlass.optim.cpu_optimizer import Format
+from windlass.parallel.placement import Placement
 from windlass.zero.chunk import Chunk, Tenancy
 from windlass.zero.masters import Masters
 from windlass.zero.residence import rests
@@ -109,12 +110,15 @@ class ChunkToFill:
         self._with_states = True
         self._likes[tenancy.tenant], self._loose[tenancy.tenant] = {}, loose
 
-    def take(self, tenancy: Tenancy, key: str, like: torch.Tensor, shape: tuple[int, ...]) -> None:
-        """Read the state `key` straight into a tensor like `like`, which is all or a span of one of `shape`."""
+    def take(
+        self, tenancy: Tenancy, key: str, like: torch.Tensor, shape: tuple[int, ...], of: Placement | None = None
+    ) -> None:
+        """Read the state `key` straight into a tensor like `like`, which is all or a span of one of `shape`, which is
+        the part `of` the whole one."""
         residence = self._masters.residence
         self._likes[tenancy.tenant][key] = like
         resting = Resting(like.numel(), like.dtype, self, partial(of_tenant, residence, tenancy, key))
-        self.shards.append(FlatShard(f"state/{tenancy.name}/{key}", shape, tenancy.start, resting))
+        self.shards.append(FlatShard(f"state/{tenancy.name}/{key}", shape, tenancy.start, resting, of))
 
     def convert(self, conversion: _Conversion) -> None:
         """Read a state in the format in which it was saved, to be kept in another."""
@@ -222,7 +226,8 @@ def _expect(
     else:
         now = update.residence.described(tenancy.chunk, tenancy.tenant).get(key)
         like = torch.empty(tenancy.shape, dtype=_dtype(update, tenancy, now, kept, saved), device="meta")
-        drawer.take(tenancy, key, like, tuple(tenancy.chunk.unit.shapes[tenancy.index]))
+        unit = tenancy.chunk.unit
+        drawer.take(tenancy, key, like, tuple(unit.shapes[tenancy.index]), unit.placements[tenancy.index])
 
 
 def _dtype(update: Update, tenancy: Tenancy, now: Any, kept: Format | None, saved: torch.Tensor) -> torch.dtype:

@@ -19,10 +19,11 @@ from windlass.base.errors import CheckpointError
 from windlass.checkpoint import Drawer, FlatShard, Resting
 from windlass.checkpoint.agree import Ranks
 from windlass.checkpoint.fingerprint import Hash, digest
-from windlass.comm.groups import Group
+from windlass.checkpoint.fragment import parts, runs
 from windlass.engine.pieces import ChunkToRead, parameters
 from windlass.engine.states import Update, is_coded, kind_of, of_tenant
 from windlass.optim import coded
+from windlass.parallel.placement import Placement
 from windlass.zero.chunk import Chunk, Tenancy
 from windlass.zero.unit import Unit
 
@@ -72,14 +73,14 @@ def fingerprint(
     def work() -> tuple[int, int]:
         found = _Hashes(Hash(), Hash())
         of = model.units if units is None else units
-        for drawer, parts in _by_drawer(_parts(model, of, drawer_of, found, without)):
+        for drawer, together in _by_drawer(_parts(model, of, drawer_of, found, without)):
             with drawer.open() if drawer is not None else nullcontext():
-                for part in parts:
+                for part in together:
                     part.add()
         return found.parameters.value(), found.states.value()
 
     try:
-        sums = Ranks.of(model.mesh.data.process_group).each("taking the fingerprint", work)
+        sums = Ranks.of(model.mesh.world.process_group).each("taking the fingerprint", work)
     except CheckpointError:  # on all ranks
         model.health.check(f"{failed}, masters and optimizer states could not be read")
         raise
@@ -97,8 +98,8 @@ class Written:
 
     def __init__(self, model: ShardedModel, units: Iterable[Unit], without: Collection[str]) -> None:
         self._found = _Hashes(Hash(), Hash())
-        parts = _parts(model, units, lambda chunk: ChunkToRead(model.masters, chunk), self._found, without)
-        self._hashed = {part.shard.name: part.into for part in parts}  # what is plain is hashed on the way
+        of = _parts(model, units, lambda chunk: ChunkToRead(model.masters, chunk), self._found, without)
+        self._hashed = {part.shard.name: part.into for part in of}  # what is plain is hashed on the way
         formats = model.update.formats().values() if model.update is not None else ()
         self._coded = any(kept.coded for one in formats for kept in one.values())
 
@@ -112,10 +113,10 @@ class Written:
         """Of parameters and of states."""
         return self._found.parameters.value(), self._found.states.value()
 
-    def whole(self, parts: list[tuple[int, int]]) -> dict[str, str | None]:
+    def whole(self, sums: list[tuple[int, int]]) -> dict[str, str | None]:
         """As an index has it."""
-        states = None if self._coded else digest(other for _, other in parts)
-        return {"parameters": digest(one for one, _ in parts), "states": states}
+        states = None if self._coded else digest(other for _, other in sums)
+        return {"parameters": digest(one for one, _ in sums), "states": states}
 
 
 @dataclass(frozen=True)
@@ -136,34 +137,42 @@ class _Part:
     def add(self) -> None:
         shard = self.shard
         first, last = (shard.numel * (self.index + more) // self.count for more in (0, 1))
-        self.into.add(shard.name, shard.shape, shard.start + first, shard.values()[first:last])
+        add_range(self.into, shard.name, shard.placement, shard.start + first, shard.values()[first:last])
 
 
 def _parts(
     model: ShardedModel, units: Iterable[Unit], drawer_of: DrawerOf, found: _Hashes, without: Collection[str]
 ) -> Iterator[_Part]:
-    everywhere, replicas = model.mesh.data, model.mesh.replicate
     for unit in units:
+        if not unit.speaks:
+            continue
+        everywhere, replicas = unit.family.mesh.data, unit.family.mesh.replicate
         cut = model.policy.state if model.masters.of(unit) else unit.released
         holders = replicas if cut else everywhere
         for shard in parameters(model, [unit], drawer_of, keep=False, without=without):
             yield _Part(shard, found.parameters, holders.index, holders.size)
         if everywhere.index == 0:  # a tensor without elements counts too
-            for name, shape in zip(unit.names, unit.shapes, strict=True):
-                if name not in without:
-                    found.parameters.add_plain(f"param/{name}", list(shape))
+            for name, placement in zip(unit.names, unit.placements, strict=True):
+                if name not in without and placement.begins:
+                    found.parameters.add_plain(f"param/{name}", list(placement.shape))
     if model.update is not None:
-        yield from _states(model.update, drawer_of, found.states, replicas if model.policy.state else everywhere)
+        yield from _states(model.update, drawer_of, found.states, cut=model.policy.state)
 
 
-def _states(update: Update, drawer_of: DrawerOf, into: Hash, holders: Group) -> Iterator[_Part]:
+def _states(update: Update, drawer_of: DrawerOf, into: Hash, *, cut: bool) -> Iterator[_Part]:
     formats = update.formats()
     for tenancy in update.tenancies():
+        unit, placement = tenancy.chunk.unit, tenancy.chunk.unit.placements[tenancy.index]
+        if not unit.speaks:
+            continue
+        holders = unit.family.mesh.replicate if cut else unit.family.mesh.data
         drawer = drawer_of(tenancy.chunk)
         state = update.residence.described(tenancy.chunk, tenancy.tenant)
         kept = formats.get(id(tenancy.parameter), {})
         codes = {key: one.signed for key, one in kept.items() if is_coded(state, key, one)}
-        once = tenancy.start == 0 and holders.index == 0  # of the pieces of a parameter, the first tells its counts
+        once = (
+            tenancy.start == 0 and holders.index == 0 and placement.begins
+        )  # of the pieces of a parameter, the first tells its counts
         for key, value in state.items():
             if key in {f"{name}_scale" for name in codes}:
                 continue
@@ -179,9 +188,19 @@ def _states(update: Update, drawer_of: DrawerOf, into: Hash, holders: Group) -> 
                 get = partial(_decoded, update, tenancy, key, codes[key])
                 resting = Resting(value.numel(), torch.float32, drawer, get)
             whole = kind.startswith("whole")
-            shape = tuple(value.shape if whole else tenancy.chunk.unit.shapes[tenancy.index])
-            shard = FlatShard(where, shape, 0 if whole else tenancy.start, resting)
+            shape = tuple(value.shape if whole else unit.shapes[tenancy.index])
+            shard = FlatShard(where, shape, 0 if whole else tenancy.start, resting, None if whole else placement)
             yield _Part(shard, into, holders.index, holders.size)
+
+
+def add_range(into: Hash, name: str, placement: Placement, start: int, flat: torch.Tensor) -> None:
+    """Add elements `[start, start + n)` of the part of a tensor that lies here, `flat` `[n]`."""
+    if placement.whole:
+        into.add(name, placement.shape, start, flat)
+        return
+    for part in parts(placement, start, start + flat.numel()):
+        for first, values in runs(placement.shape, part.offsets, part.of(flat)):
+            into.add(name, placement.shape, first, values)
 
 
 def _plain(value: Any) -> Any:

@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 from windlass.base.errors import CheckpointError
 from windlass.checkpoint.agree import Ranks
 from windlass.checkpoint.fingerprint import Hash, digest
+from windlass.engine.fingerprint import add_range
 from windlass.engine.pieces import UnitCut
 from windlass.zero.sharded import ShardedModel
 from windlass.zero.unit import Unit
@@ -33,7 +34,8 @@ def trains_adapters(model: ShardedModel) -> bool:
         total += sum(unit.layout.numels)
         named = zip(unit.names, unit.layout.numels, strict=True)
         trained += sum(numel for name, numel in named if unit.trainable and name not in base)
-    return 0 < trained <= _FEW * total
+    everywhere: list[tuple[int, int]] = model.mesh.world_of((trained, total))
+    return 0 < sum(one for one, _ in everywhere) <= _FEW * sum(all_ for _, all_ in everywhere)
 
 
 def base_of(model: ShardedModel) -> frozenset[str]:
@@ -51,10 +53,11 @@ def base_hashes(model: ShardedModel) -> dict[str, str]:
     base = base_of(model)
     frozen = [unit for unit in model.units if not base.isdisjoint(unit.names)]
     model.take_back()
-    ranks = Ranks.of(model.mesh.data.process_group)
-    parts = ranks.each("taking the hash of what is frozen", lambda: _sums(model, frozen))
+    ranks = Ranks.of(model.mesh.world.process_group)
+    parts = ranks.each("taking the hash of what is frozen", lambda: _sums(model, frozen, base))
     model.health.check("frozen parameters could not be read")
-    return {n: digest(part[n] for part in parts) for unit in frozen for n in unit.names if n in base}
+    names = dict.fromkeys(name for part in parts for name in part)
+    return {name: digest(part[name] for part in parts if name in part) for name in names}
 
 
 def check_base(model: ShardedModel, saved: dict[str, str], held: Container[str], path: str) -> None:
@@ -70,7 +73,7 @@ def check_base(model: ShardedModel, saved: dict[str, str], held: Container[str],
     if not saved:
         return
     here = base_hashes(model)
-    known = {name for unit in model.units for name in unit.names}
+    known = {name for names in model.mesh.world_of([n for u in model.units for n in u.names]) for name in names}
     differs = {
         "are not what they were": [name for name, taken in here.items() if name in saved and saved[name] != taken],
         "were not there": [name for name in here if name not in saved and f"param/{name}" not in held],
@@ -88,15 +91,15 @@ def check_base(model: ShardedModel, saved: dict[str, str], held: Container[str],
         )
 
 
-def _sums(model: ShardedModel, units: Iterable[Unit]) -> dict[str, int]:
-    """This rank's part of each hash."""
+def _sums(model: ShardedModel, units: Iterable[Unit], names: Container[str]) -> dict[str, int]:
+    """This rank's part of each hash, of the parameters in `names`."""
     found: dict[str, int] = {}
     for unit in units:
         now = _state_of(unit)
         before = _taken.get(unit)
         if before is None or before[0] != now:
             before = _taken[unit] = now, _sums_of(model, unit)
-        found.update(before[1])
+        found.update({name: value for name, value in before[1].items() if name in names})
     return found
 
 
@@ -107,15 +110,19 @@ def _state_of(unit: Unit) -> Hashable:
 
 def _sums_of(model: ShardedModel, unit: Unit) -> dict[str, int]:
     """Of what several ranks hold alike, each adds a share."""
-    holders = model.mesh.replicate if unit.released else model.mesh.data
+    if not unit.speaks:
+        return {}
+    data = unit.family.mesh.data
+    holders = unit.family.mesh.replicate if unit.released else data
     hashes = {index: Hash() for index in range(len(unit.names))}
     cut = UnitCut(model, unit, keep=False)
     with cut.open():
         for piece in cut.pieces():
             first, last = (piece.numel * (holders.index + more) // holders.size for more in (0, 1))
-            where = "param", tuple(unit.shapes[piece.index]), piece.start + first
-            hashes[piece.index].add(*where, cut.get(piece)[first:last])
-    if model.mesh.data.index == 0:  # a parameter without elements has a shape and a dtype too
+            placement, start = unit.placements[piece.index], piece.start + first
+            add_range(hashes[piece.index], "param", placement, start, cut.get(piece)[first:last])
+    if data.index == 0:  # a parameter without elements has a shape and a dtype too
         for index, one in hashes.items():
-            one.add_plain("param", [list(unit.shapes[index]), str(unit.dtype)])
+            if unit.placements[index].begins:
+                one.add_plain("param", [list(unit.placements[index].shape), str(unit.dtype)])
     return {unit.names[index]: one.value() for index, one in hashes.items()}

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from windlass.base.errors import CheckpointError
 from windlass.base.log import logger
 from windlass.checkpoint.load import listed
+from windlass.parallel.placement import name_of
 
 if TYPE_CHECKING:
     from windlass.engine.train import Engine
@@ -23,7 +24,7 @@ def groups_of(engine: Engine) -> Groups:
     """Hyper-parameters of each group, with the names of its parameters."""
     if engine._optimizer is None:
         return []
-    names = {id(p): name for name, p in engine.module.named_parameters()}
+    names = {id(p): name_of(p, name) for name, p in engine.module.named_parameters()}
     groups = []
     for group in engine._optimizer.param_groups:
         values = {key: value for key, value in group.items() if key != "params"}

@@ -11,7 +11,8 @@ from windlass.base.errors import ModelError, WindlassError
 from windlass.optim.elementwise import prefer_fused
 from windlass.zero.sharded import ShardedModel
 from windlass.zero.update import check_parameters
-from windlass.zero.values import set_full_state, set_plain_state, state_keys, whole_state
+from windlass.zero.values import set_plain_state, state_keys
+from windlass.zero.wholes import set_full_state, whole_state
 
 _OWN = ("fused", "foreach")  # of a group: how it is computed, which this run decides by itself
 

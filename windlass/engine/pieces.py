@@ -43,7 +43,7 @@ class UnitCut:
 
     def __init__(self, model: ShardedModel, unit: Unit, *, keep: bool) -> None:
         self._unit, self._keep, self._health = unit, keep, model.health
-        group = model.group
+        group = unit.family.group
         self._span = unit.layout.cut(group.index, group.size) if unit.released else (0, unit.layout.padded)
         self._values: torch.Tensor | None = None
 
@@ -112,12 +112,16 @@ def parameters(
                     yield _shard(unit, piece, dtype, away, partial(_of_cut, away, piece))
         for index, numel in enumerate(unit.layout.numels):
             if numel == 0 and index not in out:
-                yield FlatShard(f"param/{unit.names[index]}", tuple(unit.shapes[index]), 0, torch.empty(0, dtype=dtype))
+                none = torch.empty(0, dtype=dtype)
+                yield FlatShard(
+                    f"param/{unit.names[index]}", tuple(unit.shapes[index]), 0, none, unit.placements[index]
+                )
 
 
 def _shard(unit: Unit, piece: Piece, dtype: torch.dtype, drawer: Drawer, get: Callable[[], torch.Tensor]) -> FlatShard:
     resting = Resting(piece.numel, dtype, drawer, get)
-    return FlatShard(f"param/{unit.names[piece.index]}", tuple(unit.shapes[piece.index]), piece.start, resting)
+    name, shape = unit.names[piece.index], tuple(unit.shapes[piece.index])
+    return FlatShard(f"param/{name}", shape, piece.start, resting, unit.placements[piece.index])
 
 
 def _of_chunk(drawer: Drawer, chunk: Chunk, piece: Piece) -> torch.Tensor:

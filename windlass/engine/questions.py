@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from windlass.comm.mesh import Mesh
 from windlass.config import Config
 from windlass.engine.optimizer import ShardedOptimizer
 from windlass.engine.progress import Progress
@@ -103,6 +104,18 @@ class Questions:
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
         """`stage3_gather_16bit_weights_on_model_save` of the configuration."""
         return self._config.zero_optimization.stage3_gather_16bit_weights_on_model_save
+
+    @property
+    def mesh(self) -> Mesh:
+        """All ranks on their axes."""
+        return self._sharded.mesh
+
+    @property
+    def readers(self) -> tuple[int, int]:
+        """`(count, number)`: ranks that read samples of their own, and which of them this one is, or reads with."""
+        world = self._sharded.mesh.world
+        grid = self._sharded.mesh.grid
+        return grid.readers, grid.reader(world.ranks[world.index])
 
     @property
     def micro_steps(self) -> int:

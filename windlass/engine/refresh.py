@@ -26,7 +26,7 @@ def refresh(engine: Engine) -> None:
     for average in before.averages.values():
         average.refuse_applied("refresh()")
     before.order.meet("a change of parameters or states")
-    check_alike(before.model, before.update.optimizer if before.update is not None else None, before.mesh.data)
+    check_alike(before.model, before.update.optimizer if before.update is not None else None, before.mesh.dense.data)
     if (joining := _only_unfrozen(before)) and can_grow(before, joining):
         grow(before, joining)
         return

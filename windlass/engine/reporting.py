@@ -173,7 +173,7 @@ def report(model: ShardedModel) -> dict[str, Any]:
         "disk": model.homes.disk.achieved() if model.homes.disk is not None else Rates(),
         "slots": slots,
         "units": units,
-        "transit": sum(need.numel * need.dtype.itemsize for need in model.gradients.needs())
+        "transit": sum(n.numel * n.dtype.itemsize for family in model.families for n in model.gradients.needs(family))
         if model.policy.grad
         else 0,
         "gathered": [unit.names[0] for unit in gathered],
@@ -193,7 +193,7 @@ def opening_lines(model: ShardedModel, config: Config, world: int) -> list[str]:
     return [
         f"stage {model.policy.stage} on {world} rank{'s' if world > 1 else ''}, {total:,} parameters "
         f"({trained:,} trained) in {len(model.units)} units, {released} of them released between uses",
-        f"transport {model.transport.name}: {model.transport_reason}",
+        f"transport {model.transport.name}: {model.families[0].why}",
         f"dtypes: {table}",
         *_homes(model),
     ]

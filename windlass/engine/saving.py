@@ -28,9 +28,11 @@ from windlass.checkpoint.retention import retire
 from windlass.checkpoint.save import Begun
 from windlass.checkpoint.scripts import write_scripts
 from windlass.checkpoint.to_windlass import LATEST_UNIVERSAL
+from windlass.comm.grid import AXES
 from windlass.engine import averages
 from windlass.engine.away import ChunkAway
 from windlass.engine.deepspeed_target import target_of
+from windlass.engine.everywhere import union
 from windlass.engine.extra_state import plain_extra_states, set_extra_states
 from windlass.engine.filling import ChunkToFill, incoming
 from windlass.engine.fingerprint import Written, fingerprint
@@ -110,7 +112,7 @@ def save_engine(
         return {**states.about(), "data": data_position(engine), "tag": name}
 
     name = tag if tag is not None else f"global_step{engine.global_steps}"
-    ranks = Ranks.of(model.mesh.data.process_group)
+    ranks = Ranks.of(model.mesh.world.process_group)
     everywhere = ranks.each("preparing to save", look)
     name = one_tag([one["tag"] for one in everywhere], engine._config.checkpoint.tag_validation)
     places = [one["data"] for one in everywhere]
@@ -124,25 +126,26 @@ def save_engine(
         "engine": engine.progress.state_dict(),
         "layout": {
             "stage": model.policy.stage,
-            "ranks": model.mesh.data.size,
+            "ranks": model.mesh.dense.data.size,
+            "axes": {axis: model.mesh.grid.size(axis) for axis in AXES},
             "accumulation": engine.progress.batch.accumulation,
         },
         "fingerprint": None if taken is None else {"parameters": taken.parameters, "states": taken.states},
         **merged(everywhere),
-        "groups": groups_of(engine),
+        "groups": union(model.mesh, groups_of(engine)),
         "loss_scale": engine._scaler.state_dict(),
         "schedule": _schedule(engine),
         "data": places[0],
         "trainable_only": trainable_only,
-        **said_of_weights(model, absent),
+        **union(model.mesh, said_of_weights(model, absent)),
         "base": base_hashes(model) if trainable_only else {},
         "buffers": True,
         "averages": averages.said_of(model),
-        "extra": plain_extra_states(engine.module),
+        "extra": union(model.mesh, plain_extra_states(engine.module)),
         "client": client,
     }
     # rank 0's count, and others may have their own until the next forward (engine/buffers)
-    tensors = states.tensors | ({} if model.mesh.data.index else _buffers(engine))
+    tensors = states.tensors | (_buffers(engine) if model.mesh.first_of_stage else {})
     state = SavedState(
         [*shards, *states.shards, *averages.shards_of(model)], tensors, plain, {"random": random_state(engine.device)}
     )
@@ -212,7 +215,7 @@ def load_engine(
     require_all_known(model)
     engine._saves.finish()  # it may be the one that is asked for
     model.health.refuse("load_checkpoint")
-    ranks = Ranks.of(model.mesh.data.process_group)
+    ranks = Ranks.of(model.mesh.world.process_group)
     if tag is None:  # one word for all: another may be saved meanwhile, and not every rank need see it
         tag = ranks.first("looking for the checkpoint", lambda: _named(engine, directory))
     if tag is None:
@@ -226,7 +229,7 @@ def load_engine(
     plain, saved = outlines[0]
     _complete(plain, saved, model)
     groups_too = wanted.optimizer and engine._optimizer is not None and bool(plain["groups"])
-    here = groups_of(engine)
+    here = union(model.mesh, groups_of(engine))
     matched = match(here, plain["groups"])
     if groups_too and wanted.optimizer_strict:
         require_whole(matched, here, plain["groups"])
@@ -334,7 +337,7 @@ def _fill(
     absent = base_of(model) if trainable_only else frozenset()
     shards = list(parameters(model, units, drawer_of, keep=True, without=absent))
     tensors = _buffers(engine) if plain.get("buffers", not trainable_only) else {}
-    ranks = Ranks.of(model.mesh.data.process_group)
+    ranks = Ranks.of(model.mesh.world.process_group)
     if states_too:
         ranks.each("preparing to load", lambda: incoming(model, plain, saved, drawer_of, tensors))
     states = [shard for drawer in drawers.values() for shard in drawer.shards]
@@ -397,7 +400,7 @@ def _load(
     ignore: tuple[str, ...],
     order: Order | None,
 ) -> LoadedState:
-    group = model.mesh.data.process_group
+    group = model.mesh.world.process_group
     try:
         return load(
             directory,

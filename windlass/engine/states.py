@@ -88,9 +88,11 @@ def outgoing(update: Update, drawer_of: Callable[[Chunk], Drawer], found: Outgoi
                 found.tensors[where] = value
             else:
                 whole = kind.startswith("whole")
-                shape = tuple(value.shape if whole else tenancy.chunk.unit.shapes[tenancy.index])
+                unit = tenancy.chunk.unit
+                shape = tuple(value.shape if whole else unit.shapes[tenancy.index])
                 resting = _at_rest(update, drawer, tenancy, key, state)
-                found.shards.append(FlatShard(where, shape, 0 if whole else tenancy.start, resting))
+                of = None if whole else unit.placements[tenancy.index]
+                found.shards.append(FlatShard(where, shape, 0 if whole else tenancy.start, resting, of))
 
 
 def is_coded(state: dict[str, Any], key: str, kept: Format) -> bool:

@@ -16,6 +16,7 @@ from windlass.base.errors import ConfigError, LossError, ModelError, StorageErro
 from windlass.base.garbage import hold_off
 from windlass.base.log import logger
 from windlass.checkpoint.background import Background
+from windlass.comm.axis import Axis
 from windlass.config import Batch, Config
 from windlass.engine.batches import loader_of
 from windlass.engine.blame import Blame
@@ -26,7 +27,10 @@ from windlass.engine.progress import Progress
 from windlass.engine.questions import Questions
 from windlass.engine.refresh import refresh, refuse_lost_gradients, take_foreign_gradients, unfrozen
 from windlass.engine.reporting import Reporter
+from windlass.engine.same_input import SameInput
 from windlass.optim.loss_scale import LossScale
+from windlass.parallel.experts import balances_of, move_all
+from windlass.parallel.sequence.apply import sequence_parallel_of
 from windlass.zero.parking import KINDS
 from windlass.zero.settings import Outcome
 from windlass.zero.sharded import ShardedModel
@@ -53,8 +57,8 @@ class Engine(Questions, Files, nn.Module):
         self.module = sharded.model
         self._sharded, self._config, self.progress, self._scaler = sharded, config, progress, scaler
         self.device = sharded.device
-        data = sharded.mesh.data
-        self.world_size, self.global_rank = data.size, data.ranks[data.index]
+        world = sharded.mesh.world
+        self.world_size, self.global_rank = world.size, world.ranks[world.index]
         self.local_rank = self.device.index if self.device.index is not None else _local_rank()
         self.config = config.raw
         self._optimizer = (
@@ -68,7 +72,7 @@ class Engine(Questions, Files, nn.Module):
         self._no_sync = False
         self._scaled = False  # the loss of the backward to come has the loss scale in it
         self._norm: float | None = None
-        self._saves = Background(sharded.mesh.data.ranks)
+        self._saves = Background(sharded.mesh.world.ranks)
         self._destroyed = False
         self.saved_tags: set[str] = set()  # of checkpoints that this engine wrote
         self._collect_again = hold_off() if config.disable_python_gc else _nothing
@@ -77,12 +81,15 @@ class Engine(Questions, Files, nn.Module):
 
     def _adopt(self, sharded: ShardedModel) -> None:
         """Train this one from now on."""
-        self._sharded, data = sharded, sharded.mesh.data
+        self._sharded, data = sharded, sharded.mesh.dense.data
         if self._optimizer is not None:
             self._optimizer.follow(sharded)
         meet = partial(sharded.order.meet, "the sending of buffers")
         self._buffers_of = Buffers(self.module, data, self.device, sharded.settings.compute, meet)
-        self._blame = Blame(data)
+        self._balances = balances_of(self.module)
+        self._blame = Blame(sharded.mesh.world)
+        sequences = sequence_parallel_of(self.module)
+        self._same_input = SameInput(sharded.mesh, parts=sequences is None or sequences.given)
         gradients = sharded.gradients
         gradients.weight = lambda: self._weight * self._own_share()
         gradients.syncing = self._syncs
@@ -131,6 +138,7 @@ class Engine(Questions, Files, nn.Module):
             self._buffers_of.before_forward()
         if self._config.fp16.enabled and self._config.fp16.auto_cast:
             args, kwargs = _cast((args, kwargs), torch.float16)
+        self._same_input.check((args, kwargs))
         self._blame.micro_batch = self.progress.micro_steps
         self._sharded.health.refuse("a forward")
         activity.evaluating = not self.module.training
@@ -228,6 +236,7 @@ class Engine(Questions, Files, nn.Module):
         self._optimizer.mark_called()
         if outcome.applied:
             self._optimizer.run_post_hooks()
+            self._balance_routers()
         where = ""
         if fp16 and not outcome.applied:
             where = f"{self._blame.find()}, step {self.progress.global_steps}"
@@ -242,6 +251,12 @@ class Engine(Questions, Files, nn.Module):
         self._reporter.stepped()
         if outcome.flags[1] > 0:  # of any rank: all are told at the same step
             self._saves.finish()
+
+    def _balance_routers(self) -> None:
+        """Biases of routers move by what the tokens of all data ranks chose. Collective over them."""
+        if self._balances:
+            move_all(self._balances, [Axis("data", self._sharded.mesh.dense.data)])
+            self._buffers_of.changed_alike()
 
     def _tell_foreign(self, names: list[str]) -> None:
         raise ModelError(foreign(names))

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from windlass.base.errors import CheckpointError, ModelError
 from windlass.checkpoint.directory import disk_errors
@@ -17,27 +18,26 @@ from windlass.checkpoint.pickled import Planned
 from windlass.checkpoint.tensor_file import Entry, TensorFileWriter
 from windlass.checkpoint.torch_file_writer import TorchFileWriter
 from windlass.engine.extra_state import extra_states, names_of_extra_states, set_extra_states
+from windlass.engine.wholes import Collecting
+from windlass.parallel.placement import name_of, placement_of
 from windlass.zero.gathered import GatheredParameters
 from windlass.zero.sharded import ShardedModel
-from windlass.zero.values import set_full_param
+from windlass.zero.wholes import set_full_param
 
 
 def full_state_dict(model: ShardedModel, *, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
     """See `Engine.full_state_dict`. A tied parameter appears under each of its names, as in a plain state dict."""
     model.finish_update()
-    first, names = model.mesh.data.index == 0, _names(model)
     found: dict[str, torch.Tensor] = {}
-    for unit in model.units:
-        with model.runtime.holding([unit]):
-            if not first:
-                continue
-            for parameter, view in zip(unit.parameters, unit.views(), strict=True):
-                whole = view.detach().to("cpu", dtype if view.is_floating_point() else None, copy=True)
-                found.update(dict.fromkeys(names[id(parameter)], whole))
-    if first:
-        found |= {name: buffer.detach().cpu().clone() for name, buffer in _buffers(model)}
-        found |= extra_states(model.model)
-    return found
+    for names, whole in Collecting(model, model.units, _names(model)).wholes():
+        values = whole.to("cpu", dtype if whole.is_floating_point() else None, copy=True)
+        found.update(dict.fromkeys(names, values))
+    others: dict[str, torch.Tensor] = {}
+    if model.mesh.first_of_stage:
+        others = {name: buffer.detach().cpu().clone() for name, buffer in _buffers(model)} | extra_states(model.model)
+    for theirs in model.mesh.of_stages(others):
+        found |= theirs
+    return found if model.mesh.world.index == 0 else {}
 
 
 def said_of_weights(model: ShardedModel, absent: Collection[str]) -> dict[str, Any]:
@@ -51,6 +51,8 @@ def said_of_weights(model: ShardedModel, absent: Collection[str]) -> dict[str, A
     first: dict[int, str] = {}
     for name, tensor in (*model.model.named_parameters(remove_duplicate=False), *_buffers(model)):
         kept = first.setdefault(id(tensor), name)
+        if isinstance(tensor, nn.Parameter):
+            kept = name_of(tensor, kept)
         if kept != name:
             tied[name] = kept
     units = [unit for unit in model.units if unit.dtype is not torch.float32]
@@ -64,9 +66,14 @@ def load_whole(model: ShardedModel, state: Mapping[str, torch.Tensor], *, strict
     """See `Engine.load_module_state_dict`."""
     names, buffers = _names(model), dict(_buffers(model))
     extra = names_of_extra_states(model.model)
-    known = {name for found in names.values() for name in found} | set(buffers) | set(extra)
     parameters = {id(p): p for p in model.model.parameters()}
-    given = {number: next((name for name in found if name in state), None) for number, found in names.items()}
+    here = {name for found in names.values() for name in found} | set(buffers) | set(extra)
+    known = {name for theirs in model.mesh.world_of(here) for name in theirs}
+    known |= {name_of(parameter, "") for parameter in parameters.values()}
+    given = {
+        number: next((name for name in (*found, name_of(parameters[number], found[0])) if name in state), None)
+        for number, found in names.items()
+    }
     missing = [names[number][0] for number, name in given.items() if name is None]
     missing += [name for name in (*buffers, *extra) if name not in state]
     unexpected = [name for name in state if name not in known]
@@ -76,10 +83,12 @@ def load_whole(model: ShardedModel, state: Mapping[str, torch.Tensor], *, strict
             "strict=False to take what matches"
         )
     wanted = {name: parameters[number] for number, name in given.items() if name is not None}
-    for name, like in (*wanted.items(), *((name, buffers[name]) for name in buffers if name in state)):
-        if state[name].shape != like.shape:
+    shapes = {name: placement_of(parameter).shape for name, parameter in wanted.items()}
+    shapes |= {name: tuple(buffer.shape) for name, buffer in buffers.items() if name in state}
+    for name, shape in shapes.items():
+        if tuple(state[name].shape) != shape:
             raise CheckpointError(
-                f"{name!r} has shape {tuple(state[name].shape)} in the state dictionary, {tuple(like.shape)} here"
+                f"{name!r} has shape {tuple(state[name].shape)} in the state dictionary, {shape} here"
             )
     for name, parameter in wanted.items():
         set_full_param(parameter, state[name])
@@ -96,7 +105,7 @@ def load_by(model: ShardedModel, state: Mapping[str, Any], custom: Callable[...,
 
     Needs memory for the whole model on every rank.
     """
-    with GatheredParameters(list(model.model.parameters()), modifier_rank=model.mesh.data.ranks[0]), torch.no_grad():
+    with GatheredParameters(list(model.model.parameters()), modifier_rank=model.mesh.world.ranks[0]), torch.no_grad():
         custom(src=state, dst=model.model)
 
 
@@ -143,26 +152,23 @@ def save_16bit_model(model: ShardedModel, directory: str, filename: str, trainab
     model.finish_update()
     names = _names(model)
     units = [unit for unit in model.units if unit.trainable or not trainable_only]
-    writing = _Writing(Path(directory) / filename) if model.mesh.data.index == 0 else None
+    writing = _Writing(Path(directory) / filename) if model.mesh.world.index == 0 else None
+    buffers = {} if trainable_only else dict(_buffers(model))
+    for theirs in model.mesh.of_stages({n: b.detach().cpu() for n, b in buffers.items()}):
+        buffers = {**theirs, **buffers}
+    collecting = Collecting(model, units, names)
     if writing is not None:
         # A safetensors file holds each tensor once; loading ties the names again.
-        entries = {
-            names[id(parameter)][0]: Entry(unit.dtype, tuple(shape))
-            for unit in units
-            for parameter, shape in zip(unit.parameters, unit.shapes, strict=True)
-        }
-        buffers = {} if trainable_only else dict(_buffers(model))
+        entries = {told.names[0]: Entry(told.dtype, told.shape) for told in collecting.entries}
         entries |= {name: Entry(buffer.dtype, tuple(buffer.shape)) for name, buffer in buffers.items()}
-        aliases = ((found[0], alias) for found in names.values() for alias in found[1:])
-        writing.begin(entries, {alias: name for name, alias in aliases if name in entries})
+        aliases = ((told.names[0], alias) for told in collecting.entries for alias in told.names[1:])
+        writing.begin(entries, dict((alias, name) for name, alias in aliases))
         writing.add(buffers)
-    for unit in units:
-        with model.runtime.holding([unit]):
-            if writing is not None:
-                views = zip(unit.parameters, unit.views(), strict=True)
-                writing.add({names[id(parameter)][0]: view for parameter, view in views})
+    for found, whole in collecting.wholes():
+        if writing is not None:
+            writing.add({found[0]: whole})
     told = [writing.finish() if writing is not None else ""]
-    dist.broadcast_object_list(told, model.mesh.data.ranks[0], group=model.mesh.data.process_group)
+    dist.broadcast_object_list(told, model.mesh.world.ranks[0], group=model.mesh.world.process_group)
     if told[0]:
         raise CheckpointError(told[0])
     return True

@@ -110,9 +110,9 @@ class Watched:
         sharded: Any = self._sharded
         renewing = sharded.renewing
 
-        def watched_renewing(units: Any) -> Any:
+        def watched_renewing(units: Any, **words: Any) -> Any:
             self._changed = True
-            return renewing(units)
+            return renewing(units, **words)
 
         sharded.before_update, sharded.renewing = self._before_update, watched_renewing
 

@@ -11,12 +11,15 @@ from torch import nn
 from windlass.base.activity import During
 from windlass.base.errors import ModelError
 from windlass.comm.groups import Group
+from windlass.parallel.placement import placement_of
+from windlass.zero.partition import Plan
 
 _Said = tuple[str, tuple[int, ...], str, str]  # name, shape, dtype, whether it is trained
 
 
 def check_alike(model: nn.Module, optimizer: torch.optim.Optimizer | None, data: Group) -> None:
-    """All ranks have parameters of the same names, shapes and dtypes, and train the same ones. Collective.
+    """All data ranks have parameters of the same names, shapes and dtypes, and train the same ones; of what is cut, of
+    the same whole. Experts, which differ along their axis, are left out. Collective.
 
     Raises:
         ModelError: they do not; on all ranks, with the first parameter that differs.
@@ -47,15 +50,41 @@ def check_alike(model: nn.Module, optimizer: torch.optim.Optimizer | None, data:
     )
 
 
+def check_units(plans: list[Plan], data: Group) -> None:
+    """All data ranks have as many units, and the same kinds of them in the same order, although they may have more or
+    fewer experts: ranks speak of units by their numbers. Collective.
+
+    Raises:
+        ModelError: they do not; on all ranks.
+    """
+    mine = [(plan.kind.expert, plan.dtype, plan.trainable, plan.kept, plan.numel) for plan in plans]
+    told: list[list[tuple[bool, torch.dtype, bool, bool, int]]] = [mine] * data.size
+    with During("the comparison of models"):
+        dist.all_gather_object(told, mine, group=data.process_group)
+    kinds = [[one[:4] for one in of_rank] for of_rank in told]
+    if all(one == kinds[0] for one in kinds):
+        return
+    counts = ", ".join(f"{len(one)} on rank {rank}" for rank, one in zip(data.ranks, kinds, strict=True))
+    largest = max(sum(one[4] for one in of_rank if one[0]) for of_rank in told)
+    raise ModelError(
+        f"ranks have unequal numbers of experts, and cut a block with them into other units ({counts}): set "
+        f"zero_optimization.stage3_max_live_parameters above {largest}, the elements of all experts of a rank, so that "
+        "no rank cuts such a block, or take a number of experts that parallel.ep divides"
+    )
+
+
 def _said_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[_Said]:
     groups = optimizer.param_groups if optimizer is not None else []
     stepped = {id(parameter): number for number, group in enumerate(groups) for parameter in group["params"]}
     found: list[_Said] = []
     for name, parameter in model.named_parameters():
+        placement = placement_of(parameter)
+        if placement.expert and placement.whole:
+            continue
         trained = "trained" if parameter.requires_grad else "frozen"
         number = stepped.get(id(parameter))
         place = f"in group {number} of the optimizer" if number is not None else "in no group of an optimizer"
-        found.append((name, tuple(parameter.shape), str(parameter.dtype), f"{trained}, {place}"))
+        found.append((name, placement.shape, str(parameter.dtype), f"{trained}, {place}"))
     return found
 
 

@@ -9,11 +9,12 @@ import torch
 from torch import nn
 
 from windlass.base.errors import ConfigError, ModelError
+from windlass.parallel.joining import join
 from windlass.storage.slot import Slot
 from windlass.zero import registry
 from windlass.zero.sharded import ShardedModel
 from windlass.zero.unit import Unit
-from windlass.zero.values import assemble, full_param
+from windlass.zero.values import assemble, part_param
 
 
 class ExponentialMovingAverage:
@@ -89,13 +90,18 @@ class ExponentialMovingAverage:
             self._exchange()
 
     def full_param(self, parameter: nn.Parameter) -> torch.Tensor:
-        """The whole average of a parameter, as a new tensor; of one that is not trained, its value."""
+        """The whole average of a parameter, as a new tensor; of one that is not trained, its value. Collective."""
+        place = registry.require(parameter)
+        return join(self.part_param(parameter), place.unit.placements[place.index], place.model.mesh.axes)
+
+    def part_param(self, parameter: nn.Parameter) -> torch.Tensor:
+        """As `full_param`, of the part that this rank computes with."""
         self.refuse_applied("full_param()")
         place = registry.require(parameter)
         if not self.updates:
             raise ModelError(f"{place.name!r} has no average yet: call update() after a step")
         if place.unit.index not in self._begun:
-            return full_param(parameter).detach()
+            return part_param(parameter).detach()
         return assemble(place, self._slots[place.unit.index].read())
 
     def take_in(self, units: list[Unit]) -> None:
@@ -114,8 +120,8 @@ class ExponentialMovingAverage:
         model.averages[self.name] = self
         self.take_in(model.units)
 
-    def set_full_param(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
-        """Set the whole average of a parameter that is trained and has one."""
+    def set_part_param(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
+        """Set the average of the part that this rank computes with of a parameter that is trained and has one."""
         unit, index = (place := registry.require(parameter)).unit, place.index
         slot, flat = self._slots[unit.index], value.reshape(-1)
         average = slot.read()

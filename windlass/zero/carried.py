@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from windlass.zero.values import full_param, set_full_param, set_full_state, set_plain_state, state_keys, whole_state
+from windlass.zero.registry import require
+from windlass.zero.values import part_param, part_state, set_part_param, set_part_state, set_plain_state, state_keys
 
 if TYPE_CHECKING:
     from windlass.zero.sharded import ShardedModel
@@ -34,41 +35,40 @@ class Carried:
     def __init__(self, model: ShardedModel) -> None:
         self._parcels: list[tuple[nn.Parameter, int, _Parcel | None]] = []
         self._averages = list(model.averages.values())
-        group = model.mesh.data
         with torch.no_grad():
             for unit in model.units:
+                group = unit.family.mesh.data
                 for parameter in unit.parameters if model.masters.of(unit) else ():
                     owner = len(self._parcels) % group.size
-                    parcel = _Parcel(full_param(parameter))
+                    parcel = _Parcel(part_param(parameter))
                     for key in state_keys(parameter):
-                        parcel.states[key] = whole_state(parameter, key)
+                        parcel.states[key] = part_state(parameter, key)
                     for average in self._averages:
                         if average.updates:
-                            parcel.averages[average.name] = average.full_param(parameter)
+                            parcel.averages[average.name] = average.part_param(parameter)
                     self._parcels.append((parameter, owner, _in_host_memory(parcel) if owner == group.index else None))
 
     def give(self, model: ShardedModel) -> None:
         """Put it into another layout of the same parameters; those that are not trained there keep their values."""
-        group = model.mesh.data
         for average in self._averages:
             average.follow(model)
         trained = {id(p) for unit in model.units if model.masters.of(unit) for p in unit.parameters}
         for parameter, owner, parcel in self._parcels:
             if id(parameter) not in trained:
                 continue
-            told = [parcel]
+            told, group = [parcel], require(parameter).unit.family.mesh.data
             if group.size > 1:
                 dist.broadcast_object_list(told, group.ranks[owner], group=group.process_group)
             found = told[0]
             assert found is not None
-            set_full_param(parameter, found.weight.to(model.device))
+            set_part_param(parameter, found.weight.to(model.device))
             for key, value in found.states.items():
                 if isinstance(value, torch.Tensor):
-                    set_full_state(parameter, key, value)
+                    set_part_state(parameter, key, value)
                 else:
                     set_plain_state(parameter, key, value)
             for name, value in found.averages.items():
-                model.averages[name].set_full_param(parameter, value.to(model.device))
+                model.averages[name].set_part_param(parameter, value.to(model.device))
         self._parcels = []
 
 

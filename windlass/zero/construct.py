@@ -11,10 +11,13 @@ from torch import nn
 
 from windlass.base.errors import ModelError
 from windlass.base.memory import Ledger, separate
-from windlass.comm.groups import DataMesh, Group
-from windlass.comm.transport import Buffer, Need, Transport
+from windlass.comm.mesh import Mesh
+from windlass.comm.transport import Buffer, Need
+from windlass.optim.elementwise import is_elementwise
+from windlass.parallel.placement import placement_of
 from windlass.storage.slot import Home, Slot
 from windlass.zero.born_units import bring_whole, note_whole, own_cut
+from windlass.zero.family import Family, share, speaks
 from windlass.zero.gradients import Gradients
 from windlass.zero.layout import Layout
 from windlass.zero.partition import Plan
@@ -39,12 +42,12 @@ def effective(homes: Homes, device: torch.device, *, delayed: bool = False) -> H
 
 
 def make_units(
-    plans: list[Plan], settings: Settings, homes: Homes, mesh: DataMesh, group: Group, *, trains: bool
+    plans: list[Plan], settings: Settings, homes: Homes, mesh: Mesh, families: list[Family], *, trains: bool
 ) -> list[Unit]:
     """The units, as yet without memory.
 
     Args:
-        group: over which state is cut.
+        families: that of dense parameters first, that of experts last.
         trains: there will be gradients; else everything counts as frozen.
     """
     policy = settings.policy
@@ -54,42 +57,40 @@ def make_units(
     for number, plan in enumerate(plans):
         floating = plan.parameters[0].is_floating_point()
         compute = settings.compute if settings.compute is not None and floating else plan.dtype
-        layout = Layout(tuple(p.numel() for p in plan.parameters), mesh.data.size)
-        released = policy.param and not plan.kept
-        unit = Unit(number, plan, layout, compute, released=released, home=homes.param if released else Home.DEVICE)
+        family = families[-1] if plan.kind.expert else families[0]
+        layout = Layout(tuple(p.numel() for p in plan.parameters), family.mesh.data.size)
+        alone = (
+            family.group.size == 1 < families[0].group.size and homes.param is Home.DEVICE
+        )  # nobody to share it with
+        released = policy.param and not plan.kept and not alone
+        home = homes.param if released else Home.DEVICE
+        unit = Unit(number, plan, layout, compute, family, released=released, home=home)
+        unit.sums, unit.share = family.sums(mesh, plan.kind, cut=policy.state), share(mesh, plan.kind)
+        unit.speaks = speaks(mesh, plan.kind)
         unit.trainable = unit.trainable and trains
         if unit.trainable and policy.state and away < homes.ratio * total:
             unit.state_home = homes.state
             away += plan.numel
         if policy.state:
-            unit.state_start, unit.state_stop = layout.cut(group.index, group.size)
+            unit.state_start, unit.state_stop = layout.cut(family.group.index, family.group.size)
         units.append(unit)
     return units
 
 
 class Builder:
-    """Allocates the buffers of all units and gradients at once, then fills unit by unit.
-
-    Args:
-        group: over which state is cut.
-        transport: over it.
-        regather: the nearer one of hpZ.
-    """
+    """Allocates the buffers of all units and gradients at once, then fills unit by unit."""
 
     def __init__(
         self,
         model: nn.Module,
         settings: Settings,
         homes: Homes,
-        mesh: DataMesh,
-        group: Group,
-        transport: Transport,
-        regather: Transport | None,
+        families: list[Family],
         device: torch.device,
         ledger: Ledger,
     ) -> None:
-        self._model, self._settings, self._homes, self._mesh, self._group = model, settings, homes, mesh, group
-        self._transport, self._regather, self._device, self._ledger = transport, regather, device, ledger
+        self._model, self._settings, self._homes, self._families = model, settings, homes, families
+        self._device, self._ledger = device, ledger
 
     def slot(self, name: str, numel: int, dtype: torch.dtype, home: Home) -> Slot:
         """A slot of this model."""
@@ -109,32 +110,39 @@ class Builder:
         policy = self._settings.policy
         if not policy.param:
             note_whole(self._model, policy.stage)
-        shared = [u for u in units if u.released or (u.trainable and policy.state)]
-        needs: list[Need] = [unit.need(self._transport) for unit in shared] + gradients.needs()
+        of_gradients = {id(family): gradients.needs(family) for family in self._families}
+        held = sum(_bytes(needs) for needs in of_gradients.values())
         if policy.grad:
-            self._ledger.hold("the ring of gradients", _bytes(gradients.needs()))
+            self._ledger.hold("the ring of gradients", held)
         elif gradients.slots:
-            self._ledger.hold("gradients", _bytes(gradients.needs()))
-        lanes = len(gradients.slots)
-        buffers = self._transport.allocate(needs, self._device, lanes=lanes) if needs else []
-        of_unit = {id(unit): buffer for unit, buffer in zip(shared, buffers, strict=False)}
+            self._ledger.hold("gradients", held)
+        of_unit: dict[int, Buffer] = {}
+        for family in self._families:
+            shared = [u for u in units if u.family is family and (u.released or (u.trainable and policy.state))]
+            needs: list[Need] = [unit.need() for unit in shared] + of_gradients[id(family)]
+            if not needs and len(self._families) == 1:
+                continue
+            buffers = family.transport.allocate(needs, self._device, lanes=len(gradients.slots))
+            of_unit |= {id(unit): buffer for unit, buffer in zip(shared, buffers, strict=False)}
+            gradients.take(family, buffers[len(shared) :])
         for unit, plan in zip(units, plans, strict=True):
             buffer = of_unit.get(id(unit))
             if buffer is None:
                 buffer = Buffer(torch.zeros(unit.layout.padded, dtype=unit.dtype, device=self._device))
             elif unit.released and not buffer.common:
-                self._transport.vacate(buffer)  # one unit whole at a time
-            unit.bind(buffer, self._transport, self._regather, self._ledger, self._rests)
+                unit.transport.vacate(buffer)  # one unit whole at a time
+            unit.bind(buffer, self._ledger, self._rests)
             span = self._place(unit, plan)
             yield unit, span
             del span
             unit.settle_in()
-        gradients.bind(buffers[len(shared) :])
+        gradients.bind()
 
     def _place(self, unit: Unit, plan: Plan) -> torch.Tensor:
         """Put a unit's values where they belong; returns this rank's state span of them. Those of parameters that were
         born sharded come piece by piece, those of others from rank 0."""
-        if unit.released and self._group.size == self._mesh.data.size and unit.secondary is None:
+        group, data = unit.family.group, unit.family.mesh.data
+        if unit.released and group.size == data.size and unit.secondary is None:
             own = own_cut(unit.parameters, unit.layout, plan.dtype, self._device)
             if own is not None:
                 if unit.frees:
@@ -144,7 +152,7 @@ class Builder:
                 return own
         values = self._values(unit, plan)
         if unit.buffer.common:
-            start, stop = unit.layout.cut(self._group.index, self._group.size)
+            start, stop = unit.layout.cut(group.index, group.size)
             unit.own_full.copy_(values[start:stop])
         else:
             unit.full.copy_(values)
@@ -156,20 +164,35 @@ class Builder:
         return self.slot(f"parameters of {unit.names[0]} at rest", numel, unit.dtype, unit.home)
 
     def _values(self, unit: Unit, plan: Plan) -> torch.Tensor:
-        """Rank 0's parameters `[padded]`, in their own dtype."""
+        """The parameters `[padded]` of the first data rank, in their own dtype."""
         values = torch.zeros(unit.layout.padded, dtype=plan.dtype, device=self._device)
         bring_whole(unit.parameters, [unit.parameter_view(values, i) for i in range(len(unit.parameters))])
-        if self._mesh.data.index == 0:
+        data = unit.family.mesh.data
+        if data.index == 0:
             for index, parameter in enumerate(unit.parameters):
                 unit.parameter_view(values, index).copy_(parameter.detach())
-        if self._mesh.data.size > 1 and values.numel():
-            process_group = self._mesh.data.process_group
-            dist.broadcast(values.view(torch.uint8), self._mesh.data.ranks[0], group=process_group)
+        if data.size > 1 and values.numel():
+            dist.broadcast(values.view(torch.uint8), data.ranks[0], group=data.process_group)
         return values
 
 
 def _bytes(needs: list[Need]) -> int:
     return sum(need.numel * need.dtype.itemsize for need in needs)
+
+
+def refuse_cut(optimizer: torch.optim.Optimizer, plans: list[Plan]) -> None:
+    """Raises ModelError where an optimizer steps whole parameters and some are only parts of one."""
+    if is_elementwise(optimizer):
+        return
+    for plan in plans:
+        for name, parameter in zip(plan.names, plan.parameters, strict=True):
+            placement = placement_of(parameter)
+            if not placement.whole and parameter.requires_grad:
+                raise ModelError(
+                    f"{type(optimizer).__name__} steps whole parameters, and {name!r} (shape {list(placement.shape)}) "
+                    f"is cut over {', '.join(sorted(placement.cut))}: use an elementwise optimizer (AdamW, Lion, SGD, "
+                    "...), or leave that axis at 1"
+                )
 
 
 def check_devices(model: nn.Module, device: torch.device) -> None:

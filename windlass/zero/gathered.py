@@ -11,12 +11,13 @@ import torch.distributed as dist
 from torch import nn
 
 from windlass.base.errors import GatherError
+from windlass.comm.grid import DATA, EXPERT_DATA
 from windlass.zero import born
 from windlass.zero.access import Released, mark_present, mark_released
 from windlass.zero.born import Birth
 from windlass.zero.registry import Place, find
 from windlass.zero.unit import Presence
-from windlass.zero.values import set_full_param
+from windlass.zero.values import apart, set_part_param
 
 _open: set[int] = set()  # ids of parameters inside a context now
 
@@ -71,7 +72,7 @@ class GatheredParameters:
         sharded = [(p, place) for p, place in self._places if place.unit.released]
         copies = []
         for parameter, place in sharded:
-            with place.model.runtime.holding([place.unit]):
+            with place.model.runtime.holding([place.unit], apart=apart(place)):
                 copies.append(place.unit.parameter_view(place.unit.full, place.index).detach().clone())
             _open.add(id(parameter))
         for (parameter, place), copy in zip(sharded, copies, strict=True):
@@ -97,8 +98,9 @@ class GatheredParameters:
         if self._rank is not None and kind is None and not resized:
             for parameter, place in self._places:
                 value = parameter.detach().clone(memory_format=torch.contiguous_format)
-                if place.model.mesh.data.size > 1:
-                    dist.broadcast(_bytes(value), self._rank, group=place.model.mesh.data.process_group)
+                data = place.unit.family.mesh.data
+                if data.size > 1:
+                    dist.broadcast(_bytes(value), _modifier(place, self._rank), group=data.process_group)
                 values.append((parameter, value))
         for parameter, place in self._copied:
             _open.discard(id(parameter))
@@ -111,7 +113,7 @@ class GatheredParameters:
         for place, shape in resized if kind is None else ():
             place.unit.require_shape(place.index, shape)
         for parameter, value in values:
-            set_full_param(parameter, value)
+            set_part_param(parameter, value)
 
     def _return(self, parameter: nn.Parameter, birth: Birth, *, changed: bool) -> None:
         """Take the values again from a parameter that was born sharded."""
@@ -120,6 +122,17 @@ class GatheredParameters:
             assert self._rank is not None
             birth.take(parameter.detach(), birth.group.ranks.index(self._rank))
         mark_released(parameter, birth)
+
+
+def _modifier(place: Place, rank: int) -> int:
+    """Whose changes count among the data ranks of a parameter: `rank` itself, or where it is none of them (it has
+    another part, or another copy) the one that stands where it stands."""
+    data, grid = place.unit.family.mesh.data, place.model.mesh.grid
+    if rank in data.ranks:
+        return rank
+    here, there = (grid.coordinates(one) for one in (data.ranks[data.index], rank))
+    shared = EXPERT_DATA if place.unit.kind.expert else DATA
+    return grid.rank(**{axis: there[axis] if axis in shared else here[axis] for axis in here})
 
 
 def _bytes(value: torch.Tensor) -> Any:

@@ -53,7 +53,7 @@ class Generation:
                 finally:
                     sharded.order.paused = False
         logger.info("generate: the whole model does not fit beside what is in memory; it is gathered for each token")
-        if "synced_gpus" in inspect.signature(self._own).parameters and sharded.mesh.data.size > 1:
+        if "synced_gpus" in inspect.signature(self._own).parameters and sharded.mesh.dense.data.size > 1:
             kwargs.setdefault("synced_gpus", True)
         return self._own(model, *args, **kwargs)
 
@@ -85,8 +85,8 @@ def _fits(sharded: ShardedModel) -> bool:
     """Whether all that is released may be present at once, on every rank. Collective."""
     missing = sum(unit.nbytes for unit in sharded.units if unit.frees)
     fits = torch.tensor([float(missing <= _SHARE * _free_bytes(sharded.device))], device=sharded.device)
-    if sharded.mesh.data.size > 1:
-        dist.all_reduce(fits, dist.ReduceOp.MIN, group=sharded.mesh.data.process_group)
+    if sharded.mesh.world.size > 1:
+        dist.all_reduce(fits, dist.ReduceOp.MIN, group=sharded.mesh.world.process_group)
     return bool(fits.item())
 
 

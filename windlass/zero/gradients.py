@@ -18,7 +18,8 @@ import torch
 from windlass.base.activity import During
 from windlass.base.errors import ModelError
 from windlass.base.pending import Pending
-from windlass.comm.transport import Buffer, Need, Reduction, Transport, cut
+from windlass.comm.transport import Buffer, Need, Reduction, cut
+from windlass.zero.family import Family
 from windlass.zero.gradient_slot import GradientSlot
 from windlass.zero.landing import Landing
 from windlass.zero.order import Order
@@ -42,7 +43,6 @@ class Gradients:
     Args:
         units: the trainable ones, in model order.
         policy: whether gradients are cut.
-        transport: over the ranks that a unit is reduced over.
         order: says when a unit is reduced.
         accumulate: dtype in which gradients are kept.
         wire: dtype in which they travel.
@@ -63,7 +63,6 @@ class Gradients:
         self,
         units: list[Unit],
         policy: Policy,
-        transport: Transport,
         order: Order,
         *,
         accumulate: torch.dtype,
@@ -76,11 +75,14 @@ class Gradients:
     ) -> None:
         self._contiguous, self._landing = contiguous, landing
         self._cut, self._whole = policy.grad, not policy.state
-        self._transport, self._wire, self._overlap = transport, wire, overlap
+        self._wire, self._overlap = wire, overlap
         self._accumulate, self._before, self._after = accumulate, before, after
         self.slots = [GradientSlot(unit) for unit in units]
-        largest = max((unit.layout.padded for unit in units), default=0)
-        self._ring = Ring(2, largest, accumulate)
+        largest: dict[int, int] = {}
+        for unit in units:
+            largest[id(unit.family)] = max(largest.get(id(unit.family), 0), unit.layout.padded)
+        self._rings = {family: Ring(2, numel, accumulate) for family, numel in largest.items()}
+        self._given: dict[int, list[Buffer]] = {}
         self.weight: Callable[[], float] = lambda: 1.0
         self.syncing: Callable[[], bool] = lambda: True
         self.watch: Callable[[Unit, int, torch.Tensor], None] | None = None
@@ -91,34 +93,47 @@ class Gradients:
         self._touched = False
         self._flying: deque[_Flight] = deque()
 
-    def needs(self) -> list[Need]:
-        """The buffers to allocate: the ring where gradients are cut, else one for each unit."""
+    def needs(self, family: Family) -> list[Need]:
+        """The buffers to allocate for a family: its ring where gradients are cut, else one for each unit."""
         if self._cut:
-            return self._ring.needs() if self.slots else []
-        return [Need(slot.unit.layout.padded, self._accumulate) for slot in self.slots]
+            ring = self._rings.get(id(family))
+            return ring.needs() if ring is not None else []
+        return [Need(slot.unit.layout.padded, self._accumulate) for slot in self._of(family)]
 
-    def bind(self, buffers: list[Buffer]) -> None:
-        """Take the buffers that `needs` asked for."""
-        if self._cut:
-            self._ring.bind(buffers, self._transport)
-            for slot in self.slots:
+    def take(self, family: Family, buffers: list[Buffer]) -> None:
+        """Keep the buffers that `needs` asked for, until `bind`."""
+        self._given[id(family)] = buffers
+        if self._cut and buffers:
+            self._rings[id(family)].bind(buffers, family.transport)
+
+    def bind(self) -> None:
+        """Put the buffers to use."""
+        for slot in self.slots:
+            if self._cut:
                 self._landing.prepare(slot)
-            return
-        for slot, buffer in zip(self.slots, buffers, strict=True):
-            slot.buffer = buffer
+            else:
+                slot.buffer = self._given[id(slot.unit.family)].pop(0)
+        self._given = {}
 
-    def needs_of(self, units: list[Unit]) -> list[Need]:
-        """The buffers to add where `units` begin to be trained: a larger ring, if they need one, or one for each."""
+    def _of(self, family: Family) -> list[GradientSlot]:
+        return [slot for slot in self.slots if slot.unit.family is family]
+
+    def needs_of(self, family: Family, units: list[Unit]) -> list[Need]:
+        """The buffers to add where `units` of a family begin to be trained: a larger ring, if they need one, or one for
+        each."""
         if not self._cut:
             return [Need(unit.layout.padded, self._accumulate) for unit in units]
-        largest = max((unit.layout.padded for unit in units), default=0)
-        return Ring(2, largest, self._accumulate).needs() if largest > self._ring.numel else []
+        largest, ring = max((unit.layout.padded for unit in units), default=0), self._rings.get(id(family))
+        return Ring(2, largest, self._accumulate).needs() if largest > (ring.numel if ring is not None else 0) else []
+
+    def widen(self, family: Family, buffers: list[Buffer]) -> None:
+        """Take what `needs_of` asked for where gradients are cut; between steps."""
+        ring = self._rings[id(family)] = Ring(len(buffers), buffers[0].local.numel(), self._accumulate)
+        ring.bind(buffers, family.transport)
 
     def grow(self, slots: list[GradientSlot], buffers: list[Buffer]) -> None:
-        """Take slots of units that begin to be trained, and what `needs_of` asked for; between steps."""
-        if self._cut and buffers:
-            self._ring = Ring(len(buffers), buffers[0].local.numel(), self._accumulate)
-            self._ring.bind(buffers, self._transport)
+        """Take slots of units that begin to be trained, each with its buffer where gradients are not cut; between
+        steps."""
         for number, slot in enumerate(slots):
             self.slots.append(slot)
             if self._cut:
@@ -205,30 +220,29 @@ class Gradients:
 
     def spread(self) -> None:
         """Where every rank keeps the whole gradient, bring the others' cuts. Collective, once, before a step."""
-        group = self._transport.group
-        if not self._whole or group.size == 1:
+        if not self._whole:
             return
         started, shared = [], []
         for slot in self.slots:
-            if slot.holds:
+            if slot.holds and slot.unit.family.group.size > 1:
                 assert slot.buffer is not None and slot.shard is not None
-                shared.append(slot.buffer)
                 if not _same(slot.shard, slot.buffer.local):
                     slot.buffer.local.copy_(slot.shard)
                     slot.shard = slot.buffer.local
-                self._transport.publish(slot.buffer)
-                started.append(self._transport.gather(slot.buffer, elements=slot.unit.numel))
+                slot.unit.transport.publish(slot.buffer)
+                started.append(slot.unit.transport.gather(slot.buffer, elements=slot.unit.numel))
+                shared.append((slot.unit.transport, slot.buffer))
         for pending in started:
             pending.wait()
-        for buffer in shared:  # a fused step divides gradients where they lie
-            self._transport.settle(buffer)
+        for transport, buffer in shared:  # a fused step divides gradients where they lie
+            transport.settle(buffer)
 
     def reset(self) -> None:
         """Forget this step's gradients; their memory stays."""
         self.finish()
         for slot in self.slots:
             if slot.place is not None:
-                self._ring.give_back(slot.place)
+                self._ring_of(slot).give_back(slot.place)
                 slot.buffer = slot.place = None
             slot.holds = slot.landed = False
             slot.squares = slot.aside = None
@@ -273,12 +287,15 @@ class Gradients:
         self._land_all_of(slot)
         if slot.holds and slot.shard is not None and _same(slot.shard, slot.unit.own_cut(slot.buffer.local)):
             slot.shard = slot.shard.clone()
-        self._transport.settle(slot.buffer)
+        slot.unit.transport.settle(slot.buffer)
+
+    def _ring_of(self, slot: GradientSlot) -> Ring:
+        return self._rings[id(slot.unit.family)]
 
     def _borrow(self, slot: GradientSlot) -> Buffer | None:
         """Lend `slot` a buffer of the ring; None if all hold gradients that are still incomplete."""
         while True:
-            lent = self._ring.borrow(slot.unit.layout.padded)
+            lent = self._ring_of(slot).borrow(slot.unit.layout.padded)
             if lent is not None:
                 slot.place, slot.buffer = lent
                 return slot.buffer
@@ -291,7 +308,7 @@ class Gradients:
         if slot.buffer is not None and slot.place is not None:
             self._zero_unwritten(slot, slot.buffer.local)
             slot.aside = slot.buffer.local.clone()
-            self._ring.give_back(slot.place)
+            self._ring_of(slot).give_back(slot.place)
             slot.buffer = slot.place = None
 
     def _zero_unwritten(self, slot: GradientSlot, flat: torch.Tensor) -> None:
@@ -312,7 +329,7 @@ class Gradients:
 
     def _reduce(self, slot: GradientSlot) -> None:
         """Start the reduction of a unit; its buffer is empty from then on."""
-        group = self._transport.group
+        group, transport = slot.unit.family.group, slot.unit.transport
         self._land_all_of(slot)
         self._prepare(slot)
         assert slot.buffer is not None
@@ -321,7 +338,7 @@ class Gradients:
             slot.shard = slot.unit.own_cut(slot.buffer.local)
         out, add = self._landing.out(slot, own)
         with During("reduce", slot.unit.names):
-            reduction = self._transport.reduce(
+            reduction = transport.reduce(
                 self.slots.index(slot),
                 slot.buffer,
                 out,
@@ -344,7 +361,8 @@ class Gradients:
         if buffer is None:
             buffer = self._borrow(slot)
             if buffer is None:
-                self._put_aside(next(other for other in self.slots if other.place is not None))
+                lent = (other for other in self._of(slot.unit.family) if other.place is not None)
+                self._put_aside(next(lent))
                 buffer = self._borrow(slot)
             assert buffer is not None
             if slot.aside is not None:
@@ -370,7 +388,7 @@ class Gradients:
         flight.slot.squares = flight.reduction.squares
         self._landing.land(flight.slot, flight.out)
         if flight.place is not None:
-            self._ring.give_back(flight.place)
+            self._ring_of(flight.slot).give_back(flight.place)
         self.landed(flight.slot)
 
 

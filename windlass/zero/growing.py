@@ -13,6 +13,7 @@ from torch import nn
 
 from windlass.base.errors import StorageError
 from windlass.base.log import logger
+from windlass.comm.transport import Buffer
 from windlass.storage.slot import Home
 from windlass.zero.chunk import Chunk
 from windlass.zero.gradient_slot import GradientSlot
@@ -92,13 +93,21 @@ def _take_space(model: ShardedModel, slots: list[GradientSlot]) -> list[Chunk]:
 
 def _bring_buffers(model: ShardedModel, slots: list[GradientSlot]) -> None:
     """Buffers that peers reach, for gradients and for parameters that are whole on every rank and stepped in cuts."""
-    whole = [slot.unit for slot in slots if not slot.unit.released and model.policy.state]
-    needs = [unit.need(model.transport) for unit in whole]
-    gradients = model.gradients.needs_of([slot.unit for slot in slots])
-    buffers = model.transport.extend([*needs, *gradients], model.device, lanes=len(slots))
-    if gradients:
-        held = sum(need.numel * need.dtype.itemsize for need in gradients)
+    own: dict[int, Buffer] = {}  # of a unit's gradient
+    held = 0
+    for family in model.families:
+        units = [slot.unit for slot in slots if slot.unit.family is family]
+        whole = [unit for unit in units if not unit.released and model.policy.state]
+        needs = model.gradients.needs_of(family, units)
+        wanted = [*(unit.need() for unit in whole), *needs]
+        buffers = family.transport.extend(wanted, model.device, lanes=len(slots))
+        held += sum(need.numel * need.dtype.itemsize for need in needs)
+        for unit, buffer in zip(whole, buffers, strict=False):
+            unit.move(buffer)
+        if needs and model.policy.grad:
+            model.gradients.widen(family, buffers[len(whole) :])
+        elif needs:
+            own |= {id(unit): buffer for unit, buffer in zip(units, buffers[len(whole) :], strict=True)}
+    if held:
         model.ledger.hold(f"gradients of {slots[0].unit.names[0]} and what began with it", held)
-    for unit, buffer in zip(whole, buffers, strict=False):
-        unit.move(buffer)
-    model.gradients.grow(slots, buffers[len(whole) :])
+    model.gradients.grow(slots, [own[id(slot.unit)] for slot in slots] if own else [])

@@ -42,35 +42,38 @@ class Health:
         """1 if a transfer of this rank failed and not all ranks were told yet, else 0."""
         return float(self._disk is not None and (self._torn() is not None or self._disk.failure is not None))
 
-    def check(self, what: str, *, then: str = UNTOUCHED, loses: bool = False) -> None:
+    def check(self, what: str, *, then: str = UNTOUCHED, loses: bool = False, among: Group | None = None) -> None:
         """All ranks ask each other whether a transfer failed. Collective where anything rests on disk.
 
         Args:
             what: cannot be done, or was not.
             then: what that means for the model.
             loses: nothing can go on after it. So it is in any case where states or parameters were not written.
+            among: only these ask each other (ranks that hold the same experts).
 
         Raises:
             StorageError: one failed; on all ranks, with the words of those where it did.
         """
         if self._disk is None:
             return
+        group = among or self._data
         bad = torch.tensor([self.bad_here()], device=self._device)
-        if self._data.size > 1:
-            dist.all_reduce(bad, group=self._data.process_group)
+        if group.size > 1:
+            dist.all_reduce(bad, group=group.process_group)
         if bad.item() > 0:
-            self.tell(what, then=then, loses=loses)
+            self.tell(what, then=then, loses=loses, among=among)
 
-    def tell(self, what: str, *, then: str = UNTOUCHED, loses: bool = False) -> None:
+    def tell(self, what: str, *, then: str = UNTOUCHED, loses: bool = False, among: Group | None = None) -> None:
         """Raise what `check` raises, where all ranks know that a transfer failed. Collective."""
+        group = among or self._data
         torn = self._torn()
         error = self._disk.take_failure() if self._disk is not None else None
         error = torn or error
         mine = (str(error) if error is not None else "", torn is not None)
-        told = [mine] * self._data.size
-        if self._data.size > 1:
-            dist.all_gather_object(told, mine, group=self._data.process_group)
-        said = "; ".join(f"rank {self._data.ranks[index]}: {words}" for index, (words, _) in enumerate(told) if words)
+        told = [mine] * group.size
+        if group.size > 1:
+            dist.all_gather_object(told, mine, group=group.process_group)
+        said = "; ".join(f"rank {group.ranks[index]}: {words}" for index, (words, _) in enumerate(told) if words)
         if loses or any(tears for _, tears in told):
             self.lost, then = f"{what} ({said})", HALF_DONE
         raise StorageError(f"{what}: {said}. As for the model: {then}") from error

@@ -9,7 +9,6 @@ import torch
 
 from windlass.base.memory import Ledger, copy_to_host, host_empty, separate
 from windlass.base.pending import DONE, Pending, Step
-from windlass.comm.groups import Group
 from windlass.comm.transport import cut
 from windlass.storage.slot import Home, Slot
 from windlass.zero.gradient_slot import GradientSlot
@@ -22,7 +21,6 @@ class Landing:
     copied out while the backward goes on, and added up where it rests.
 
     Args:
-        group: over which a unit is reduced.
         dtype: in which gradients are accumulated.
         home_of: the home of a unit's gradient.
         make: makes the slot of a gradient that rests away from the device: name, elements, home.
@@ -32,14 +30,13 @@ class Landing:
 
     def __init__(
         self,
-        group: Group,
         dtype: torch.dtype,
         device: torch.device,
         ledger: Ledger,
         home_of: Callable[[GradientSlot], Home],
         make: Callable[[str, int, torch.dtype, Home], Slot],
     ) -> None:
-        self._group, self._dtype, self._device, self._ledger = group, dtype, device, ledger
+        self._dtype, self._device, self._ledger = dtype, device, ledger
         self._home_of, self._make = home_of, make
         self._under_way: deque[tuple[Pending, torch.Tensor]] = deque()
         self._free: list[torch.Tensor] = []
@@ -65,7 +62,8 @@ class Landing:
         if slot.rests is None:
             assert slot.shard is not None
             whole = slot.shard.numel() != own.numel()
-            return cut(slot.shard, self._group.index, self._group.size) if whole else slot.shard, slot.holds
+            group = slot.unit.family.group
+            return cut(slot.shard, group.index, group.size) if whole else slot.shard, slot.holds
         while not self._free and len(self._taken) >= self.IN_FLIGHT and self._under_way:
             self._finish_one()
         if not self._free:

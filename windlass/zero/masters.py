@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import nn
 
 from windlass.base.memory import Ledger, copy_to_device, copy_to_host, host_empty, separate
 from windlass.base.pending import DONE, Pending
+from windlass.comm.groups import Group
 from windlass.storage.slot import Home
 from windlass.zero.chunk import Chunk, chunks_of
 from windlass.zero.gradient_slot import GradientSlot
@@ -102,17 +104,20 @@ class Masters:
             self.residence.settle(chunk)
 
     @contextmanager
-    def at_hand(self, units: list[Unit], *, changes: bool = False, alone: bool = False) -> Iterator[None]:
+    def at_hand(
+        self, units: list[Unit], *, changes: bool = False, alone: bool = False, among: Group | None = None
+    ) -> Iterator[None]:
         """Masters and optimizer states of `units` in memory. Collective where they rest on disk, unless `alone`.
 
         Args:
             changes: are kept.
             alone: ranks do this each by itself.
+            among: only these ranks do this together.
 
         Raises:
             StorageError: they can't be read, or changes not be written; on all ranks, unless `alone`.
         """
-        check = self._health.check_alone if alone else self._health.check
+        check = self._health.check_alone if alone else partial(self._health.check, among=among)
         self._health.refuse("reading or setting masters and optimizer states")
         chunks = [chunk for unit in units for chunk in self.of(unit)]
         with self.residence.at_hand(
@@ -138,9 +143,9 @@ class Masters:
             for piece in chunk.pieces():
                 yield piece.index, piece.start, piece.stop, chunk.values().narrow(0, piece.offset, piece.numel)
 
-    def read_span(self, unit: Unit) -> torch.Tensor:
+    def read_span(self, unit: Unit, *, among: Group | None = None) -> torch.Tensor:
         """The masters of this rank's state span `[state_stop - state_start]`, only to be read: where they rest in
-        memory, or a copy of what is on disk. Collective where anything rests there.
+        memory, or a copy of what is on disk. Collective where anything rests there, over all ranks or those `among`.
 
         Raises:
             StorageError: they can't be read; on all ranks.
@@ -156,7 +161,7 @@ class Masters:
             for chunk in chunks:
                 with self.residence.at_hand([chunk], changes=False):
                     whole[chunk.start : chunk.stop].copy_(chunk.values())
-        self._health.check("master weights could not be read")
+        self._health.check("master weights could not be read", among=among)
         return whole
 
     @contextmanager

@@ -9,11 +9,12 @@ import torch
 import torch.distributed as dist
 
 from windlass.base.activity import During
-from windlass.comm.groups import Group
+from windlass.comm.mesh import Mesh
 from windlass.comm.ordered_sum import sum_of_squares
 from windlass.comm.traffic import Traffic
 from windlass.zero.gradient_slot import GradientSlot
 from windlass.zero.gradients import Gradients
+from windlass.zero.policy import Policy
 
 
 @dataclass(frozen=True)
@@ -37,22 +38,68 @@ class Verdict:
         return math.isfinite(self.norm)
 
 
-def share_of_norm(slot: GradientSlot, data: Group, shard_count: int) -> tuple[int, int]:
-    """`[start, stop)` of a slot's shard whose squares this rank adds, so that each element counts once over all
-    ranks."""
-    size = slot.numel
-    parts = data.size if size == slot.unit.layout.padded else data.size // shard_count
-    place = data.index if size == slot.unit.layout.padded else data.index // shard_count
+class Places:
+    """Where in the vector it stands whether the parameters of each unit were used.
+
+    Experts that are modules of their own are others on each rank along ep, and more or fewer: each has a place. Those
+    that lie in one parameter are used where any of them is.
+
+    Args:
+        mesh: all ranks.
+        device: where collectives take what is said.
+
+    Attributes:
+        of: the first place of each slot's parameters.
+        size: of the vector.
+    """
+
+    def __init__(self, mesh: Mesh, device: torch.device) -> None:
+        self._ep, self.device = mesh.ep, device
+        self.of: list[int] = []
+        self.size = 0
+
+    def fit(self, slots: list[GradientSlot]) -> None:
+        """Have places for these, which are as many on all ranks that are asked. Collective where that is new."""
+        if len(slots) == len(self.of):
+            return
+        self.of, self.size = [], len(slots)
+        counts = [len(slot.unit.parameters) for slot in slots]
+        apart = [slot.unit.kind.expert and slot.unit.placements[0].whole for slot in slots]
+        if self._ep.size == 1 or not any(apart):
+            for count in counts:
+                self.of.append(self.size)
+                self.size += count
+            return
+        everywhere = self._ep.everyone(counts)
+        for number, separate in enumerate(apart):
+            along = [theirs[number] for theirs in everywhere]
+            self.of.append(self.size + (sum(along[: self._ep.index]) if separate else 0))
+            self.size += sum(along) if separate else counts[number]
+
+
+def share_of_norm(slot: GradientSlot, policy: Policy) -> tuple[int, int]:
+    """`[start, stop)` of a slot's shard whose squares this rank adds, so that each element counts once over the data
+    ranks of its family."""
+    data, size = slot.unit.family.mesh.data, slot.numel
+    cuts = slot.unit.family.group.size if policy.state else data.size
+    parts = data.size if size == slot.unit.layout.padded else data.size // cuts
+    place = data.index if size == slot.unit.layout.padded else data.index // cuts
     return place * size // parts, (place + 1) * size // parts
 
 
-def agree(gradients: Gradients, data: Group, shard_count: int, traffic: Traffic, *, flags: list[float]) -> Verdict:
-    """Reduce the verdict over all data ranks. Collective; reductions under way must be finished.
+def agree(
+    gradients: Gradients, policy: Policy, mesh: Mesh, places: Places, traffic: Traffic, *, flags: list[float]
+) -> Verdict:
+    """Reduce the verdict. Collective; reductions under way must be finished.
+
+    Which parameters were used, and what is not reduced, the dense data ranks agree on among themselves; norm and flags
+    all ranks.
 
     Args:
         gradients: of this rank.
-        data: all data ranks.
-        shard_count: over how many of them gradients are cut.
+        policy: over which ranks they are cut.
+        mesh: all ranks.
+        places: of what is said of each parameter.
         flags: numbers to add up over ranks on the same trip.
     """
     slots = gradients.slots
@@ -60,34 +107,43 @@ def agree(gradients: Gradients, data: Group, shard_count: int, traffic: Traffic,
     for slot in slots:
         if slot.holds:
             if slot.squares is None:  # as a rule it was measured when the unit was reduced
-                start, stop = share_of_norm(slot, data, shard_count)
+                start, stop = share_of_norm(slot, policy)
                 slot.squares = sum_of_squares(slot.read()[start:stop])
-            squares.append(slot.squares)
-    device = slots[0].unit.full.device if slots else torch.device("cpu")
-    facts: list[float] = [float(pending) for pending in gradients.unreduced()]
-    for slot in slots:
-        facts += [float(index in slot.used) for index in range(len(slot.unit.parameters))]
-    facts += flags
+            squares.append(slot.squares * slot.unit.share if slot.unit.share != 1.0 else slot.squares)
+    device = places.device
+    places.fit(slots)
+    facts = torch.zeros(places.size, dtype=torch.float64)
+    for number, (slot, pending) in enumerate(zip(slots, gradients.unreduced(), strict=True)):
+        facts[number] = float(pending)
+        for index in slot.used:
+            facts[places.of[number] + index] = 1.0
     none = torch.zeros((), dtype=torch.float64, device=device)
     total = torch.stack([none, *(one.to(device) for one in squares)]).sum()
-    vector = torch.cat([total.reshape(1), torch.tensor(facts, dtype=torch.float64, device=device)])
+    vector = torch.cat([total.reshape(1), torch.tensor(flags, dtype=torch.float64, device=device), facts.to(device)])
     with During("agreement of the step"):
+        _reduce(vector, 1 + len(flags), mesh, traffic)
+    values = vector.tolist()
+    norm = math.sqrt(values[0]) if values[0] >= 0 else math.nan
+    found = values[1 + len(flags) :]
+    used = [
+        [value > 0 for value in found[start : start + len(slot.unit.parameters)]]
+        for slot, start in zip(slots, places.of, strict=True)
+    ]
+    return Verdict(norm, used, [value > 0 for value in found[: len(slots)]], values[1 : 1 + len(flags)])
+
+
+def _reduce(vector: torch.Tensor, common: int, mesh: Mesh, traffic: Traffic) -> None:
+    """Add up the first `common` numbers over all ranks, the others over the dense data ranks."""
+    data = mesh.dense.data
+    if data.size == mesh.world.size:
         if data.size > 1:
             dist.all_reduce(vector, group=data.process_group)
             traffic.control += vector.numel()
-        return _read(vector.tolist(), slots)
-
-
-def _read(values: list[float], slots: list[GradientSlot]) -> Verdict:
-    count = len(slots)
-    norm = math.sqrt(values[0]) if values[0] >= 0 else math.nan
-    unreduced = [value > 0 for value in values[1 : 1 + count]]
-    used, at = [], 1 + count
-    for slot in slots:
-        size = len(slot.unit.parameters)
-        used.append([value > 0 for value in values[at : at + size]])
-        at += size
-    return Verdict(norm, used, unreduced, values[at:])
+        return
+    if data.size > 1 and vector.numel() > common:
+        dist.all_reduce(vector[common:], group=data.process_group)
+    dist.all_reduce(vector[:common], group=mesh.world.process_group)
+    traffic.control += vector.numel()
 
 
 def clip_coefficient(norm: float, limit: float) -> float:

@@ -17,6 +17,10 @@ rank says where it is, and all join every collective that anybody asks for, in t
 or is at a meeting point (a step, say), repeats that until all are there, and so serves the others. Nothing else waits
 for peers than rounds and collectives that all are bound to; so ranks wait for ever only if one of them never comes.
 
+*Experts.* Ranks along ep hold other experts, and may hold more or fewer of them. Who reads or sets one needs those that
+hold it too, and nobody else: so all ranks meet at the first such reading after a step or a window, since when nobody is
+in a window, and at none after that.
+
 *One after the other.* Whoever waits for a collective first finishes all that were started before. So the oldest that
 any rank has not finished was started by all, and nobody who could finish it waits for something else.
 """
@@ -86,6 +90,7 @@ class Order:
         self._units, self._hoists = units, hoists
         self._board: Board | None = None
         self._gathers = False
+        self._met = False  # since the last step or window
         self.contribute: Callable[[int], None] = lambda number: None
         self.ready: Callable[[int], bool] = lambda number: False
         self.drop: Callable[[Unit], None] = lambda unit: None
@@ -125,6 +130,7 @@ class Order:
         Args:
             reduces: gradients of it are reduced.
         """
+        self._met = False
         if self._board is None or self.paused or not (self._gathers or reduces):
             return
         self.end()
@@ -162,22 +168,28 @@ class Order:
         self._known[self._open] = self._known[kind, _NONE] = tuple(self._needs)
         self._open, self._needs = None, []
 
-    def meet(self, what: str) -> None:
+    def meet(self, what: str, *, apart: bool = False) -> None:
         """Wait, and serve the others, until all ranks are at the same of `MEETINGS`. Collective.
+
+        Args:
+            apart: what comes next needs only ranks that hold the same experts, and others may have none of it to do:
+                nothing happens if all have met since the last step or window.
 
         Raises:
             CommunicationError: they are all at some, but not at the same.
         """
-        if self._board is None:
+        if self._board is None or (apart and self._met):
             return
         self._cut_short = self._open[0] if self._open is not None else self._cut_short
         self.end()
         while not self._round(_Says.MEETS, MEETINGS.index(what), what):
             self._drain()  # of a window of others
+        self._met = True
 
     def new_step(self) -> None:
         """A step was made: windows are counted anew."""
         self._counts.clear()
+        self._met = False
 
     def look(self) -> None:
         """Have all ranks hear if one of them failed. Collective, as a part of a forward."""
@@ -221,10 +233,10 @@ class Order:
         self._next(wanted=True)
         return True
 
-    def together(self, units: Sequence[Unit], what: str) -> None:
-        """Start to make `units` present, on all ranks at this place of their programs. Collective."""
+    def together(self, units: Sequence[Unit], what: str, *, apart: bool = False) -> None:
+        """Start to make `units` present, on all ranks at this place of their programs (see `meet`). Collective."""
         if self._board is not None and any(unit.frees for unit in units):
-            self.meet(what)
+            self.meet(what, apart=apart)
         for unit in units:
             self.gather_now(unit)
 

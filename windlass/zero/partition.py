@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from windlass.parallel.placement import Kind, name_of, numel_of_whole, placement_of
+
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
@@ -41,7 +43,8 @@ class Rules:
 
 @dataclass(eq=False)
 class Plan:
-    """The parameters of a unit to be: all of one dtype, all trainable or all frozen, all kept or all released."""
+    """The parameters of a unit to be: all of one dtype, all trainable or all frozen, all kept or all released, all cut
+    and reduced over the same ranks."""
 
     names: list[str]
     parameters: list[nn.Parameter]
@@ -57,8 +60,17 @@ class Plan:
         return self.parameters[0].requires_grad
 
     @property
+    def kind(self) -> Kind:
+        return placement_of(self.parameters[0]).kind
+
+    @property
     def numel(self) -> int:
         return sum(p.numel() for p in self.parameters)
+
+    @property
+    def whole(self) -> int:
+        """Elements of the whole parameters: the same on all ranks, which have more or fewer of them."""
+        return sum(numel_of_whole(p) for p in self.parameters)
 
 
 _BUNDLE = 1 << 18  # kept parameters are small and many: reduced together, up to 1 MiB of float32
@@ -85,7 +97,7 @@ def _child_blocks(module: nn.Module, prefix: str, rules: Rules) -> Iterator[Bloc
         parameters = list(child.parameters())
         if not parameters:
             continue
-        large = sum(p.numel() for p in parameters) > rules.split_above
+        large = sum(numel_of_whole(p) for p in parameters) > rules.split_above
         element = isinstance(module, _CONTAINERS)
         if (
             isinstance(child, _CONTAINERS)
@@ -132,8 +144,9 @@ def _named_blocks(model: nn.Module, wanted: Sequence[str]) -> list[Block]:
 def plan_units(model: nn.Module, rules: Rules) -> tuple[list[Block], list[Plan]]:
     """Cut `model` into units, in model order.
 
-    Parameters share a unit if the same blocks use them and they agree in dtype, trainability and in whether they are
-    kept. Kept ones need no block, so neighbours are bundled.
+    Parameters share a unit if the same blocks use them and they agree in dtype, trainability, in what they are cut and
+    reduced over, and in whether they are kept. Kept ones need no block, so neighbours are bundled. What several stages
+    of a pipeline hold is a unit of its own, which is the same in all of them.
     """
     blocks = find_blocks(model, rules)
     users: dict[int, list[Block]] = {}
@@ -144,12 +157,18 @@ def plan_units(model: nn.Module, rules: Rules) -> tuple[list[Block], list[Plan]]
     plans: dict[tuple[object, ...], Plan] = {}
     kept_elements = 0
     for name, parameter in model.named_parameters():
-        kept = parameter.numel() < rules.keep_below and kept_elements + parameter.numel() <= rules.keep_at_most
-        kept_elements += parameter.numel() if kept else 0
+        kind, numel = (
+            placement_of(parameter).kind,
+            numel_of_whole(parameter),
+        )  # the same on all ranks, however it is cut
+        kept = numel < rules.keep_below and kept_elements + numel <= rules.keep_at_most
+        kept_elements += numel if kept and not kind.expert else 0
         used_by = users.get(id(parameter), blocks[:1])
-        key = (tuple(id(b) for b in used_by), parameter.dtype, parameter.device, parameter.requires_grad, kept)
+        alone = id(parameter) if kind.stages else None
+        used_in = tuple(id(block) for block in used_by)
+        key = (used_in, kind, alone, parameter.dtype, parameter.device, parameter.requires_grad, kept)
         plan = plans.setdefault(key, Plan([], [], used_by, kept))
-        plan.names.append(name)
+        plan.names.append(name_of(parameter, name))
         plan.parameters.append(parameter)
     return blocks, _merge(list(plans.values()), rules.merge_below)
 
@@ -158,10 +177,13 @@ def _merge(plans: list[Plan], merge_below: int) -> list[Plan]:
     merged: list[Plan] = []
     last: dict[tuple[object, ...], Plan] = {}
     for plan in plans:
-        kind = (plan.dtype, plan.parameters[0].device, plan.trainable, plan.kept)
+        if plan.kind.stages or plan.kind.expert:  # ranks may have more or fewer experts, but have as many units
+            merged.append(plan)
+            continue
+        kind = (plan.kind, plan.dtype, plan.parameters[0].device, plan.trainable, plan.kept)
         limit = _BUNDLE if plan.kept else merge_below
         before = last.get(kind)
-        if before is not None and before.numel < limit and plan.numel < limit:
+        if before is not None and before.whole < limit and plan.whole < limit:
             before.names += plan.names
             before.parameters += plan.parameters
             before.blocks = [*before.blocks, *(b for b in plan.blocks if b not in before.blocks)]

@@ -10,10 +10,11 @@ import torch
 
 from windlass.base.autograd import at_end_of_backward, current_backward
 from windlass.base.tree import tensors
+from windlass.comm.groups import Group
 from windlass.zero.foresight import Foresight
 from windlass.zero.order import BACKWARD, EVALUATION, FORWARD, Order
 from windlass.zero.partition import Block
-from windlass.zero.unit import Presence, Unit
+from windlass.zero.unit import Presence, Unit, sharers
 
 
 @dataclass(eq=False)
@@ -42,7 +43,7 @@ class Runtime:
         order.drop = self._release
         self.reduces: Callable[[], bool] = lambda: False  # whether the backward that begins will reduce gradients
         self.on_backward_end: list[Callable[[], None]] = []
-        self.held: Callable[[], None] = lambda: None  # called when what `holding` holds is present
+        self.held: Callable[[Group | None], None] = lambda among: None  # when what `holding` holds is present
         self._of_block: dict[int, list[Unit]] = {id(block): [] for block in blocks}
         for unit in units:
             unit.adopt = self.adopt
@@ -167,15 +168,19 @@ class Runtime:
             self._release(unit, soon=False)
 
     @contextmanager
-    def holding(self, units: list[Unit]) -> Iterator[None]:
-        """Keep `units` present; collective, as gathers are."""
+    def holding(self, units: list[Unit], *, apart: bool = False) -> Iterator[None]:
+        """Keep `units` present; collective, as gathers are.
+
+        Args:
+            apart: over the ranks that hold the same experts, whose units they are; others may have none to read.
+        """
         for unit in units:
             unit.users += 1
         try:
-            self.order.together(units, "parameters gathered whole")
+            self.order.together(units, "parameters gathered whole", apart=apart)
             for unit in units:
                 unit.await_present()
-            self.held()
+            self.held(sharers(units) if apart else None)
             yield
         finally:
             for unit in units:

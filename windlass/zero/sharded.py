@@ -16,8 +16,9 @@ from windlass.base.errors import ModelError, StorageError, UpdateError
 from windlass.base.log import logger
 from windlass.base.memory import Ledger, arena
 from windlass.base.pending import Pending
-from windlass.comm.choose import choose_transport
-from windlass.comm.groups import DataMesh
+from windlass.comm.groups import Group
+from windlass.comm.mesh import Mesh
+from windlass.comm.transport import Transport, cut
 from windlass.optim.elementwise import is_elementwise, prefer_fused, state_bytes
 from windlass.storage.slot import Home
 from windlass.storage.space import page_up
@@ -25,10 +26,11 @@ from windlass.storage.tier import DiskTier
 from windlass.storage.transfer import Extent
 from windlass.zero import registry
 from windlass.zero.access import Released, mark_present
-from windlass.zero.alike import check_alike
+from windlass.zero.alike import check_alike, check_units
 from windlass.zero.chunk import Chunk, pipelined
-from windlass.zero.construct import Builder, check_devices, effective, make_units
+from windlass.zero.construct import Builder, check_devices, effective, make_units, refuse_cut
 from windlass.zero.delayed import Delayed
+from windlass.zero.family import families_of
 from windlass.zero.foresight import Foresight
 from windlass.zero.generation import Generation, attach_generation
 from windlass.zero.gradient_slot import GradientSlot
@@ -37,13 +39,13 @@ from windlass.zero.health import Health
 from windlass.zero.hooks import attach_block, attach_gradients, attach_model
 from windlass.zero.landing import Landing
 from windlass.zero.masters import Masters
-from windlass.zero.norm import Verdict, agree, clip_coefficient
+from windlass.zero.norm import Places, Verdict, agree, clip_coefficient
 from windlass.zero.order import Order
 from windlass.zero.parking import Parking
 from windlass.zero.partition import Block, plan_units
 from windlass.zero.runtime import Runtime
 from windlass.zero.settings import Outcome, Settings
-from windlass.zero.unit import Presence, Unit
+from windlass.zero.unit import Presence, Unit, sharers
 from windlass.zero.update import ElementwiseUpdate, check_parameters
 from windlass.zero.whole import WholeUpdate
 
@@ -58,7 +60,7 @@ class ShardedModel:
         model: built whole, the same architecture on every rank; rank 0's values count.
         optimizer: over the model's parameters, or None (evaluation).
         settings: see there.
-        mesh: the data ranks.
+        mesh: all ranks, and which of them share what.
         device: where the model shall be.
         trains: there will be gradients; else everything counts as frozen.
 
@@ -71,13 +73,13 @@ class ShardedModel:
         model: nn.Module,
         optimizer: torch.optim.Optimizer | None,
         settings: Settings,
-        mesh: DataMesh,
+        mesh: Mesh,
         device: torch.device,
         *,
         trains: bool,
     ) -> None:
         check_devices(model, device)
-        check_alike(model, optimizer, mesh.data)
+        check_alike(model, optimizer, mesh.dense.data)
         if optimizer is not None:
             check_parameters(optimizer, model)
             if settings.delayed and not is_elementwise(optimizer):
@@ -91,19 +93,14 @@ class ShardedModel:
         late = settings.delayed and optimizer is not None
         homes = self.homes = effective(settings.homes, device, delayed=late)
         self.ledger = Ledger()
-        self.group = mesh.shard if policy.state else mesh.data
-        self.transport, self.transport_reason = choose_transport(
-            settings.transport, self.group, device, ways=settings.ways, timeout=settings.timeout
-        )
-        regather = None
-        if mesh.regather is not None and policy.param and homes.param is Home.DEVICE:
-            regather, _ = choose_transport(
-                self.transport.name, mesh.regather, device, ways=settings.ways, timeout=settings.timeout
-            )
-            regather.traffic = self.transport.traffic
+        self.families = families_of(mesh, settings, homes, device)
         blocks, plans = plan_units(model, settings.rules)
-        self.units = make_units(plans, settings, homes, mesh, self.group, trains=trains)
-        self._builder = Builder(model, settings, homes, mesh, self.group, self.transport, regather, device, self.ledger)
+        if mesh.experts is not mesh.dense:
+            check_units(plans, mesh.dense.data)
+        if optimizer is not None:
+            refuse_cut(optimizer, plans)
+        self.units = make_units(plans, settings, homes, mesh, self.families, trains=trains)
+        self._builder = Builder(model, settings, homes, self.families, device, self.ledger)
         self.make_slot = self._builder.slot
         self.averages: dict[str, ExponentialMovingAverage] = {}
         trainable = [unit for unit in self.units if unit.trainable]
@@ -111,7 +108,6 @@ class ShardedModel:
         self.gradients = Gradients(
             trainable,
             policy,
-            self.transport,
             self.order,
             accumulate=settings.accumulate,
             wire=settings.wire,
@@ -120,7 +116,6 @@ class ShardedModel:
             after=settings.after,
             contiguous=settings.contiguous,
             landing=Landing(
-                self.group,
                 settings.accumulate,
                 device,
                 self.ledger,
@@ -128,7 +123,7 @@ class ShardedModel:
                 self._builder.slot,
             ),
         )
-        self.health = Health(homes.disk, homes.staging, mesh.data, device)
+        self.health = Health(homes.disk, homes.staging, mesh.world, device)
         whole = optimizer is not None and not is_elementwise(optimizer)
         at_once = min(settings.sub_group, pipelined(self.slots))
         if not whole:  # else ranks take part in each other's batches, which must be the same on all
@@ -151,8 +146,9 @@ class ShardedModel:
         for unit, span in self._builder.fill(self.units, plans, self.gradients):
             self.masters.make(unit, span)
             del span  # or it would live while the next unit is filled
-        if self.group.size > 1 and (trainable or any(unit.frees for unit in self.units)):
-            self.order.agree_on(self.transport.board())
+        dense = self.families[0]
+        if dense.group.size > 1 and (trainable or any(unit.frees for unit in self.units)):
+            self.order.agree_on(dense.transport.board())
         self.parking = Parking(self.units, self.slots, self.masters, device, self.ledger)
         foresight = Foresight(settings.ahead, self._live(), settings.reuse, homes.read_ahead)
         self.runtime = Runtime(self.units, blocks, foresight, self.order)
@@ -161,7 +157,9 @@ class ShardedModel:
         self.gradients.landed = self._landed
         self.runtime.on_backward_end.append(self.gradients.end_backward)
         if homes.param is Home.NVME:
-            self.runtime.held = lambda: self.health.check("parameters could not be gathered", loses=self._under_way())
+            self.runtime.held = lambda among: self.health.check(
+                "parameters could not be gathered", loses=self._under_way(), among=among
+            )
         self.update: ElementwiseUpdate | WholeUpdate | None = None
         self.delayed: Delayed | None = None
         if optimizer is not None:
@@ -176,6 +174,8 @@ class ShardedModel:
         self.health.check("initialize could not put the model on disk", loses=True)
         self._attach(blocks)
         self._summed = False  # gradients are the sum over replicas already
+        self._places = Places(mesh, device)
+        self._copies = any(mesh.world_of(any(unit.sums for unit in self.units)))  # on any rank: all agree twice then
         self.steps_next: Callable[[], bool] = lambda: False  # whether a step follows the backward that runs
         self.loss_scale: Callable[[], float] = lambda: 1.0  # what is in the gradients now
         # told the norm and the clip coefficient of a step, with reduced gradients in place; on all ranks
@@ -192,13 +192,13 @@ class ShardedModel:
         Raises:
             StorageError: a rank finds too little; on all ranks.
         """
-        disk, homes, size = self.homes.disk, self.homes, self.group.size
+        disk, homes = self.homes.disk, self.homes
         if disk is None:
             return
         sizes = [n for unit in self.units for n in self.masters.on_disk(unit)]
         for unit in self.units:
             if unit.released and unit.home is Home.NVME:
-                sizes.append(unit.layout.padded // size * unit.dtype.itemsize)
+                sizes.append(unit.layout.padded // unit.family.group.size * unit.dtype.itemsize)
             if unit.trainable and unit.state_home is not Home.DEVICE and homes.gradient is Home.NVME:
                 nbytes = (unit.state_stop - unit.state_start) * self.settings.accumulate.itemsize
                 sizes += [nbytes, nbytes] if self.settings.delayed else [nbytes]
@@ -227,7 +227,9 @@ class ShardedModel:
 
     def _look(self) -> None:
         what = "this forward could not read parameters, and its results are wrong"
-        if self.group.size < self.mesh.data.size:  # ranks of another group may be elsewhere, or have no forward at all
+        if (
+            self.families[0].group.size < self.mesh.world.size
+        ):  # ranks of another group may be elsewhere, or have no forward at all
             if self.health.bad_here():
                 logger.error("%s; the next step is refused on all ranks", what)
             return
@@ -248,6 +250,11 @@ class ShardedModel:
         self.health.forget()
 
     @property
+    def transport(self) -> Transport:
+        """That of dense parameters."""
+        return self.families[0].transport
+
+    @property
     def slots(self) -> list[GradientSlot]:
         """The gradients of the trainable units, in model order."""
         return self.gradients.slots
@@ -261,11 +268,24 @@ class ShardedModel:
                 optimizer,
                 self.masters.chunks,
                 self.masters.residence,
-                self.group,
+                self.families,
                 whole=not self.policy.state,
                 sub_group=at_once,
-                traffic=self.transport.traffic,
             )
+
+        self._refuse_codes()
+
+    def _refuse_codes(self) -> None:
+        """Codes of 8 bits are cut in blocks of flat ranges, which the parts of a parameter do not share."""
+        assert self.update is not None
+        coded = {number for number, kept in self.update.formats().items() if any(one.coded for one in kept.values())}
+        for unit in self.units if coded else ():
+            for name, parameter, placement in zip(unit.names, unit.parameters, unit.placements, strict=True):
+                if id(parameter) in coded and not placement.whole:
+                    raise ModelError(
+                        f"optimizer states of 8 bits, and {name!r} is cut over {', '.join(sorted(placement.cut))}: use "
+                        "another state_dtype, or leave that axis at 1"
+                    )
 
     def step(
         self,
@@ -345,8 +365,8 @@ class ShardedModel:
         self.order.meet("the end of a delayed update")
         trouble = self._await_result()
         failed = torch.tensor([float(trouble is not None)], dtype=torch.float64, device=self.device)
-        if self.mesh.data.size > 1:  # which also says that no peer computes with the old parameters any more
-            dist.all_reduce(failed, group=self.mesh.data.process_group)
+        if self.mesh.world.size > 1:  # which also says that no peer computes with the old parameters any more
+            dist.all_reduce(failed, group=self.mesh.world.process_group)
         self._finish_result(trouble, failed.item())
 
     def unwatched(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -369,19 +389,20 @@ class ShardedModel:
 
     def first_bad(self) -> str:
         """The first parameter in model order whose reduced gradient is not finite; empty if all are, and only the sum
-        of their squares is not. Collective."""
-        mine: list[str | None] = [None]
+        of their squares is not. Collective over all ranks."""
+        mine: list[tuple[int, int, int, str]] = []
+        stage = self.mesh.pp.index
         for slot in self.slots:
             if slot.holds:
                 gradient = slot.read()
                 for piece in slot.unit.layout.pieces(slot.unit.state_start, slot.unit.state_stop):
                     part = gradient.narrow(0, piece.offset, piece.numel)
                     if not bool(torch.isfinite(part).all()):
-                        mine.append(slot.unit.names[piece.index])
-        found: list[list[str | None]] = [[]] * self.mesh.data.size
-        dist.all_gather_object(found, mine, group=self.mesh.data.process_group)
-        bad = {name for names in found for name in names}
-        return next((name for unit in self.units for name in unit.names if name in bad), "")
+                        mine.append((stage, slot.unit.index, piece.index, slot.unit.names[piece.index]))
+        found: list[list[tuple[int, int, int, str]]] = [mine] * self.mesh.world.size
+        if len(found) > 1:
+            dist.all_gather_object(found, mine, group=self.mesh.world.process_group)
+        return min((bad for bads in found for bad in bads), default=(0, 0, 0, ""))[-1]
 
     def forget_gradients(self) -> None:
         """Drop the gradients of this step, and whatever is gathered for graphs that are gone."""
@@ -389,28 +410,40 @@ class ShardedModel:
         self._summed = False
         self.runtime.release_all()
 
-    def sum_replicas(self, shard: torch.Tensor) -> torch.Tensor:
-        """Add the equal cuts of all replicas, in place, unless the step under way did. Collective over them."""
-        if self.policy.state and self.mesh.replicate.size > 1 and not self._summed:
-            dist.all_reduce(shard, group=self.mesh.replicate.process_group)
-        return shard
+    def own_part(self, unit: Unit, reduced: torch.Tensor) -> torch.Tensor:
+        """What this rank's reductions bring of a unit's reduced gradient `[state_stop - state_start]`: a view."""
+        group = unit.family.group
+        return reduced if self.policy.state else cut(reduced, group.index, group.size)
+
+    def sum_copies(self, unit: Unit, part: torch.Tensor) -> torch.Tensor:
+        """Add to `own_part` of a unit, in place, those of ranks that have the same and reduced it among others, unless
+        the step under way did. Collective over them."""
+        if not self._summed:
+            for group in unit.sums:
+                dist.all_reduce(part, group=group.process_group)
+        return part
 
     @contextmanager
-    def editing(self, units: list[Unit]) -> Iterator[None]:
+    def editing(self, units: list[Unit], *, apart: bool = False) -> Iterator[None]:
         """Inside, masters, optimizer states and (of what is not trained) cuts of `units` may be set; afterwards the
-        parameters are renewed from them. Collective."""
+        parameters are renewed from them. Collective.
+
+        Args:
+            apart: over the ranks that hold the same experts, whose units they are; others may have none to set.
+        """
         trained = [unit for unit in units if self.masters.of(unit)]
-        with self.renewing(units), self.masters.at_hand(trained, changes=True):
+        among = sharers(units) if apart else None
+        with self.renewing(units, apart=apart), self.masters.at_hand(trained, changes=True, among=among):
             yield
             _wait([self.masters.write_back(chunk) for unit in trained for chunk in self.masters.of(unit)])
 
     @contextmanager
-    def renewing(self, units: list[Unit]) -> Iterator[None]:
+    def renewing(self, units: list[Unit], *, apart: bool = False) -> Iterator[None]:
         """As `editing`, but whoever is inside brings to hand what it sets, and writes it back itself. Collective."""
-        self.order.meet("a change of parameters or states")
+        self.order.meet("a change of parameters or states", apart=apart)
         self.finish_update()
-        if self.group.size > 1 and any(unit.buffer.parts for unit in units):
-            dist.barrier(group=self.group.process_group)  # a peer may be in its backward still, and read them there
+        for group in self._groups_of([unit for unit in units if unit.buffer.parts]):
+            dist.barrier(group=group.process_group)  # a peer may be in its backward still, and read them there
         yield
         trained = [unit for unit in units if self.masters.of(unit)]
         self._bring(trained)
@@ -452,9 +485,15 @@ class ShardedModel:
         registry.unregister(self)
         self._tell_what_is_lost()
         self.units = []
-        if self.group.size > 1:  # peers may still read what goes away with this
-            dist.barrier(group=self.group.process_group)
+        for family in self.families:
+            if family.group.size > 1:  # peers may still read what goes away with this
+                dist.barrier(group=family.group.process_group)
         self._closer()
+
+    def _groups_of(self, units: list[Unit]) -> list[Group]:
+        """The groups of more than one rank that any of these units is cut over, in one order on all ranks."""
+        wanted = {id(unit.family) for unit in units}
+        return [family.group for family in self.families if id(family) in wanted and family.group.size > 1]
 
     def _tell_what_is_lost(self) -> None:
         """The model is given back, and not all of its parameters are what they should be: nobody shall miss that."""
@@ -528,31 +567,53 @@ class ShardedModel:
 
     def _agree(self, flags: list[float]) -> Verdict:
         self.gradients.finish()
-        traffic, data = self.transport.traffic, self.mesh.data
-        count = self.group.size if self.policy.state else data.size
+        traffic = self.families[0].transport.traffic
 
         def ask() -> Verdict:
-            return agree(self.gradients, data, count, traffic, flags=[*flags, self.health.bad_here()])
+            more = [*flags, self.health.bad_here(), float(any(self.gradients.unreduced()))]
+            verdict = agree(self.gradients, self.policy, self.mesh, self._places, traffic, flags=more)
+            self._hear_other_stages(verdict)
+            return verdict
 
-        replicated = self.policy.state and self.mesh.replicate.size > 1
         self._summed = False
         verdict = ask()
+        again = self._copies or verdict.flags.pop() > 0
         rest = verdict.unreduced
-        if replicated:  # another replica may have used what none of these ranks did
-            used = [any(flags) for flags in verdict.used]
-            rest = [left or (had and not slot.holds) for slot, left, had in zip(self.slots, rest, used, strict=True)]
+        used = [any(flags) for flags in verdict.used]
+        if self._copies:  # another replica may have used what none of these ranks did
+            rest = [
+                left or (had and bool(slot.unit.sums) and not slot.holds)
+                for slot, left, had in zip(self.slots, rest, used, strict=True)
+            ]
         if any(rest):
             self.gradients.reduce_rest(rest)
-        if replicated:
+        if self._copies:
             for slot, had in zip(self.slots, used, strict=True):
-                if had:
-                    slot.write(self.sum_replicas(slot.read()))
-                    traffic.add("replicate", 2 * slot.unit.numel // count, 0)
+                if had and slot.unit.sums:
+                    self._sum_copies(slot)
             self._summed = True
-        if any(rest) or replicated:
+        if again:
             verdict = ask()
+            verdict.flags.pop()
         self.order.new_step()
         return verdict
+
+    def _hear_other_stages(self, verdict: Verdict) -> None:
+        """What several stages of a pipeline hold is used where any of them uses it. Collective over those stages."""
+        for stages, axis in self.mesh.stages.items():
+            numbers = [number for number, slot in enumerate(self.slots) if slot.unit.kind.stages == stages]
+            if numbers:
+                flags = torch.tensor([flag for number in numbers for flag in verdict.used[number]], dtype=torch.float32)
+                heard = iter(axis.all_reduce(flags.to(self.device), dist.ReduceOp.MAX).tolist())
+                for number in numbers:
+                    verdict.used[number][:] = [next(heard) > 0 for _ in verdict.used[number]]
+
+    def _sum_copies(self, slot: GradientSlot) -> None:
+        values, traffic = slot.read(), slot.unit.transport.traffic
+        self.sum_copies(slot.unit, self.own_part(slot.unit, values))
+        slot.write(values)
+        for _ in slot.unit.sums:
+            traffic.add("replicate", 2 * slot.unit.numel // slot.unit.family.group.size, 0)
 
     def _refuse_unused(self, used: list[list[bool]]) -> None:
         unused = [
@@ -561,6 +622,10 @@ class ShardedModel:
             for name, parameter, had in zip(slot.unit.names, slot.unit.parameters, flags, strict=True)
             if not had and parameter.requires_grad
         ]
+        if not self.mesh.only_data:
+            told: list[list[str]] = [[]] * self.mesh.world.size
+            dist.all_gather_object(told, unused, group=self.mesh.world.process_group)
+            unused = list(dict.fromkeys(name for names in told for name in names))
         if unused:
             raise ModelError(
                 f"{len(unused)} parameters had no gradient on any rank in this step, {unused[0]!r} first; freeze "
@@ -639,15 +704,15 @@ class ShardedModel:
             if unit.released:
                 unit.updated()
             elif self.policy.state:
-                self.transport.publish(unit.buffer)
+                unit.transport.publish(unit.buffer)
         for unit in units:
             if not unit.released and self.policy.state:
-                pending.append(self.transport.gather(unit.buffer, elements=unit.numel))
+                pending.append(unit.transport.gather(unit.buffer, elements=unit.numel))
         for one in pending:
             one.wait()
         for unit in units:  # the caller may change parameters in place, which no peer must read then
             if not unit.released and self.policy.state:
-                self.transport.settle(unit.buffer)
+                unit.transport.settle(unit.buffer)
 
 
 def _stepped(batches: Iterable[list[Chunk]]) -> Iterator[list[Chunk]]:
@@ -671,9 +736,9 @@ def _wait(written: list[Pending]) -> None:
     written.clear()
 
 
-def _close(mesh: DataMesh, ledger: Ledger, disk: DiskTier | None) -> None:
+def _close(mesh: Mesh, ledger: Ledger, disk: DiskTier | None) -> None:
     """What does not go away with the memory of a model."""
     if disk is not None:
         disk.close()
     ledger.close()
-    mesh.close()
+    mesh.close_with_model()

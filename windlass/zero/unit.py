@@ -12,9 +12,12 @@ from windlass.base.activity import During
 from windlass.base.errors import ModelError
 from windlass.base.memory import Ledger
 from windlass.base.pending import DONE, Pending
+from windlass.comm.groups import Group
 from windlass.comm.transport import Buffer, Need, Transport, cut
+from windlass.parallel.placement import Kind, placement_of
 from windlass.storage.slot import Home, Slot
 from windlass.zero.access import Released, mark_present, mark_released
+from windlass.zero.family import Family
 from windlass.zero.layout import Layout, Piece
 from windlass.zero.partition import Block, Plan
 
@@ -40,6 +43,11 @@ class Unit:
     Attributes:
         full: `[layout.padded]` in the compute dtype; parameters are views of it while present.
         frees: releasing gives memory back (else only the names go).
+        family: the ranks that it is cut and reduced over.
+        placements: of each parameter, what of the whole one lies here.
+        sums: groups over which its reduced cut is added up besides.
+        speaks: of the ranks beside each other that have the same of it, this one counts where each element counts once.
+        share: factor of the squares of its elements in the norm, see `family.share`.
         rests: this rank's cut of the parameters where `full` is freed; else the cut is that of `full`.
         home: of the parameters between uses.
         state_home: of master weights and optimizer states.
@@ -51,6 +59,7 @@ class Unit:
         plan: Plan,
         layout: Layout,
         compute: torch.dtype,
+        family: Family,
         *,
         released: bool,
         home: Home = Home.DEVICE,
@@ -60,6 +69,10 @@ class Unit:
         self.blocks: list[Block] = list(plan.blocks)
         self.layout, self.dtype, self.trainable, self.kept = layout, compute, plan.trainable, plan.kept
         self.shapes = [p.shape for p in plan.parameters]
+        self.family, self.placements = family, [placement_of(p) for p in plan.parameters]
+        self.sums: list[Group] = []
+        self.share = 1.0
+        self.speaks = True
         self.released = released
         self.presence = Presence.PRESENT
         self.users = 0  # blocks now between their gather and their release
@@ -78,6 +91,11 @@ class Unit:
         self.renewed = 0  # times that the cut was given new values
 
     @property
+    def transport(self) -> Transport:
+        """Over the ranks that it is cut over."""
+        return self.family.transport
+
+    @property
     def numel(self) -> int:
         """Elements of the parameters, padding left out."""
         return self.layout.numel
@@ -87,7 +105,12 @@ class Unit:
         """Bytes of `full`."""
         return self.layout.padded * self.dtype.itemsize
 
-    def need(self, transport: Transport) -> Need:
+    @property
+    def kind(self) -> Kind:
+        """What decides who else has it, and who reduces it."""
+        return self.placements[0].kind
+
+    def need(self) -> Need:
         """The buffer to allocate for `full`."""
         away = self.released and self.home is not Home.DEVICE
         return Need(self.layout.padded, self.dtype, common=self.released and not away, transient=self.released)
@@ -95,8 +118,6 @@ class Unit:
     def bind(
         self,
         buffer: Buffer,
-        transport: Transport,
-        regather: Transport | None,
         ledger: Ledger,
         rests: Callable[[Unit, int], Slot],
     ) -> None:
@@ -105,14 +126,14 @@ class Unit:
         Args:
             rests: makes a slot of so many elements for a cut whose `full` is freed.
         """
-        self.buffer, self.full, self.transport, self._ledger = buffer, buffer.local, transport, ledger
+        self.buffer, self.full, self._ledger = buffer, buffer.local, ledger
         self.frees = self.released and not buffer.common
         self._hold(self.nbytes)
         if self.frees:
-            transport.occupy(buffer)
+            self.transport.occupy(buffer)
             self.rests = rests(self, self.own_full.numel())
         self._look()
-        self._regather = regather if self.frees else None
+        self._regather = self.family.regather if self.frees else None
         if self._regather is not None:
             near = self._regather.group
             self.secondary = torch.empty_like(cut(self.full, near.index, near.size))
@@ -291,3 +312,9 @@ class Unit:
     def parameter_view(self, flat: torch.Tensor, index: int) -> torch.Tensor:
         """The place of one parameter in a flat tensor over the whole unit, shaped."""
         return flat.narrow(0, self.layout.offsets[index], self.layout.numels[index]).view(self.shapes[index])
+
+
+def sharers(units: Sequence[Unit]) -> Group | None:
+    """The data ranks of units of experts, who read and set them by themselves; None where other units are among them,
+    whose ranks are all."""
+    return units[0].family.mesh.data if units and all(unit.kind.expert for unit in units) else None

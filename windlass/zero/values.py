@@ -1,12 +1,14 @@
-"""Reads and writes one parameter's weight, gradient and optimizer state, whole or this rank's piece, at any stage.
+"""Reads and writes one parameter's weight, gradient and optimizer state, all that this rank computes with (its part of
+the model's) or this rank's piece of that, at any stage.
 
-All functions with `full` are collective: every rank of the engine calls them, for the same parameters in the same
-order.
+All functions with `part` are collective over the data ranks, which call them for the same parameters in the same order.
+Of an expert that is a module of its own these are the ranks that hold it; others may have fewer experts, or more.
 """
 
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from windlass.base.errors import ModelError
+from windlass.comm.groups import Group
 from windlass.kernels.piece import scales_of
 from windlass.optim import coded
 from windlass.optim.cpu_optimizer import Format
@@ -22,11 +25,12 @@ from windlass.storage.slot import Home
 from windlass.zero import born
 from windlass.zero.differentiable import used
 from windlass.zero.registry import Place, require
+from windlass.zero.unit import sharers
 from windlass.zero.update import ElementwiseUpdate, state_dtype
 from windlass.zero.whole import WholeUpdate
 
 
-def full_param(parameter: nn.Parameter) -> torch.Tensor:
+def part_param(parameter: nn.Parameter) -> torch.Tensor:
     """The whole weight as a new float32 tensor (or the parameter's own dtype if that is not trained): the master
     weight. Before `initialize`, of a parameter that was born sharded, in its own dtype.
 
@@ -39,22 +43,23 @@ def full_param(parameter: nn.Parameter) -> torch.Tensor:
 def _whole(place: Place) -> torch.Tensor:
     masters = place.model.masters
     if not masters.of(place.unit):
-        with place.model.runtime.holding([place.unit]):
+        with place.model.runtime.holding([place.unit], apart=apart(place)):
             return place.unit.parameter_view(place.unit.full, place.index).detach().clone()
     place.model.take_back()
-    return assemble(place, masters.read_span(place.unit))
+    return assemble(place, masters.read_span(place.unit, among=_among(place)))
 
 
-def full_grad(parameter: nn.Parameter) -> torch.Tensor | None:
+def part_grad(parameter: nn.Parameter) -> torch.Tensor | None:
     """The whole gradient as it stands, reduced over ranks, unclipped, loss scale removed; None if there is none."""
     place = require(parameter)
     number = _slot_number(place)
     if number is None:
         return None
     model, slot = place.model, place.model.slots[number]
-    model.order.meet("the reading of a gradient")
+    alone = apart(place)
+    model.order.meet("the reading of a gradient", apart=alone)
     model.gradients.finish()
-    group = model.mesh.data
+    group = place.unit.family.mesh.data if alone else model.mesh.dense.data
     facts = torch.tensor([int(bool(slot.written)), int(place.index in slot.used)], device=model.device)
     if group.size > 1:
         dist.all_reduce(facts, group=group.process_group)
@@ -63,33 +68,23 @@ def full_grad(parameter: nn.Parameter) -> torch.Tensor | None:
     if facts[0] > 0 or not slot.holds:  # or only another replica has some
         wanted = [other is slot for other in model.slots]
         model.gradients.reduce_rest(wanted)
-    shard = slot.read()
-    if not model.policy.state and model.group.size > 1:
-        size = shard.numel() // model.group.size
-        shard = shard.narrow(0, model.group.index * size, size)
-        whole = assemble(place, shard, start=model.group.index * size)
-    else:
-        whole = assemble(place, model.sum_replicas(shard.clone()) if model.mesh.replicate.size > 1 else shard)
+    part = model.own_part(place.unit, slot.read())
+    whole = assemble(place, model.sum_copies(place.unit, part.clone()) if place.unit.sums else part)
     return whole.div_(model.loss_scale())
 
 
-def full_state(parameter: nn.Parameter, key: str) -> torch.Tensor | None:
-    """The whole optimizer state `key` (`exp_avg`, `momentum_buffer`, `step`, ...); None before the first step."""
-    found = whole_state(parameter, key)
-    return found if found is None or isinstance(found, torch.Tensor) else torch.tensor(found)
-
-
-def whole_state(parameter: nn.Parameter, key: str) -> Any:
-    """As `full_state`, but what a rule keeps that is no tensor (a number, a name, a list) is given as it is."""
+def part_state(parameter: nn.Parameter, key: str) -> Any:
+    """The optimizer state `key`, a tensor or what else the rule keeps (a number, a name, a list); None before the first
+    step."""
     place = _finished(parameter)
-    found: list[Any] = [None] * place.model.group.size
-    with place.model.masters.at_hand([place.unit]):
+    found: list[Any] = [None] * place.unit.family.group.size
+    with place.model.masters.at_hand([place.unit], among=_among(place)):
         mine = [
             (start, value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value)
             for start, _, state in _state(place)
             if (value := _read(place, state, key)) is not None
         ]
-    dist.all_gather_object(found, mine, group=place.model.group.process_group)
+    dist.all_gather_object(found, mine, group=place.unit.family.group.process_group)
     parts = sorted((part for entry in found for part in entry), key=lambda part: part[0])
     if not parts:
         return None
@@ -117,19 +112,19 @@ def state_keys(parameter: nn.Parameter) -> list[str]:
     """Names of the optimizer states that any rank has of `parameter`."""
     place = _finished(parameter)
     scales = {f"{key}_scale" for key in _coded(place)}
-    with place.model.masters.at_hand([place.unit]):
+    with place.model.masters.at_hand([place.unit], among=_among(place)):
         mine = [key for _, _, state in _state(place) for key in state if key not in scales]
-    found: list[list[str]] = [[]] * place.model.group.size
-    dist.all_gather_object(found, mine, group=place.model.group.process_group)
+    found: list[list[str]] = [[]] * place.unit.family.group.size
+    dist.all_gather_object(found, mine, group=place.unit.family.group.process_group)
     return list(dict.fromkeys(key for keys in found for key in keys))
 
 
-def set_full_param(parameter: nn.Parameter, value: torch.Tensor) -> None:
+def set_part_param(parameter: nn.Parameter, value: torch.Tensor) -> None:
     """Set the whole weight; every rank passes the same `value`, of the parameter's shape."""
     place = require(parameter)
     _check_shape(place, value)
     flat = value.detach().reshape(-1)
-    with place.model.editing([place.unit]):
+    with place.model.editing([place.unit], apart=apart(place)):
         if not place.model.masters.of(place.unit):
             _set_frozen(place, value)
         for index, start, stop, piece in place.model.masters.pieces(place.unit):
@@ -137,24 +132,24 @@ def set_full_param(parameter: nn.Parameter, value: torch.Tensor) -> None:
                 piece.copy_(flat[start:stop])
 
 
-def set_full_grad(parameter: nn.Parameter, value: torch.Tensor) -> None:
+def set_part_grad(parameter: nn.Parameter, value: torch.Tensor) -> None:
     """Replace the whole gradient of this step, unscaled; every rank passes the same `value`."""
     place = require(parameter)
     _check_shape(place, value)
-    if full_grad(parameter) is None:
+    if part_grad(parameter) is None:
         raise ModelError(f"{place.name!r} has no gradient to replace; set it between backward and step")
     number = _slot_number(place)
     assert number is not None
     slot = place.model.slots[number]
     flat, gradient = value.detach().reshape(-1), slot.read()
-    factor = place.model.loss_scale() / (place.model.mesh.replicate.size if place.model.policy.state else 1)
+    factor = place.model.loss_scale() / math.prod(group.size for group in place.unit.sums)
     for piece in place.unit.pieces():
         if piece.index == place.index:
             gradient.narrow(0, piece.offset, piece.numel).copy_(flat[piece.start : piece.stop]).mul_(factor)
     slot.write(gradient)
 
 
-def set_full_state(parameter: nn.Parameter, key: str, value: torch.Tensor) -> None:
+def set_part_state(parameter: nn.Parameter, key: str, value: torch.Tensor) -> None:
     """Set the whole optimizer state `key`; every rank passes the same `value`.
 
     A value of the parameter's shape is cut into this rank's pieces; any other (a step count) is kept as it is.
@@ -164,7 +159,7 @@ def set_full_state(parameter: nn.Parameter, key: str, value: torch.Tensor) -> No
     chunks = place.model.masters.of(place.unit)
     if update is not None and chunks and value.shape == shape and key not in COUNTS:
         value = value.to(state_dtype(update.optimizer, value.dtype, chunks[0]))
-    with place.model.masters.at_hand([place.unit], changes=True):
+    with place.model.masters.at_hand([place.unit], changes=True, among=_among(place)):
         for start, stop, state in _state(place):
             if isinstance(update, ElementwiseUpdate) and value.shape == shape and key not in COUNTS:
                 _write(place, state, key, value.detach().reshape(-1)[start:stop].to(on, copy=True))
@@ -175,7 +170,7 @@ def set_full_state(parameter: nn.Parameter, key: str, value: torch.Tensor) -> No
 
 
 def set_plain_state(parameter: nn.Parameter, key: str, value: Any) -> None:
-    """Set the optimizer state `key` to something that is no tensor, as `whole_state` gave it."""
+    """Set the optimizer state `key` to something that is no tensor, as `part_state` gave it."""
     place = _updated(parameter)
     if isinstance(value, int | float) and isinstance(place.model.update, ElementwiseUpdate):
         value = torch.tensor(float(value))  # old checkpoints of torch have plain counts, which its rules no longer take
@@ -227,7 +222,7 @@ def set_local_param(parameter: nn.Parameter, value: torch.Tensor) -> None:
     """Set this rank's piece of the weight. Collective: every rank sets its own (or an empty one)."""
     place = require(parameter)
     masters = place.model.masters
-    with place.model.editing([place.unit]):
+    with place.model.editing([place.unit], apart=apart(place)):
         pieces = [piece for index, _, _, piece in masters.pieces(place.unit) if index == place.index]
         _check_piece(place, sum(piece.numel() for piece in pieces), value)
         for piece, part in zip(pieces, _split(value, [piece.numel() for piece in pieces]), strict=True):
@@ -272,9 +267,19 @@ def set_local_state(parameter: nn.Parameter, key: str, value: torch.Tensor) -> N
 def _finished(parameter: nn.Parameter) -> Place:
     """As `require`, with no update of the model under way. Collective."""
     place = require(parameter)
-    place.model.order.meet("the reading of parameters or states")
+    place.model.order.meet("the reading of parameters or states", apart=apart(place))
     place.model.finish_update()
     return place
+
+
+def apart(place: Place) -> bool:
+    """Whether a parameter belongs to an expert that is here whole: ranks along ep have others, and not as many."""
+    return place.unit.kind.expert and place.unit.placements[place.index].whole
+
+
+def _among(place: Place) -> Group | None:
+    """The ranks that read or set it together; None: all."""
+    return sharers([place.unit]) if apart(place) else None
 
 
 def _updated(parameter: nn.Parameter) -> Place:
@@ -348,11 +353,11 @@ def _write(place: Place, state: dict[str, Any], key: str, value: torch.Tensor) -
     coded.write(value.reshape(-1), state[key].view(-1), state[f"{key}_scale"], kept.signed)
 
 
-def assemble(place: Place, span: torch.Tensor, *, start: int | None = None) -> torch.Tensor:
+def assemble(place: Place, span: torch.Tensor) -> torch.Tensor:
     """The whole parameter-shaped tensor, where the model computes, of which each rank has the part in its span of the
     unit, wherever that rests. Collective."""
     model, unit = place.model, place.unit
-    layout, group = unit.layout, model.group
+    layout, group = unit.layout, unit.family.group
     offset, numel = layout.offsets[place.index], layout.numels[place.index]
     whole = torch.empty(unit.shapes[place.index], dtype=span.dtype, device=model.device)
     flat = whole.view(-1)
@@ -376,7 +381,7 @@ def _set_frozen(place: Place, value: torch.Tensor) -> None:
         with torch.no_grad():
             unit.parameter_view(unit.full, place.index).copy_(value)
         return
-    start, stop = unit.layout.cut(place.model.group.index, place.model.group.size)
+    start, stop = unit.layout.cut(place.unit.family.group.index, place.unit.family.group.size)
     flat = value.detach().reshape(-1)
     own = unit.read_cut()
     for piece in unit.layout.pieces(start, stop):

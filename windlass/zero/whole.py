@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,11 +18,11 @@ from torch import nn
 
 from windlass.comm.exchange import exchange
 from windlass.comm.groups import Group
-from windlass.comm.traffic import Traffic
 from windlass.optim.cpu_optimizer import Format
 from windlass.optim.elementwise import COUNTS
 from windlass.storage.slot import Home
 from windlass.zero.chunk import Chunk, Tenancy, batches
+from windlass.zero.family import Family
 from windlass.zero.residence import Residence
 from windlass.zero.turn import Turn
 from windlass.zero.update import clone_optimizer, formats_of, state_dtype
@@ -45,6 +45,16 @@ class Owned:
     def parameter(self) -> nn.Parameter:
         return self.chunk.unit.parameters[self.index]
 
+    @property
+    def group(self) -> Group:
+        """The ranks that have pieces of it."""
+        return self.chunk.unit.family.group
+
+    @property
+    def here(self) -> bool:
+        """This rank steps it."""
+        return self.owner == self.group.index
+
 
 class WholeUpdate:
     """Runs any optimizer whose update of a parameter depends on that parameter alone.
@@ -53,7 +63,7 @@ class WholeUpdate:
         optimizer: the user's.
         chunks: what this rank keeps of each trainable unit, one a unit.
         residence: of their masters and states.
-        group: the ranks among which state is cut.
+        families: the ranks among which state is cut; those of dense parameters first.
         whole: each rank keeps all state: nothing is exchanged.
         sub_group: elements gathered at a time.
     """
@@ -63,23 +73,22 @@ class WholeUpdate:
         optimizer: torch.optim.Optimizer,
         chunks: list[Chunk],
         residence: Residence,
-        group: Group,
+        families: list[Family],
         *,
         whole: bool,
         sub_group: int,
-        traffic: Traffic,
     ) -> None:
-        self.optimizer, self.chunks, self._group, self._traffic = optimizer, chunks, group, traffic
+        self.optimizer, self.chunks, self._families = optimizer, chunks, families
         self._inner = clone_optimizer(optimizer)
         self.residence = residence
         residence.states = self._inner.state
-        self._whole = whole or group.size == 1
+        self._whole = whole
         self._sub_group = sub_group
         self.owned: list[Owned] = []
         self._of_chunk: dict[int, list[Owned]] = defaultdict(list)
         self.grow(chunks)
         for chunk in chunks:
-            mine = [owned for owned in self._of_chunk[id(chunk)] if owned.owner == group.index]
+            mine = [owned for owned in self._of_chunk[id(chunk)] if owned.here]
             with residence.at_hand([chunk]) if optimizer.state else nullcontext():
                 for owned in mine:
                     if given := optimizer.state.get(owned.parameter):
@@ -93,7 +102,7 @@ class WholeUpdate:
         for owned in added:
             self._of_chunk[id(owned.chunk)].append(owned)
         for chunk in chunks:
-            mine = [owned for owned in self._of_chunk[id(chunk)] if owned.owner == self._group.index]
+            mine = [owned for owned in self._of_chunk[id(chunk)] if owned.here]
             chunk.tenants = [owned.tensor for owned in mine]
         self._batches = batches(self.chunks, self._sub_group)
 
@@ -104,7 +113,7 @@ class WholeUpdate:
     def tenancies(self) -> Iterator[Tenancy]:
         """As `ElementwiseUpdate.tenancies`; an owner has the whole of a parameter's state, in the parameter's shape."""
         for owned in self.owned:
-            if owned.owner == self._group.index:
+            if owned.here:
                 unit = owned.chunk.unit
                 numel, shape = unit.layout.numels[owned.index], unit.shapes[owned.index]
                 yield Tenancy(owned.chunk, owned.tensor, owned.index, 0, numel, shape)
@@ -138,7 +147,7 @@ class WholeUpdate:
             for owned in todo:
                 owned.tensor.data = owned.tensor.data.new_empty(0)
             yield batch
-        turn.end(None if self._whole else self._group)
+        turn.end(None if self._whole else self._families[0].group)
 
     def _assign(self, chunks: list[Chunk]) -> list[Owned]:
         """An owner for each parameter, the largest first to whoever has least."""
@@ -147,12 +156,14 @@ class WholeUpdate:
             for number, chunk in enumerate(chunks)
             for index in range(len(chunk.unit.parameters))
         ]
-        load = [0] * self._group.size
+        loads = {id(family): [0] * family.group.size for family in self._families}
         for before in self.owned:
-            load[before.owner] += before.chunk.unit.layout.numels[before.index]
+            loads[id(before.chunk.unit.family)][before.owner] += before.chunk.unit.layout.numels[before.index]
         owners: dict[tuple[int, int], int] = {}
         for numel, number, index in sorted(found, key=lambda entry: (-entry[0], entry[1], entry[2])):
-            owner = self._group.index if self._whole else load.index(min(load))
+            family = chunks[number].unit.family
+            load = loads[id(family)]
+            owner = family.group.index if self._whole else load.index(min(load))
             load[owner] += numel
             owners[number, index] = owner
         owned = []
@@ -165,12 +176,12 @@ class WholeUpdate:
 
     def _spans(self, owned: Owned) -> list[tuple[int, int, int, int]]:
         """Who has which part of a parameter: `(rank, start, stop, offset in that rank's span)`."""
-        layout = owned.chunk.unit.layout
-        if self._whole:
-            return [(self._group.index, 0, layout.numels[owned.index], layout.offsets[owned.index])]
+        layout, group = owned.chunk.unit.layout, owned.group
+        if self._whole or group.size == 1:
+            return [(group.index, 0, layout.numels[owned.index], layout.offsets[owned.index])]
         spans = []
-        for rank in range(self._group.size):
-            start, stop = layout.cut(rank, self._group.size)
+        for rank in range(group.size):
+            start, stop = layout.cut(rank, group.size)
             first = max(start, layout.offsets[owned.index])
             last = min(stop, layout.offsets[owned.index] + layout.numels[owned.index])
             if first < last:
@@ -180,44 +191,58 @@ class WholeUpdate:
 
     def _collect(self, todo: list[Owned], *, gradient: bool) -> dict[int, torch.Tensor]:
         """The whole flat values of the parameters that this rank owns, by id of the entry. Collective."""
-        sends: list[tuple[int, torch.Tensor]] = []
-        receives: list[tuple[int, torch.Tensor]] = []
         result: dict[int, torch.Tensor] = {}
-        me = self._group.index
+        moves = [_Moves(family) for family in self._families]
         for owned in todo:
-            master = owned.chunk.values()
+            master, move, me = owned.chunk.values(), self._move_of(owned, moves), owned.group.index
             source = owned.chunk.gradient if gradient else master
             assert source is not None
-            whole = master.new_empty(owned.chunk.unit.layout.numels[owned.index]) if owned.owner == me else None
+            whole = master.new_empty(owned.chunk.unit.layout.numels[owned.index]) if owned.here else None
             if whole is not None:
                 result[id(owned)] = whole
             for rank, start, stop, offset in self._spans(owned):
                 if rank == me and whole is not None:
                     whole[start:stop].copy_(source.narrow(0, offset, stop - start))
                 elif rank == me:
-                    sends.append((owned.owner, source.narrow(0, offset, stop - start).to(master.dtype)))
+                    move.sends.append((owned.owner, source.narrow(0, offset, stop - start).to(master.dtype)))
                 elif whole is not None:
-                    receives.append((rank, whole[start:stop]))
-        self._traffic.bytes_moved["whole"] += exchange(self._group, sends, receives)
+                    move.receives.append((rank, whole[start:stop]))
+        for move in moves:
+            move.make()
         return result
 
     def _return(self, todo: list[Owned], values: dict[int, torch.Tensor]) -> None:
         """Send the new values back to who keeps their pieces. Collective."""
-        sends: list[tuple[int, torch.Tensor]] = []
-        receives: list[tuple[int, torch.Tensor]] = []
-        me = self._group.index
+        moves = [_Moves(family) for family in self._families]
         for owned in todo:
-            master = owned.chunk.values()
+            master, move, me = owned.chunk.values(), self._move_of(owned, moves), owned.group.index
             # the rule may have replaced the tensor's data rather than written to it
             whole = owned.tensor.detach().reshape(-1) if id(owned) in values else None
             for rank, start, stop, offset in self._spans(owned):
                 if rank == me and whole is not None:
                     master.narrow(0, offset, stop - start).copy_(whole[start:stop])
                 elif rank == me:
-                    receives.append((owned.owner, master.narrow(0, offset, stop - start)))
+                    move.receives.append((owned.owner, master.narrow(0, offset, stop - start)))
                 elif whole is not None:
-                    sends.append((rank, whole[start:stop]))
-        self._traffic.bytes_moved["whole"] += exchange(self._group, sends, receives)
+                    move.sends.append((rank, whole[start:stop]))
+        for move in moves:
+            move.make()
+
+    def _move_of(self, owned: Owned, moves: list[_Moves]) -> _Moves:
+        return next(move for move in moves if move.family is owned.chunk.unit.family)
+
+
+@dataclass(eq=False)
+class _Moves:
+    """What ranks of a family tell each other at once."""
+
+    family: Family
+    sends: list[tuple[int, torch.Tensor]] = field(default_factory=list)
+    receives: list[tuple[int, torch.Tensor]] = field(default_factory=list)
+
+    def make(self) -> None:
+        moved = exchange(self.family.group, self.sends, self.receives)
+        self.family.transport.traffic.bytes_moved["whole"] += moved
 
 
 def _moved(state: dict[str, Any], owned: Owned, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -24,9 +24,11 @@ def test_over_all_ranks_each_element_of_the_gradient_counts_once(
     counted = torch.zeros(layout.padded, dtype=torch.int64)
     for rank in range(world):
         start, stop = layout.cut(rank % shard, shard) if cut else (0, layout.padded)
-        slot: Any = SimpleNamespace(numel=stop - start, unit=SimpleNamespace(layout=layout))
-        data: Any = SimpleNamespace(size=world, index=rank)
-        first, last = share_of_norm(slot, data, shard if cut else world)
+        data, group = SimpleNamespace(size=world, index=rank), SimpleNamespace(size=shard if cut else world)
+        family = SimpleNamespace(mesh=SimpleNamespace(data=data), group=group)
+        slot: Any = SimpleNamespace(numel=stop - start, unit=SimpleNamespace(layout=layout, family=family))
+        policy: Any = SimpleNamespace(state=cut)
+        first, last = share_of_norm(slot, policy)
         counted[start + first : start + last] += 1
     assert bool((counted == 1).all())
 

@@ -113,3 +113,29 @@ def test_the_begin_of_a_window_is_awaited_only_by_what_needs_it(there: bool) -> 
     order.gather(units[1], backward=False)
     order.gather(units[2], backward=False)
     assert board.waited == ["the begin of a forward"], "what was needed before is known"
+
+
+def test_who_reads_experts_meets_all_once_after_a_window_or_a_step() -> None:
+    """Others may have fewer of them, and be elsewhere by then."""
+    board = Board()
+    order: Any = Order([], hoists=True)
+    order.agree_on(board)
+    what = "the reading of a gradient"
+
+    def met() -> int:
+        board.waited.clear()
+        order.meet(what, apart=True)
+        order.meet(what, apart=True)
+        return len(board.waited)
+
+    assert met() == 1 and met() == 0
+    order.begin(FORWARD, reduces=False)  # nothing is gathered in it, and yet a peer may wait for this rank there
+    assert met() == 1
+    order.new_step()
+    assert met() == 1
+    order.new_step()
+    order.meet("a checkpoint")
+    assert met() == 0, "a meeting of any kind is one of all"
+    board.waited.clear()
+    order.meet(what)
+    assert board.waited == [what], "what all ranks have is read by all"

@@ -14,8 +14,9 @@ from windlass.zero.values import assemble
 def test_a_whole_weight_is_where_the_model_computes() -> None:
     """`meta` stands for a GPU: masters that rest in host memory would give a weight that no loss there can use."""
     shapes = [torch.Size([2, 3]), torch.Size([4])]
-    unit = SimpleNamespace(layout=layout_of(shapes, 1), shapes=shapes)
-    model = SimpleNamespace(device=torch.device("meta"), group=SimpleNamespace(size=1, index=0))
+    family = SimpleNamespace(group=SimpleNamespace(size=1, index=0))
+    unit = SimpleNamespace(layout=layout_of(shapes, 1), shapes=shapes, family=family)
+    model = SimpleNamespace(device=torch.device("meta"))
     place: Any = SimpleNamespace(model=model, unit=unit, index=1)
     whole = assemble(place, torch.ones(unit.layout.padded))
     assert whole.device.type == "meta" and whole.shape == shapes[1]

@@ -1,0 +1,201 @@
+"""A pipeline under the engine trains as one process does: losses, norms and parameters, at every stage of ZeRO."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.dist.engines_of_pipelines import (
+    Came,
+    Case,
+    expected_of,
+    from_a_loader,
+    manners,
+    own_optimizer,
+    precise,
+    read_apart,
+    resume,
+    save,
+    too_small,
+    train,
+    unfreeze,
+    unfrozen_alone,
+)
+from tests.dist.harness import RankError, run_ranks
+from tests.oracle import relative_error
+
+BOUND = 1e-5
+
+
+def _hold(case: Case, ranks: int) -> list[Came]:
+    found = run_ranks(train, ranks, case, timeout=120.0)
+    readers = ranks // case.pp // 2 ** len([axis for axis in case.beside if axis != "ep"])
+    wanted = expected_of(case, readers)
+    for came in found:
+        assert came.losses == pytest.approx(wanted.losses, rel=BOUND), case
+        assert came.norms == pytest.approx(wanted.norms, rel=BOUND), case
+        assert came.evaluated == pytest.approx(wanted.evaluated, rel=BOUND), case
+    error, where = relative_error(found[0].params, wanted.params)
+    assert error <= BOUND, f"{case}: {where} off by {error:.2e}"
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(("pp", "ranks"), [(2, 2), (2, 4)])
+def test_every_stage_of_zero(stage: int, pp: int, ranks: int) -> None:
+    _hold(Case(pp=pp, stage=stage), ranks)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(name="several", schedule="gpipe", stage=2),
+        Case(name="tied", schedule="interleaved", chunks=2, stage=3, micros=3),
+        Case(name="thrice", schedule="zero-bubble", stage=3, optimizer="SGD"),
+        Case(name="named", pp=4, stage=1, micros=2),
+        Case(name="row frozen", stage=2),
+        Case(name="row frozen", schedule="zero-bubble", stage=3, pp=4),
+        Case(name="llama tied", stage=3, micros=3),
+        Case(name="llama checkpointed", stage=3, gather="micro-batch"),
+        Case(name="gpt2", schedule="zero-bubble", stage=2, optimizer="SGD"),
+        Case(name="gpt2", schedule="interleaved", chunks=2, stage=3),
+        Case(name="mixtral", stage=1, gather="micro-batch"),
+        Case(name="row ragged", stage=0, micros=2),
+    ],
+    ids=str,
+)
+def test_schedules_and_models(case: Case) -> None:
+    _hold(case, 4)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (Case(name="llama tied", stage=3), Case(name="llama tied", pp=4, stage=1, micros=8)),
+        (Case(name="llama tied", pp=4, stage=1, micros=8), Case(name="llama tied", pp=1, stage=3, micros=2)),
+        (Case(name="gpt2", pp=1, stage=2, micros=2), Case(name="gpt2", schedule="interleaved", chunks=2, stage=2)),
+        (Case(name="tied", pp=4, stage=0, micros=8), Case(name="tied", stage=3)),
+        (Case(name="tied", stage=2), Case(name="tied", schedule="interleaved", chunks=2, stage=2)),
+    ],
+    ids=str,
+)
+def test_a_run_goes_on_in_another_layout(before: Case, after: Case, tmp_path: Path) -> None:
+    """Readers times micro-batches is the same, and so is what they read, up to its order."""
+    run_ranks(save, 4, before, str(tmp_path), timeout=120.0)
+    found = run_ranks(resume, 4, after, str(tmp_path), timeout=120.0)[0]
+    same = run_ranks(resume, 4, before, str(tmp_path), timeout=120.0)[0]
+    error, where = relative_error(found, same)
+    assert error <= BOUND, f"{where} off by {error:.2e}"
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(name="llama", beside=("tp",), stage=3),
+        Case(name="gpt2", beside=("tp",), stage=1, schedule="interleaved", chunks=2),
+        Case(name="llama tied", beside=("tp",), stage=2, schedule="zero-bubble", optimizer="SGD"),
+        Case(name="llama", beside=("sp",), stage=3, micros=3),
+        Case(name="llama tied", beside=("sp",), stage=1, schedule="interleaved", chunks=2),
+        Case(name="mixtral", beside=("ep",), stage=2),
+        Case(name="mixtral", beside=("ep",), stage=3, schedule="zero-bubble", optimizer="SGD"),
+    ],
+    ids=str,
+)
+def test_stages_beside_other_axes(case: Case) -> None:
+    _hold(case, 4)
+
+
+@pytest.mark.parametrize("kind", ["windlass", "deepspeed"])
+def test_what_an_engine_of_a_pipeline_answers_and_refuses(kind: str) -> None:
+    first, last = run_ranks(manners, 2, kind)
+    assert "PipelineEngine" in first["bases"] and ("DeepSpeedEngine" in first["bases"]) is (kind == "deepspeed")
+    assert (first["first"], first["last"], last["first"], last["last"]) == (True, False, False, True)
+    assert (first["stages"], last["stages"]) == ((0, 2, 2), (1, 2, 2))
+    for found in (first, last):
+        for name in ("forward", "backward", "step", "no_sync"):
+            assert f"ModelError: engine.{name}() is no call for a pipeline" in found[name]
+            assert "engine.train_batch(data_iter)" in found[name]
+        assert "DataError: train_batch has nothing to read" in found["nothing"]
+        assert "needs 2 micro-batches (gradient_accumulation_steps), and its iterator ended after 1" in found["few"]
+        assert "is a pair (inputs, labels), not a Tensor" in found["no pair"]
+        assert "reduce_output is 'sum'" in found["reduce"]
+        assert found["ended"] and found["steps"] == 0 and found["unchanged"] and not found["boundary"]
+    assert first["eval"][0] == last["eval"][0] and first["eval"][1] is None and last["eval"][1] == (4, 5, 8)
+    assert first["own"] is None and float(last["own"]) == last["eval"][0]
+    assert first["each"] is None and [float(loss) for loss in last["each"]] == [last["eval"][0]] * 3
+    assert first["outputs"] is None and [tuple(out.shape) for out in last["outputs"]] == [(2, 5, 8), (2, 6, 8)]
+    assert first["trained"] == last["trained"] == pytest.approx(last["eval"][0]) and first["again"] < first["trained"]
+
+
+def test_stages_that_read_other_micro_batches_are_told() -> None:
+    with pytest.raises(RankError, match="ranks 0 and 1 are stages of one pipeline and were given different"):
+        run_ranks(read_apart, 2)
+
+
+def test_training_data_comes_again_and_again() -> None:
+    first, last = run_ranks(from_a_loader, 2)
+    assert first == last and len(first) == 5
+
+
+def test_an_optimizer_over_the_whole_model_steps_what_is_left_of_it() -> None:
+    by_groups, by_config = (run_ranks(own_optimizer, 2, groups)[0] for groups in (True, False))
+    error, where = relative_error(by_groups, by_config)
+    assert error <= BOUND, f"{where} off by {error:.2e}"
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_in_16_bits_losses_fall(precision: str) -> None:
+    first, last = run_ranks(precise, 2, precision)
+    assert first == last and first[-1] < 0.9 * first[0]
+
+
+def _payload(case: Case, ranks: int = 4) -> list[Came]:
+    return run_ranks(train, ranks, case, transport="gloo", timeout=120.0)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(name="row", schedule="interleaved", chunks=2, stage=3),
+        Case(name="row", schedule="zero-bubble", stage=2, optimizer="SGD"),
+        Case(name="row frozen", schedule="interleaved", chunks=2, stage=2),
+    ],
+    ids=str,
+)
+def test_every_schedule_gathers_and_reduces_once(case: Case) -> None:
+    for came in _payload(case):
+        trained = [n for n in came.names if not (case.name.endswith("frozen") and n.split(".")[0] in "0123")]
+        elements = {n: v.numel() for n, v in came.shapes.items()}
+        assert came.payload["reduce"] == sum(elements[n] for n in trained)
+        assert came.payload["gather"] == sum(elements[n] for n in (came.names if case.stage == 3 else trained))
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_parameters_are_gathered_and_gradients_reduced_once_a_step_or_once_a_micro_batch(stage: int) -> None:
+    """Elements of a stage's parameters that went through collectives in a step of four micro-batches."""
+    once = _payload(Case(name="row", stage=stage))
+    often = _payload(Case(name="row", stage=stage, gather="micro-batch"))
+    for one, other in zip(once, often, strict=True):
+        elements = sum(shape.numel() for shape in one.shapes.values())
+        assert one.payload["reduce"] == elements and other.payload["reduce"] == 4 * elements
+        assert one.payload["gather"] == elements
+        if stage == 3:  # forward and backward, less what is still there from the one to the other
+            assert 4 * elements <= other.payload["gather"] <= 8 * elements
+
+
+def test_where_a_stage_does_not_fit_it_is_gathered_for_each_micro_batch() -> None:
+    tight = run_ranks(too_small, 2, env={"WINDLASS_EMULATE_DEVICE": "64K"}, timeout=60.0)
+    roomy = run_ranks(too_small, 2, env={"WINDLASS_EMULATE_DEVICE": "4M"}, timeout=60.0)
+    assert [found["held"] for found in tight] == [0, 0] and all(found["held"] for found in roomy)
+    assert all("zero-bubble" in found["refused"] for found in tight) and not any("refused" in f for f in roomy)
+    assert [found["loss"] for found in tight] == pytest.approx([found["loss"] for found in roomy], rel=BOUND)
+
+
+def test_a_stage_that_is_unfrozen_learns_once_all_ranks_refresh() -> None:
+    (first, state, said), (last, _, _) = run_ranks(unfreeze, 2)
+    losses, wanted = unfrozen_alone()
+    assert "call engine.refresh() on every rank of the pipeline first" in said
+    assert first == last == pytest.approx(losses, rel=BOUND)
+    error, where = relative_error(state, wanted)
+    assert error <= BOUND, f"{where} off by {error:.2e}"

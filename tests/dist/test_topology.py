@@ -1,0 +1,94 @@
+"""Groups of a topology on real ranks, and such a grid read back as the mpu of a script."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.dist.harness import run_ranks
+from windlass.base.errors import ConfigError
+from windlass.comm.mpu import sizes_of_mpu
+from windlass.comm.pipeline_grid import PipelineParallelGrid
+from windlass.comm.topology import PipeDataParallelTopology, PipeModelDataParallelTopology, ProcessTopology
+
+
+def said(grid: PipelineParallelGrid) -> dict[str, Any]:
+    """Everything that a script may ask, and what a sum over each group comes to."""
+    sums = {}
+    for axis in ("pipe", "data", "model", "slice"):
+        total = torch.tensor(float(1 << grid.get_global_rank()))
+        dist.all_reduce(total, group=getattr(grid, f"get_{axis}_parallel_group")())
+        sums[axis] = int(total)
+    names = ("pipe", "data", "model", "slice")
+    return {
+        "sums": sums,
+        "ranks": {name: getattr(grid, f"get_{name}_parallel_rank")() for name in names},
+        "sizes": {name: getattr(grid, f"get_{name}_parallel_world_size")() for name in names},
+        "stage": (grid.get_stage_id(), grid.is_first_stage, grid.is_last_stage, grid.get_data_parallel_id()),
+        "next": grid.stage_to_global((grid.get_stage_id() + 1) % grid.pipe_parallel_size),
+        "p2p": grid.p2p_groups[grid.get_global_rank()],
+    }
+
+
+def in_three_layouts() -> list[Any]:
+    found = [
+        said(PipelineParallelGrid(PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=1))),
+        said(PipelineParallelGrid(PipeDataParallelTopology(num_pp=2, num_dp=2))),
+        said(PipelineParallelGrid()),
+    ]
+    try:
+        PipelineParallelGrid(PipeDataParallelTopology(num_pp=2, num_dp=1))
+    except ConfigError as error:
+        found.append(str(error))
+    return found
+
+
+def bits(*ranks: int) -> int:
+    return sum(1 << rank for rank in ranks)
+
+
+def test_groups_sum_what_they_hold() -> None:
+    three = run_ranks(in_three_layouts, 4)
+    for rank, (cut, copied, dealt, refused) in enumerate(three):
+        stage, place = divmod(rank, 2)
+        assert cut["sums"] == {
+            "pipe": bits(place, place + 2),
+            "data": bits(rank),
+            "model": bits(0, 1, 2, 3),
+            "slice": bits(2 * stage, 2 * stage + 1),
+        }
+        assert cut["ranks"] == {"pipe": stage, "data": 0, "model": rank, "slice": place}
+        assert cut["sizes"] == {"pipe": 2, "data": 1, "model": 4, "slice": 2}
+        assert copied["sums"] == {
+            "pipe": bits(place, place + 2),
+            "data": bits(2 * stage, 2 * stage + 1),
+            "model": bits(place, place + 2),
+            "slice": bits(rank),
+        }
+        assert copied["ranks"] == {"pipe": stage, "data": place, "model": stage, "slice": 0}
+        assert dealt == copied  # the prime factors of 4
+        for one in (cut, copied):
+            assert one["next"] == (rank + 2) % 4
+            assert one["p2p"] == [rank, (rank + 2) % 4]
+        assert cut["stage"] == (stage, stage == 0, stage == 1, 0)
+        assert copied["stage"] == (stage, stage == 0, stage == 1, place)
+        assert refused == "the topology pipe 2 x data 1 has 2 ranks, and there are 4"
+
+
+def read_back() -> tuple[dict[str, int], str]:
+    found = sizes_of_mpu(PipelineParallelGrid(PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=1)), 4)
+    try:
+        sizes_of_mpu(PipelineParallelGrid(ProcessTopology(["data", "pipe"], [2, 2])), 4)
+    except ConfigError as error:
+        return found, str(error)
+    return found, ""
+
+
+def test_a_grid_is_a_scripts_mpu_and_another_order_is_refused_on_every_rank() -> None:
+    """Rank 0 sits at the same place in every order; its groups tell, and a problem of one rank is all ranks'."""
+    for found, refused in run_ranks(read_back, 4):
+        assert found == {"pp": 2, "ep": 1, "sp": 1, "tp": 2}
+        assert refused.startswith("rank 0: the mpu counts ranks in another order")
+        assert "the ranks of get_pipe_parallel_group() is [0, 1]" in refused and "would be [0, 2]" in refused

@@ -1,0 +1,91 @@
+"""The micro-batches of a step of a pipeline, all of them before anything begins, the same on every stage."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from windlass.base.errors import DataError
+from windlass.comm.mesh import Mesh
+from windlass.engine.same_input import SameInput, digest
+
+
+class MicroBatches:
+    """Reads them from what it was last given.
+
+    Args:
+        mesh: says which ranks compute the same samples.
+
+    Attributes:
+        change: what is done to each.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._data: Iterator[Any] | None = None
+        self._compared: set[str] = set()
+        self.change: Callable[[Any], Any] | None = None
+
+    def take(self, data: Iterable[Any]) -> None:
+        """Read from here from now on."""
+        self._data = iter(data)
+
+    def read(self, count: int, what: str, data: Iterable[Any] | None = None, loader: Any = None) -> list[Any]:
+        """The next micro-batches. Collective the first time of each `what`.
+
+        Args:
+            count: how many.
+            what: is made of them.
+            data: whence this time; by default what was taken.
+            loader: taken, again and again, if nothing was.
+
+        Raises:
+            StopIteration: there are no more.
+            DataError: there are too few, nobody said whence, or ranks that compute the same samples read others.
+        """
+        if data is None and self._data is None and loader is not None:
+            self._data = again_and_again(loader)
+        source = iter(data) if data is not None else self._data
+        if source is None:
+            raise DataError(
+                f"{what} has nothing to read: pass it an iterator of micro-batches, on every rank of the pipeline, or "
+                "pass training_data to initialize"
+            )
+        found = list(itertools.islice(source, count))
+        if not found:
+            raise StopIteration
+        if len(found) < count:
+            raise DataError(
+                f"{what} needs {count} micro-batches (gradient_accumulation_steps), and its iterator ended after "
+                f"{len(found)}; leave the last ones out, or repeat the loader"
+            )
+        if self.change is not None:
+            found = [self.change(batch) for batch in found]
+        if what not in self._compared:
+            self._compared.add(what)
+            self._compare(found)
+        return found
+
+    def _compare(self, batches: list[Any]) -> None:
+        SameInput(self._mesh).check(batches)
+        axis = self._mesh.pp
+        heard = axis.everyone(digest(batches))
+        other = next((place for place, said in enumerate(heard) if said != heard[0]), None)
+        if other is not None:
+            raise DataError(
+                f"ranks {axis.group.ranks[0]} and {axis.group.ranks[other]} are stages of one pipeline and were given "
+                f"different micro-batches; of {self._mesh.grid.readers} readers each has to read for all its stages: "
+                "make the sampler with num_replicas, rank = engine.readers, or pass training_data to initialize"
+            )
+
+
+def again_and_again(loader: Iterable[Any]) -> Iterator[Any]:
+    """The loader's batches, epoch after epoch."""
+    while True:
+        empty = True
+        for batch in loader:
+            empty = False
+            yield batch
+        if empty:
+            return

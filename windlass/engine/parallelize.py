@@ -1,0 +1,181 @@
+"""A whole model becomes what one rank of the mesh has of it, before it is laid out in units."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from windlass.base.activity import During
+from windlass.base.errors import ModelError
+from windlass.base.log import logger
+from windlass.comm.groups import Group
+from windlass.comm.mesh import Mesh
+from windlass.config import Config
+from windlass.parallel.experts import apply_expert_parallel
+from windlass.parallel.flagged import place_flagged
+from windlass.parallel.pipeline import PipelineModule, apply_pipeline_parallel, timed
+from windlass.parallel.placement import is_placed, placement_of
+from windlass.parallel.sequence.apply import apply_sequence_parallel, sequence_parallel_of
+from windlass.parallel.sequence.distributed_attention import DistributedAttention
+from windlass.parallel.sequence.long_context import apply_long_context
+from windlass.parallel.tensor.apply import apply_tensor_parallel
+from windlass.zero import born
+
+Cut = Callable[[nn.Module, Mesh, Config], None]
+"""Cuts a model along one axis, in place."""
+
+_meshes: WeakKeyDictionary[nn.Module, Mesh] = WeakKeyDictionary()  # of models that are cut already
+_saving: WeakSet[nn.Module] = WeakSet()  # models that are computed in parts already
+
+
+def mesh_of(model: nn.Module) -> Mesh | None:
+    """The mesh that a model was cut over before; None: it is whole."""
+    return _meshes.get(model)
+
+
+def parallelize(model: nn.Module, mesh: Mesh, config: Config, *, own: Collection[str] = ()) -> None:
+    """Cut `model`, in place, along every axis of the mesh besides those of data. Collective.
+
+    Its values are those of the first rank. Whoever gives `initialize` a model of which parts are placed already
+    (`windlass.parallel.placement`) has them as they are.
+
+    Args:
+        own: axes along which its own layers do that (a script with an `mpu`): of matrices they flag what they cut.
+
+    Raises:
+        ConfigError, ModelError: it can't be cut so; on all ranks, and nothing was changed that matters.
+    """
+    axes = [axis for axis in ("pp", "ep", "tp", "sp") if mesh.axes[axis].size > 1]
+    if not axes:
+        _save_memory(model, config)
+        return
+    given = any(is_placed(parameter) for parameter in model.parameters())
+    if "tp" in own:
+        place_flagged(model, mesh.tp)
+    if not given:
+        built_apart = isinstance(model, PipelineModule) and model.num_stages > 1
+        apart = {*own, "pp"} if built_apart else {*own}
+        if mesh.grid.size(*{"pp", "ep", "tp"}.difference(own)) > 1:
+            _make_equal(model, _of_the_same(mesh, apart))
+        for axis in axes:
+            if axis not in own:
+                _CUTS[axis](model, mesh, config)
+        _save_memory(model, config)
+    here = {placement_of(parameter).stages for parameter in model.parameters()}
+    for stages in sorted({stages for ties in mesh.world_of(here) for stages in ties if stages}):
+        mesh.tie(stages)
+    if isinstance(model, PipelineModule):
+        _make_tied_equal(model, mesh)
+    _meshes[model] = mesh
+
+
+def _of_the_same(mesh: Mesh, apart: Collection[str]) -> list[Group]:
+    """Groups through which the first of the ranks that built the same reaches all others of them, one after the other.
+
+    Args:
+        apart: axes whose ranks built other parts of the model.
+    """
+    if not {"pp", "tp"}.intersection(apart):
+        return [mesh.world]
+    beside = [mesh.axes[axis].group for axis in ("tp", "pp") if axis not in apart]
+    return [group for group in (mesh.dense.data, *beside) if group.size > 1]
+
+
+def _make_tied_equal(model: nn.Module, mesh: Mesh) -> None:
+    """What several stages hold, which each built, has the first one's values. Collective over those stages."""
+    for name, parameter in sorted(model.named_parameters()):
+        stages = placement_of(parameter).stages
+        if stages and parameter.numel():
+            values = parameter.detach().contiguous()
+            mesh.stages[stages].broadcast(values.view(-1).view(torch.uint8))
+            logger.debug("%s is that of stage %d", name, stages[0])
+            if values.data_ptr() != parameter.data_ptr():
+                parameter.detach().copy_(values)
+
+
+def _make_equal(model: nn.Module, groups: list[Group]) -> None:
+    """Every rank has the values of the first one in these groups, whole. Collective."""
+    with During("the sending of the first rank's model"), torch.no_grad():
+        for name, parameter in model.named_parameters():
+            birth = born.find(parameter)
+            if birth is not None:
+                whole = birth.whole()
+                born.settle(parameter)
+                parameter.data = whole
+            if parameter.device.type == "meta":
+                raise ModelError(
+                    f"parameter {name!r} is on the meta device and has no values; load or initialise it first"
+                )
+        for tensor in (*model.parameters(), *model.buffers()):
+            if tensor.numel():
+                values = tensor.detach().contiguous()
+                for group in groups:
+                    dist.broadcast(values.view(-1).view(torch.uint8), group.ranks[0], group=group.process_group)
+                if values.data_ptr() != tensor.data_ptr():
+                    tensor.detach().copy_(values)
+    logger.debug("the model of rank %d was sent on", groups[0].ranks[0] if groups else 0)
+
+
+def _spread_experts(model: nn.Module, mesh: Mesh, config: Config) -> None:
+    plan = apply_expert_parallel(model, mesh.ep, required=mesh.pp.size == 1)
+    _say(mesh, plan)
+
+
+def _cut_matrices(model: nn.Module, mesh: Mesh, config: Config) -> None:
+    model_type = getattr(getattr(model, "config", None), "model_type", None)
+    weights = {name: getattr(module, "weight", None) for name, module in model.named_modules()}
+    matrices = [name for name, weight in weights.items() if isinstance(weight, torch.Tensor) and weight.dim() == 2]
+    plan = apply_tensor_parallel(
+        model,
+        mesh.tp,
+        table=config.tensor_table(matrices, model_type) or None,
+        sequence_norms=config.parallel.tp_sequence_norms,
+        overlap_chunks=config.overlap_chunks,
+    )
+    _say(mesh, plan)
+
+
+def _cut_sequences(model: nn.Module, mesh: Mesh, config: Config) -> None:
+    section = config.parallel
+    if sequence_parallel_of(model) is None and not any(isinstance(m, DistributedAttention) for m in model.modules()):
+        apply_sequence_parallel(model, mesh.sp, kind=section.sequence, ulysses_degree=section.ulysses_degree)
+
+
+def _save_memory(model: nn.Module, config: Config) -> None:
+    """Compute a model of transformers in parts, or again, where the configuration asks for it; once."""
+    section, zero = config.parallel, config.zero_optimization
+    if not (section.tiled_mlp or section.tiled_loss or section.recompute) or model in _saving:
+        return
+    _saving.add(model)
+    homes = [one for one in (zero.offload_param, zero.offload_optimizer) if one is not None and one.nvme_path]
+    apply_long_context(
+        model,
+        tiled_mlp=section.tiled_mlp,
+        tiled_loss=section.tiled_loss,
+        recompute=section.recompute,
+        offload=None if section.activations == "device" else section.activations,
+        nvme_path=homes[0].nvme_path if homes else None,
+    )
+
+
+def _say(mesh: Mesh, plan: object) -> None:
+    if mesh.world.index == 0:
+        for line in str(plan).splitlines():
+            logger.info(line)
+
+
+def _cut_stages(model: nn.Module, mesh: Mesh, config: Config) -> None:
+    section = config.pipeline
+    method: str | Sequence[float] = section.balances
+    if method == "time" and not isinstance(model, PipelineModule):  # of the first rank: all have to cut alike
+        method = mesh.world_of(timed(model) if mesh.world.index == 0 else None)[0]
+    apply_pipeline_parallel(
+        model, mesh.pp, each=section.parts, method=method, interval=section.activation_checkpoint_interval
+    )
+
+
+_CUTS: dict[str, Cut] = {"pp": _cut_stages, "ep": _spread_experts, "tp": _cut_matrices, "sp": _cut_sequences}
