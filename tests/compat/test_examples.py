@@ -85,6 +85,18 @@ def test_the_classifier_learns_as_plain_pytorch() -> None:
     assert float(re.findall(r"accuracy (\S+) %", plain)[0]) > 70
 
 
+def test_a_classifier_with_experts_is_one_however_they_are_spread() -> None:
+    """Law: losses and accuracies are the same on one rank, and on two with all experts on both or some on each. No
+    expert is full here: what those leave out depends on which samples come together."""
+    asked = (*_CLASSIFIER, "--moe", "--num-experts", 2, 4, "--mlp-type", "residual", "--min-capacity", 32)
+    alone = start(CLASSIFIER, *asked)
+    assert_same(numbers(start(CLASSIFIER, *asked, "--moe-param-group", "--stage", 1, ranks=2)), numbers(alone), 5e-4)
+    spread = (*asked, "--moe-param-group", "--ep-world-size", 2)
+    for stage in (0, 2):
+        assert_same(numbers(start(CLASSIFIER, *spread, "--stage", stage, ranks=2)), numbers(alone), 5e-4)
+    assert float(re.findall(r"accuracy (\S+) %", alone)[0]) > 60
+
+
 @pytest.mark.slow
 def test_hello_world_on_one_rank() -> None:
     """Law: as above."""
@@ -148,6 +160,20 @@ def test_a_llama_goes_on_from_a_checkpoint(llama: Callable[..., str], ranks: int
     wanted = {step: loss for step, loss in losses(plain).items() if step > 4}
     assert wanted and losses(resumed) == pytest.approx(wanted, abs=1e-4)
     assert perplexities(resumed)[-1] == pytest.approx(perplexities(plain)[-1], rel=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("far", [(), ("--offload",)], ids=["device", "host"])
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_a_llama_is_fine_tuned_in_16_bits(llama: Callable[..., str], dtype: str, stage: int, far: tuple[str]) -> None:
+    """Law: the losses of float32 to the precision of the dtype, under fp16 up to the steps that its scale costs."""
+    wide = llama("--stream", ranks=2, out="wide")
+    said = llama("--stream", "--dtype", dtype, "--zero_stage", stage, *far, ranks=2)
+    seen, wanted = perplexities(said), perplexities(wide)
+    assert losses(said)[1] == pytest.approx(losses(wide)[1], rel=1e-2)
+    assert seen[-1] < 0.8 * seen[0]
+    assert seen[-1] == pytest.approx(wanted[-1], rel=0.1)
 
 
 def llama_checkpoints(run: Callable[..., str]) -> Path:

@@ -44,6 +44,19 @@ _CASES: dict[str, dict[str, Any]] = {
     "resized-2": {"config": _config(2), "resize": 56, "save": True},
     "resized-3": {"config": _config(3), "resize": 56, "save": True},
 }
+_WHOLE = {"stage3_gather_16bit_weights_on_model_save": True}
+_AXES: dict[str, dict[str, Any]] = {
+    **{
+        f"tensor-{stage}": {
+            "config": _config(stage, _WHOLE, tensor_parallel={"autotp_size": 2}),
+            "readers": 1,
+            "save": True,
+            "resume": True,
+        }
+        for stage in (0, 2)  # above that transformers itself refuses to load a model
+    },
+    **{f"sequence-{stage}": {"config": _config(stage), "readers": 1, "sequences": 2, "save": True} for stage in (1, 3)},
+}
 Told = dict[str, dict[str, Any]]
 
 
@@ -62,7 +75,8 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Told]:
     def get(ranks: int) -> Told:
         if ranks not in found:
             found[ranks] = {}  # where it fails, it fails once
-            cases = [{"name": name, "ranks": ranks, **case} for name, case in _CASES.items()]
+            asked = {**_CASES, **_AXES} if ranks == 2 else _CASES
+            cases = [{"name": name, "ranks": ranks, **case} for name, case in asked.items()]
             if ranks == 0:
                 cases = [{"name": "plain", **_ALL}, {"name": "resized", "resize": 56, "save": True}]
             (out / f"cases-{ranks}.json").write_text(json.dumps(cases))
@@ -90,6 +104,16 @@ def test_losses_are_the_plain_trainers(told: Callable[[int], Told], name: str, r
         assert one["generated"] == plain["generated"]
 
 
+@pytest.mark.parametrize("name", _AXES)
+def test_models_and_sequences_that_are_cut_over_ranks_train_as_one(told: Callable[[int], Told], name: str) -> None:
+    """Law: losses and norms with matrices, and with sequences, on two ranks are the plain Trainer's."""
+    plain, one = told(0)["plain"], told(2)[name]
+    assert one["losses"] == pytest.approx(plain["losses"], abs=2e-6)
+    assert one["norms"] == pytest.approx(plain["norms"], rel=1e-5)
+    if _AXES[name].get("resume"):
+        assert one["resumed"] == pytest.approx(dict(zip("34", plain["losses"][2:], strict=True)), abs=2e-6)
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_bf16_trains_near_fp32(told: Callable[[int], Told], ranks: int) -> None:
     """Law: bf16 with fp32 masters follows the fp32 losses to the precision of bf16 logits."""
@@ -105,15 +129,21 @@ def test_the_configurations_schedule_is_deepspeeds(told: Callable[[int], Told], 
     assert abs(one["losses"][2] - plain["losses"][2]) > 1e-3
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("name", [name for name, case in _CASES.items() if case.get("save")])
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [
+        *((name, ranks) for name, case in _CASES.items() if case.get("save") for ranks in (1, 2)),
+        *((name, 2) for name, case in _AXES.items() if case.get("save")),
+    ],
+)
 def test_saved_models_are_whole_and_the_same(told: Callable[[int], Told], name: str, ranks: int) -> None:
     """Law: `save_model` writes every weight, equal to the plain Trainer's, and checkpoints are where resume looks."""
-    plain, one = told(0)["resized" if _CASES[name].get("resize") else "plain"], told(ranks)[name]
+    case = {**_CASES, **_AXES}[name]
+    plain, one = told(0)["resized" if case.get("resize") else "plain"], told(ranks)[name]
     expected, found = (load_file(of["folder"] / "saved" / "model.safetensors") for of in (plain, one))
     assert found.keys() == expected.keys()
     for key, value in expected.items():
         torch.testing.assert_close(found[key], value, atol=5e-5, rtol=1e-4, msg=lambda text, key=key: f"{key}: {text}")
-    if _CASES[name].get("resume"):
+    if case.get("resume"):
         assert (one["folder"] / "checkpoint-2" / "global_step2").is_dir()
         assert (one["folder"] / "checkpoint-2" / "latest").read_text() == "global_step2"

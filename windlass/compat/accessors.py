@@ -126,7 +126,7 @@ ANSWERS: dict[str, Callable[[Any], Any]] = {
     "data_sampling_config": lambda c: {},
     "random_ltd_enabled": lambda c: False,
     "random_ltd_config": lambda c: {},
-    "autotp_size": lambda c: 0,
+    "autotp_size": lambda c: c.tensor_parallel.autotp_size,
     "compile_autosp": lambda c: False,
     "compile_autotp": lambda c: False,
     "compile_zero_optimization_stage": lambda c: False,

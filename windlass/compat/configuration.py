@@ -7,10 +7,12 @@ from typing import Any
 
 import torch.distributed as dist
 
+from windlass.comm.mpu import known_sizes
 from windlass.compat.accessors import ANSWERS
 from windlass.compat.monitors import get_monitor_config
 from windlass.compat.tolerance import tolerated
 from windlass.config import load
+from windlass.config.axes import whole_axes
 from windlass.config.source import read
 
 
@@ -19,8 +21,11 @@ class DeepSpeedConfig:
 
     Args:
         config: dict, path or base64.
-        mpu: asked for the number of data-parallel ranks, if it is given.
-        mesh_device: accepted; without effect.
+        mpu: asked how many ranks share a sample, if it is given.
+        mesh_device: with a dimension `data_parallel`, asked the same.
+
+    Attributes:
+        world_size: ranks that read samples of their own.
 
     Raises:
         ConfigError: it cannot be read, or the batch does not fit the number of ranks.
@@ -29,8 +34,11 @@ class DeepSpeedConfig:
     def __init__(self, config: Any, mpu: Any = None, mesh_device: Any = None) -> None:
         self._param_dict: dict[str, Any] = config if isinstance(config, dict) else read(config).data
         self.config = load(tolerated(config))
-        self.world_size = mpu.get_data_parallel_world_size() if mpu is not None else _world()
-        batch = self.config.resolve_batch(self.world_size)
+        axes = self.config.axes(_world(), others=_said(mpu, mesh_device))
+        if axes.readers == axes.world and hasattr(mpu, "get_data_parallel_world_size"):  # all that it may know
+            axes = whole_axes(self.config, int(mpu.get_data_parallel_world_size()))
+        self.world_size = axes.readers
+        batch = self.config.resolve_batch(axes.world, axes=axes)
         self.train_batch_size = batch.train
         self.train_micro_batch_size_per_gpu = batch.micro
         self.gradient_accumulation_steps = batch.accumulation
@@ -56,6 +64,14 @@ class DeepSpeedConfig:
     def print_user_config(self) -> None:
         """Print what the caller gave."""
         print(self._param_dict)
+
+
+def _said(mpu: Any, mesh_device: Any) -> dict[str, dict[str, int]]:
+    """Sizes of axes that they know."""
+    said = {"mpu": known_sizes(mpu)} if mpu is not None else {}
+    if mesh_device is not None:
+        said["mesh_device"] = {"sp": mesh_device.size() // mesh_device["data_parallel"].size()}
+    return said
 
 
 def _world() -> int:

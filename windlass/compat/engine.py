@@ -14,9 +14,11 @@ from torch import nn
 from windlass.base.errors import ConfigError
 from windlass.base.log import logger
 from windlass.compat.accessors import ANSWERS, KEYS, ask
+from windlass.compat.engine_axes import axes_of, follow
 from windlass.compat.loader import DeepSpeedDataLoader, loader_of
 from windlass.compat.offload import ParameterOffload
 from windlass.compat.parameters import lend_names
+from windlass.compat.places import Places
 from windlass.compat.refusal import NotBuiltError
 from windlass.compat.scaler import Scaler
 from windlass.compat.timers import SynchronizedWallClockTimer, ThroughputTimer
@@ -42,7 +44,7 @@ REFUSED = {
     "autotuning_model_info_path": _TUNER,
     "autotuning_start_profile_step": _TUNER,
     "get_optimizer_configuration": "optimizers are made from the configuration by `initialize`",
-    "print_forward_breakdown": "the breakdown is of experts, which are not built",
+    "print_forward_breakdown": "experts are not timed one by one; use torch.profiler",
     "set_data_post_process_func": "it belongs to DeepSpeed's curriculum sampler, which is not built; use a collate_fn",
     "set_custom_curriculum_learning_schedule": "curriculum learning is not built; change the data in the script",
     "random_ltd_initialize": "random layer-token dropping is not built",
@@ -51,22 +53,17 @@ REFUSED = {
     "sparse_allreduce_bucket": "sparse gradients are not built; leave sparse_gradients out",
     "sparse_allreduce_no_retain": "sparse gradients are not built; leave sparse_gradients out",
     "sparse_all_gather": "sparse gradients are not built; leave sparse_gradients out",
-    "load_moe_state_dict": "experts are not built",
+    "load_moe_state_dict": "load_checkpoint loads experts with all else, whatever ranks they lay on",
     "autotuning_profile_model_info": _TUNER,
 }
 
 
-class DeepSpeedEngine(Engine):
+class DeepSpeedEngine(Places, Engine):
     """As `windlass.Engine`, which has what trains; here is what else DeepSpeed's scripts ask and do."""
 
     skips_bad_steps = True
     mpu: Any = None
-    pipeline_parallelism = False
-    has_moe_layers = False
     enable_backward_allreduce = True
-    sequence_parallel_size = 1
-    mp_world_size = 1
-    seq_parallel_group: Any = None
     inside_no_sync_ctxt = False
     _told_foreign = False
     scale_wrt_gas = True
@@ -76,12 +73,8 @@ class DeepSpeedEngine(Engine):
     first_dataloader_check = False
     optimized_linear_lora_enabled = False
     optimized_linear_base_weight_sharding = False
-    checkpoint_mp_rank = 0
     save_non_zero_checkpoint = save_zero_checkpoint = True  # every rank writes its part
     # of what is not built or not in use: none
-    mesh_device: Any = None
-    expert_parallel_group: Any = None
-    expert_data_parallel_group: Any = None
     all_to_all_group: Any = None
     local_all_to_all_group: Any = None
     checkpoint_engine: Any = None
@@ -93,18 +86,17 @@ class DeepSpeedEngine(Engine):
     flatten = staticmethod(torch._utils._flatten_dense_tensors)
     unflatten = staticmethod(torch._utils._unflatten_dense_tensors)
     _config: Config
+    _axes: Any = None
     collate_fn: Any = None
     tput_timer: Any = None
 
     def become(
-        self, given: Any, client_optimizer: Any, client_lr_scheduler: Any, training_data: Any, collate_fn: Any
+        self, given: Any, mpu: Any, client_optimizer: Any, client_lr_scheduler: Any, training_data: Any, collate_fn: Any
     ) -> None:
-        """Remember what the caller of `initialize` gave, which scripts read back."""
-        self.config = given
+        """Remember what the caller of `initialize` gave, which scripts read back. Collective."""
+        self.config, self.mpu = given, mpu
+        self._follow()
         self.client_lr_scheduler = client_lr_scheduler
-        self.moe_layers: list[Any] = []
-        self.gate_modules: list[Any] = []
-        self.num_experts: list[int] = []
         self.summary_events: list[Any] = []
         self.client_optimizer, self.training_data, self.collate_fn = client_optimizer, training_data, collate_fn
         self.basic_optimizer = self._optimizer.optimizer if self._optimizer is not None else None
@@ -141,6 +133,13 @@ class DeepSpeedEngine(Engine):
     def _adopt(self, sharded: ShardedModel) -> None:
         super()._adopt(sharded)
         lend_names(sharded)
+        if self._axes is not None:  # another layout of the same engine
+            self._follow()
+
+    def _follow(self) -> None:
+        """Groups of this engine are those that a script is told."""
+        self._axes = axes_of(self, self.mpu, experts=self.has_moe_layers)
+        follow(self, self._axes)
 
     # what DeepSpeed refuses
 
@@ -195,6 +194,20 @@ class DeepSpeedEngine(Engine):
         """What writes to TensorBoard, W&B and CSV files; None where nothing is trained."""
         return self._reporter.monitor
 
+    def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor] | None:
+        """Whole parameters and buffers as they compute, on the CPU of rank 0; None on other ranks. Collective.
+
+        Raises:
+            ValueError: every rank has all of them: the stage is below 3, and matrices are not cut.
+        """
+        if self.zero_optimization_stage() == 3 or self.mesh.tp.size == 1:
+            return super()._consolidated_16bit_state_dict(exclude_frozen_parameters)
+        found, frozen = self.full_state_dict(), set()
+        if exclude_frozen_parameters:
+            frozen = {name for name, p in self.module.named_parameters(remove_duplicate=False) if not p.requires_grad}
+        kept = {name: value for name, value in found.items() if name not in frozen}
+        return kept if self.mesh.world.index == 0 else None
+
     def all_gather_scalar(self, value: torch.Tensor, dp_group: Any) -> list[torch.Tensor]:
         """`value` of every rank of the group. Collective."""
         found = [value.new_zeros(value.size()) for _ in range(dist.get_world_size(dp_group))]
@@ -204,40 +217,6 @@ class DeepSpeedEngine(Engine):
     def get_batch_info(self) -> tuple[int, int, int]:
         """Samples in a step, in a micro-batch of a rank, and micro-batches in a step."""
         return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
-
-    def get_data_parallel_rank(self) -> int:
-        """This rank among those that share the data."""
-        return self._sharded.mesh.data.index
-
-    def get_model_parallel_rank(self) -> int:
-        """0: models are not cut over ranks."""
-        return 0
-
-    get_tensor_parallel_rank = get_model_parallel_rank
-
-    def get_sequence_parallel_group(self) -> Any:
-        """None: sequences are not cut over ranks."""
-        return self.seq_parallel_group
-
-    @property
-    def data_parallel_group(self) -> Any:
-        """The process group over which data are shared."""
-        return self._sharded.mesh.data.process_group or dist.group.WORLD
-
-    @property
-    def seq_data_parallel_group(self) -> Any:
-        """As `data_parallel_group`."""
-        return self.data_parallel_group
-
-    @property
-    def dp_world_size(self) -> int:
-        """How many ranks share the data."""
-        return self._sharded.mesh.data.size
-
-    @property
-    def seq_dp_world_size(self) -> int:
-        """As `dp_world_size`."""
-        return self.dp_world_size
 
     @property
     def dist_backend(self) -> str:
@@ -261,7 +240,7 @@ class DeepSpeedEngine(Engine):
 
     def is_first_weights_partition_group(self) -> bool:
         """Whether this rank is in the first group of those that have all weights together."""
-        return self._sharded.mesh.replicate.index == 0
+        return self._sharded.mesh.dense.replicate.index == 0
 
     def get_compile_time(self) -> float:
         """0: torch compiles at the first forward, and does not tell how long it took."""

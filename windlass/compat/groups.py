@@ -1,7 +1,8 @@
-"""`deepspeed.utils.groups`: the process groups of each kind of parallelism; data parallelism has all ranks.
+"""`deepspeed.utils.groups`: the process groups of each kind of parallelism, as the engine made last has them.
 
-What a script's model-parallel unit (`mpu`) knows of groups is its own to say. Without one, all ranks are data ranks,
-and there is no other axis: sizes are 1, places are 0, and groups that nobody made are an error.
+What a script's model-parallel unit (`mpu`) knows of groups is its own to say. What it does not know, and all where
+there is no unit, is of the engine's mesh. Before there is an engine all ranks are data ranks, and there is no other
+axis: sizes are 1, places are 0, and groups that nobody made are an error.
 """
 
 from __future__ import annotations
@@ -11,9 +12,29 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
+from windlass.comm.groups import Group
+from windlass.compat.engine_axes import current
+from windlass.compat.expert_groups import _get_expert_broadcast_src_rank as _get_expert_broadcast_src_rank
+from windlass.compat.expert_groups import _get_expert_data_parallel_group as _get_expert_data_parallel_group
+from windlass.compat.expert_groups import _get_expert_data_parallel_group_dict as _get_expert_data_parallel_group_dict
+from windlass.compat.expert_groups import _get_expert_data_parallel_group_ranks as _get_expert_data_parallel_group_ranks
+from windlass.compat.expert_groups import _get_expert_data_parallel_rank as _get_expert_data_parallel_rank
+from windlass.compat.expert_groups import _get_expert_data_parallel_world_size as _get_expert_data_parallel_world_size
+from windlass.compat.expert_groups import _get_expert_model_parallel_world_size as _get_expert_model_parallel_world_size
+from windlass.compat.expert_groups import _get_expert_parallel_group as _get_expert_parallel_group
+from windlass.compat.expert_groups import _get_expert_parallel_group_dict as _get_expert_parallel_group_dict
+from windlass.compat.expert_groups import _get_expert_parallel_group_ranks as _get_expert_parallel_group_ranks
+from windlass.compat.expert_groups import _get_expert_parallel_rank as _get_expert_parallel_rank
+from windlass.compat.expert_groups import _get_expert_parallel_src_rank as _get_expert_parallel_src_rank
+from windlass.compat.expert_groups import _get_expert_parallel_world_size as _get_expert_parallel_world_size
+from windlass.compat.expert_groups import _get_local_all_to_all_group as _get_local_all_to_all_group
+from windlass.compat.expert_groups import _get_max_expert_parallel_group as _get_max_expert_parallel_group
+from windlass.compat.expert_groups import _get_max_expert_size as _get_max_expert_size
+from windlass.compat.expert_groups import _get_max_expert_size_name as _get_max_expert_size_name
+from windlass.compat.expert_groups import expert_tensor_parallel_world_size as expert_tensor_parallel_world_size
+
 mpu: Any = None
 mesh_device: Any = None
-expert_tensor_parallel_world_size = 1
 
 
 class DeprecatedException(Exception):
@@ -32,24 +53,36 @@ def initialize(ep_size: int = 1, mpu: Any = None) -> NoReturn:
 
 
 def _mpu() -> Any:
-    """What a script set as `deepspeed.utils.groups.mpu`, or windlass here."""
-    stand_in = sys.modules.get("deepspeed.utils.groups")
-    return (stand_in.__dict__.get("mpu") if stand_in is not None else None) or mpu
-
-
-def _told(method: str) -> Any:
-    """The model-parallel unit's method of that name, or None."""
-    return getattr(_mpu(), method, None)
+    """What a script set as `deepspeed.utils.groups.mpu`, or windlass here, or gave to `initialize`."""
+    stand_in, axes = sys.modules.get("deepspeed.utils.groups"), current()
+    own = (stand_in.__dict__.get("mpu") if stand_in is not None else None) or mpu
+    return own if own is not None or axes is None else axes.unit
 
 
 def _needs_ranks() -> None:
     assert dist.is_initialized(), "ranks do not know each other yet: call deepspeed.init_distributed() first"
 
 
-def _of(name: str, default: Any) -> Any:
-    """What the model-parallel unit says to `get_<name>`, else `default()`."""
-    told = _told(f"get_{name}")
-    return told() if told is not None else default()
+def _told(*names: str) -> Any:
+    """What the model-parallel unit says to the first `get_<name>` that it has; None if it has none."""
+    unit = _mpu()
+    method = next((getattr(unit, f"get_{name}") for name in names if hasattr(unit, f"get_{name}")), None)
+    return method() if method is not None else None
+
+
+def _size(told: Any, group: Group | None) -> int:
+    """What a unit told, or else the size of a group of the engine; 1 without either."""
+    return int(told if told is not None else group.size if group is not None else 1)
+
+
+def _place(told: Any, group: Group | None) -> int:
+    return int(told if told is not None else group.index if group is not None else 0)
+
+
+def _group(told: Any, group: Group | None) -> dist.ProcessGroup | None:
+    """None where a rank would be alone in it, unless the unit knows such a one."""
+    made: dist.ProcessGroup | None = group.process_group if group is not None and group.size > 1 else None
+    return told if told is not None else made
 
 
 def _clone_world_group() -> dist.ProcessGroup:
@@ -59,12 +92,27 @@ def _clone_world_group() -> dist.ProcessGroup:
     return world
 
 
-# data parallelism
+def _everyone() -> Group:
+    """All ranks, where there is no engine."""
+    world = _clone_world_group()
+    return Group(world, tuple(range(dist.get_world_size())), dist.get_rank())
+
+
+def _none_made(kind: str) -> NoReturn:
+    raise AssertionError(f"there is no {kind} group: all ranks are data ranks")
+
+
+# data parallelism: ranks that read samples of their own
+
+
+def _readers() -> Group:
+    _needs_ranks()
+    axes = current()
+    return axes.readers if axes is not None else _everyone()
 
 
 def _get_data_parallel_group() -> dist.ProcessGroup:
-    _needs_ranks()
-    group: dist.ProcessGroup = _of("data_parallel_group", _clone_world_group)
+    group: dist.ProcessGroup = _told("data_parallel_group") or _readers().process_group
     return group
 
 
@@ -73,17 +121,15 @@ def _get_data_parallel_group_ranks() -> list[int]:
 
 
 def _get_data_parallel_world_size() -> int:
-    _needs_ranks()
-    return int(_of("data_parallel_world_size", dist.get_world_size))
+    return _size(_told("data_parallel_world_size"), _readers())
 
 
 def _get_data_parallel_rank() -> int:
-    _needs_ranks()
-    return int(_of("data_parallel_rank", dist.get_rank))
+    return _place(_told("data_parallel_rank"), _readers())
 
 
 def _get_broadcast_src_rank() -> int:
-    return min(_get_data_parallel_group_ranks())
+    return min(dist.get_process_group_ranks(_get_sequence_data_parallel_group()))
 
 
 get_data_parallel_group = _get_data_parallel_group
@@ -94,28 +140,33 @@ get_data_parallel_rank = _get_data_parallel_rank
 # model and tensor parallelism
 
 
-def _none_made(kind: str) -> NoReturn:
-    raise AssertionError(f"there is no {kind} group: all ranks are data ranks")
+def _model() -> Group | None:
+    axes = current()
+    return axes.model if axes is not None else None
+
+
+def _tensor() -> Group | None:
+    axes = current()
+    return axes.mesh.tp.group if axes is not None else None
 
 
 def get_model_parallel_group() -> dist.ProcessGroup:
-    """The model-parallel unit's group.
+    """The ranks that have one copy of the model together.
 
     Raises:
-        AssertionError: there is none.
+        AssertionError: each rank has one.
     """
-    group: dist.ProcessGroup = _of("model_parallel_group", lambda: _none_made("model-parallel"))
-    return group
+    return _group(_told("model_parallel_group"), _model()) or _none_made("model-parallel")
 
 
 def get_tensor_model_parallel_group() -> dist.ProcessGroup:
-    """The model-parallel unit's group of tensor parallelism, or of model parallelism as a whole.
+    """The ranks over which matrices are cut; by a unit without that word, its model-parallel ones.
 
     Raises:
-        AssertionError: there is none.
+        AssertionError: there are none.
     """
-    group: dist.ProcessGroup = _of("tensor_model_parallel_group", get_model_parallel_group)
-    return group
+    told = _told("tensor_model_parallel_group", "model_parallel_group")
+    return _group(told, _tensor()) or _none_made("tensor-parallel")
 
 
 _set: dict[str, int] = {}
@@ -133,22 +184,24 @@ def set_tensor_model_parallel_rank(rank: int) -> None:
 
 def get_model_parallel_world_size() -> int:
     """How many ranks share a model."""
-    return _set.get("world_size") or int(_of("model_parallel_world_size", lambda: 1))
+    return _set.get("world_size") or _size(_told("model_parallel_world_size"), _model())
 
 
 def get_tensor_model_parallel_world_size() -> int:
     """How many ranks share a tensor."""
-    return _set.get("world_size") or int(_of("tensor_model_parallel_world_size", get_model_parallel_world_size))
+    told = _told("tensor_model_parallel_world_size", "model_parallel_world_size")
+    return _set.get("world_size") or _size(told, _tensor())
 
 
 def get_model_parallel_rank() -> int:
     """Which of the ranks that share a model this is."""
-    return _set["rank"] if "rank" in _set else int(_of("model_parallel_rank", lambda: 0))
+    return _set["rank"] if "rank" in _set else _place(_told("model_parallel_rank"), _model())
 
 
 def get_tensor_model_parallel_rank() -> int:
     """Which of the ranks that share a tensor this is."""
-    return _set["rank"] if "rank" in _set else int(_of("tensor_model_parallel_rank", get_model_parallel_rank))
+    told = _told("tensor_model_parallel_rank", "model_parallel_rank")
+    return _set["rank"] if "rank" in _set else _place(told, _tensor())
 
 
 def get_tensor_model_parallel_src_rank() -> int:
@@ -163,65 +216,50 @@ _get_model_parallel_world_size = get_model_parallel_world_size
 # sequence parallelism
 
 
+def _sequence() -> Group | None:
+    axes = current()
+    return axes.mesh.sp.group if axes is not None else None
+
+
+def _dense() -> Group:
+    """Ranks over which gradients are reduced: readers, and those along sp."""
+    axes = current()
+    return axes.mesh.dense.data if axes is not None else _everyone()
+
+
 def _get_sequence_parallel_group() -> dist.ProcessGroup:
-    told = _told("get_sequence_parallel_group")
-    if told is None:
-        raise KeyError("there is no sequence-parallel group: all ranks are data ranks")
-    group: dist.ProcessGroup = told()
+    group = _group(_told("sequence_parallel_group"), _sequence())
+    if group is None:
+        raise KeyError("there is no sequence-parallel group: every rank has whole sequences")
     return group
 
 
 def _get_sequence_parallel_world_size() -> int:
     _needs_ranks()
-    return int(_of("sequence_parallel_world_size", lambda: 1))
+    return _size(_told("sequence_parallel_world_size"), _sequence())
 
 
 def _get_sequence_parallel_rank() -> int:
-    return int(_of("sequence_parallel_rank", lambda: 0))
+    return _place(_told("sequence_parallel_rank"), _sequence())
 
 
 def _get_sequence_data_parallel_group() -> dist.ProcessGroup:
-    group: dist.ProcessGroup = _of("sequence_data_parallel_group", _get_data_parallel_group)
-    return group
+    found: dist.ProcessGroup = _told(*_with_sequence("group")) or _dense().process_group
+    return found
 
 
 def _get_sequence_data_parallel_world_size() -> int:
-    return int(_of("sequence_data_parallel_world_size", _get_data_parallel_world_size))
+    return _size(_told(*_with_sequence("world_size")), _dense())
 
 
 def _get_sequence_data_parallel_rank() -> int:
-    return int(_of("sequence_data_parallel_rank", _get_data_parallel_rank))
+    return _place(_told(*_with_sequence("rank")), _dense())
 
 
-# experts: none are spread over ranks
-
-
-def _no_experts(group_name: str = "") -> NoReturn:
-    raise AssertionError(f"there is no expert-parallel group {group_name!r}: experts are not spread over ranks")
-
-
-_get_expert_parallel_group = _get_expert_data_parallel_group = _no_experts
-_get_expert_parallel_group_ranks = _get_expert_data_parallel_group_ranks = _no_experts
-_get_expert_parallel_world_size = _get_expert_data_parallel_world_size = _no_experts
-_get_expert_parallel_rank = _get_expert_data_parallel_rank = _no_experts
-_get_expert_parallel_src_rank = _get_expert_broadcast_src_rank = _no_experts
-_get_max_expert_size_name = _get_max_expert_parallel_group = _get_local_all_to_all_group = _no_experts
-
-
-def _get_expert_parallel_group_dict() -> dict[str, dist.ProcessGroup]:
-    return {}
-
-
-def _get_expert_data_parallel_group_dict() -> dict[str, dist.ProcessGroup]:
-    return {}
-
-
-def _get_max_expert_size() -> int:
-    _no_experts()
-
-
-def _get_expert_model_parallel_world_size() -> int:
-    return expert_tensor_parallel_world_size
+def _with_sequence(what: str) -> tuple[str, ...]:
+    """What a unit calls the data ranks along all axes: one that knows no sequences has no other."""
+    own = f"sequence_data_parallel_{what}"
+    return (own,) if hasattr(_mpu(), "get_sequence_parallel_world_size") else (own, f"data_parallel_{what}")
 
 
 # a second copy of the parameters among neighbours (hpZ) is windlass' own affair

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -10,15 +11,22 @@ import torch
 from torch import nn
 
 from windlass.base.errors import ConfigError
-from windlass.compat import parameters
+from windlass.collectives import initialize_mesh_device
+from windlass.compat import groups, parameters
 from windlass.compat.engine import DeepSpeedEngine
 from windlass.compat.messages import log_dist
+from windlass.compat.pipeline import DeepSpeedPipelineEngine
 from windlass.compat.standard import git_branch, git_hash
+from windlass.compat.tensor_parallel import asked_of, of_readers
 from windlass.compat.tolerance import tolerated
 from windlass.compat.version import VERSION
 from windlass.config.source import read
+from windlass.engine.pipeline import use_in_pipelines
 from windlass.engine.watch import installed
 from windlass.initialize import build, source_of
+from windlass.parallel.pipeline.module import PipelineModule
+
+use_in_pipelines(DeepSpeedEngine, DeepSpeedPipelineEngine)
 
 
 class ArgumentError(ConfigError, AssertionError):
@@ -41,8 +49,13 @@ def initialize(
     config_params: Any = None,
 ) -> tuple[DeepSpeedEngine, Any, Any, Any]:
     """As `windlass.initialize`, with DeepSpeed's manners: `engine.config` is the caller's dict, top-level keys that
-    nobody knows are passed over with one warning, an `mpu` that cuts nothing is taken, `args.local_rank` is checked. A
-    model may be given again: its former engine makes way (lightning does so when it evaluates after training).
+    nobody knows are passed over with one warning, `args.local_rank` is checked. A model may be given again: its former
+    engine makes way (lightning does so when it evaluates after training).
+
+    Args:
+        mpu: knows along which axes ranks have what. Layers are cut by whoever wrote them, and say so of parameters
+            (`tensor_model_parallel`, `partition_dim`); only what the configuration asks for is cut here.
+        mesh_param: `(data, sequence)`, ranks along each; sequences are cut by the script.
 
     Returns:
         `(engine, optimizer, loader, scheduler)`; the optimizer is `engine.optimizer` (at stage 3 without
@@ -61,11 +74,14 @@ def initialize(
     except ConfigError as error:
         raise ArgumentError(str(error)) from None
     given = source if isinstance(source, dict) else read(source).data
+    if isinstance(model, PipelineModule) and mpu is not None:
+        raise ArgumentError("mpu must be None with a PipelineModule, whose topology knows its groups")
+    asked = asked_of(model, source)
     parameters.install()
     trains_nothing = isinstance(model_parameters, (list, tuple)) and not model_parameters
     engine = build(
         DeepSpeedEngine,
-        tolerated(source),
+        tolerated(asked if mpu is not None else of_readers(asked)),
         model=model,
         optimizer=optimizer,
         model_parameters=None if trains_nothing else model_parameters,
@@ -79,8 +95,8 @@ def initialize(
         supersedes=True,
     )
     log_dist(f"DeepSpeed info: version={VERSION}, git-hash={git_hash}, git-branch={git_branch}", ranks=[0])
-    engine.mpu = mpu
-    engine.become(given, optimizer, lr_scheduler, training_data, collate_fn)
+    engine.become(given, mpu, optimizer, lr_scheduler, training_data, collate_fn)
+    engine.mesh_device = _mesh_device(mesh_param, given)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
@@ -95,14 +111,18 @@ def _check_local_rank(args: Any) -> None:
 
 def _needless(mpu: Any) -> Any:
     """None for an `mpu` whose every other axis has one rank: the data axis is all there is."""
-    if mpu is None:
+    kinds = "model tensor_model slice pipeline_model pipe sequence context expert_model expert"
+    sizes = [getattr(mpu, f"get_{kind}_parallel_world_size", None) for kind in kinds.split()]
+    return mpu if any(size is not None and size() > 1 for size in sizes) else None
+
+
+def _mesh_device(mesh_param: Any, given: dict[str, Any]) -> Any:
+    """The mesh of data and sequence that was asked for, as torch has it; None if none was. Collective."""
+    if mesh_param is None and "sequence_parallel_size" in given and "data_parallel_size" in given:
+        mesh_param = (given["data_parallel_size"], given["sequence_parallel_size"])
+    if mesh_param is None:
         return None
-    for name in (
-        "get_model_parallel_world_size",
-        "get_tensor_model_parallel_world_size",
-        "get_pipeline_model_parallel_world_size",
-        "get_sequence_parallel_world_size",
-    ):
-        if hasattr(mpu, name) and getattr(mpu, name)() > 1:
-            return mpu
-    return None
+    made = initialize_mesh_device(mesh_param, ("data_parallel", "sequence_parallel"))
+    for place in (groups.__dict__, getattr(sys.modules.get("deepspeed.utils.groups"), "__dict__", {})):
+        place["mesh_device"] = made
+    return made

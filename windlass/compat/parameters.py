@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from windlass import zero
 from windlass.base.errors import ReleasedParameterError
@@ -32,6 +33,7 @@ _ids: WeakKeyDictionary[Any, dict[int, int]] = WeakKeyDictionary()  # by sharded
 _born_ids: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # by birth
 _active: WeakKeyDictionary[Any, dict[int, set[int]]] = WeakKeyDictionary()
 _external: WeakKeyDictionary[nn.Module, dict[str, nn.Parameter]] = WeakKeyDictionary()
+_experts: WeakIdKeyDictionary = WeakIdKeyDictionary()  # names of groups, by parameter
 _lending: WeakSet[Any] = WeakSet()  # sharded models of engines that `deepspeed.initialize` made
 _open: dict[int, GatheredParameters] = {}  # by id of the parameter that all_gather made whole
 
@@ -48,6 +50,12 @@ def install() -> None:
 def lend_names(model: ShardedModel) -> None:
     """Have `state_dict()` give names for the released parameters of `model`; of others it raises, as it did."""
     _lending.add(model)
+
+
+def note_expert(parameter: nn.Parameter, group_name: str) -> None:
+    """Have a parameter answer that it is an expert's, by the name of the ranks over which those are spread."""
+    install()
+    _experts[parameter] = group_name
 
 
 def under_stage_3(parameter: nn.Parameter) -> bool:
@@ -81,6 +89,8 @@ def _ask(self: nn.Parameter, name: str) -> Any:
     answer = _OF_ANY.get(name)
     if answer is not None and find(self) is not None:
         return answer(self)
+    if name in ("allreduce", "group_name") and self in _experts:  # what scripts tell experts by
+        return False if name == "allreduce" else _experts[self]
     raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
 
@@ -100,7 +110,7 @@ def _require_same(parameter: nn.Parameter) -> None:
     if birth is not None:
         group, name = birth.group, f"{birth.label} (number {birth.number})"
     elif place is not None:
-        group, name = place.model.group, place.name
+        group, name = place.unit.family.group, place.name
     else:
         return
     told: list[Any] = [name] * group.size
@@ -145,7 +155,7 @@ def _holder(parameter: nn.Parameter) -> Any:
 def _ranks(parameter: nn.Parameter) -> Any:
     place = find(parameter)
     if place is not None:
-        return place.model.group
+        return place.unit.family.group
     birth = born.find(parameter)
     assert birth is not None
     return birth.group

@@ -1,6 +1,6 @@
 """What DeepSpeed takes and windlass's own reader refuses: left out or settled as DeepSpeed does, and said once.
 
-DeepSpeed looks only for the top-level keys that it knows (trl sends dotted ones), and reads `aio`,
+DeepSpeed looks only for the top-level keys that it knows (trl sends dotted ones), and reads `aio`, `pipeline`,
 `activation_checkpointing`, `optimizer` and `scheduler` key by key (but for the `params` of the last two, which are
 arguments); in its other sections a key that is not known is an error, as here. Of two keys
 that contradict each other one wins there, and some keys only concern parallelism that a run does not have.
@@ -16,7 +16,7 @@ from windlass.base.log import logger
 from windlass.config.loading import examine
 from windlass.config.problems import Kind
 
-_LENIENT = ("aio", "activation_checkpointing")
+_LENIENT = ("aio", "activation_checkpointing", "pipeline")
 _said: set[str] = set()
 
 
@@ -148,8 +148,7 @@ _SETTLED: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
 """Contradictions that DeepSpeed settles by itself: how, and what to say of it."""
 
 _IDLE: dict[str, Callable[[Any], bool]] = {
-    "pipeline": lambda value: True,  # read by pipeline modules alone, which are refused when they are made
-    "use_data_before_expert_parallelism": lambda value: True,  # about groups of experts
+    "use_data_before_expert_parallelism": lambda value: True,  # which ranks hold which experts, no value
     "sequence_parallel_size": lambda value: value == 1,
 }
-"""Top-level keys that ask for nothing where there is only the data axis."""
+"""Top-level keys that ask for nothing that shows in what is computed."""

@@ -1,6 +1,6 @@
 """`safe_get_full_fp32_param` and its kin: one parameter's weight, gradient and state, wherever they rest.
 
-`windlass.zero.values` does the work. Collective, as there: all ranks call them for the same parameters in the same
+`windlass.zero.wholes` does the work. Collective, as there: all ranks call them for the same parameters in the same
 order. A parameter that is frozen has no master weight and no state: None, as in DeepSpeed.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from windlass.zero import born, registry, values
+from windlass.zero import born, registry, values, wholes
 
 
 def _trained(param: nn.Parameter) -> bool:
@@ -23,7 +23,7 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
     """The whole master weight as a new tensor; None for a parameter that no engine trains."""
     if not _trained(param):
         return None
-    return values.full_param(param).detach()
+    return wholes.full_param(param).detach()
 
 
 @torch.no_grad()
@@ -32,13 +32,13 @@ def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
     without an engine, its `.grad`."""
     if registry.find(param) is None:
         return None if born.find(param) is not None else param.grad
-    return values.full_grad(param) if param.requires_grad else None
+    return wholes.full_grad(param) if param.requires_grad else None
 
 
 @torch.no_grad()
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
     """The whole optimizer state of that name (`exp_avg`, ...); None before the first step, or if there is none."""
-    return values.full_state(param, optim_state_key) if _trained(param) else None
+    return wholes.full_state(param, optim_state_key) if _trained(param) else None
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
@@ -48,7 +48,7 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
         ModelError: another shape.
     """
     if _trained(param):
-        values.set_full_param(param, value)
+        wholes.set_full_param(param, value)
 
 
 def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
@@ -58,7 +58,7 @@ def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
         ModelError: another shape, or there is no gradient.
     """
     if _trained(param):
-        values.set_full_grad(param, value)
+        wholes.set_full_grad(param, value)
     elif param.grad is not None:
         param.grad.copy_(value)
 
@@ -66,7 +66,7 @@ def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
 def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
     """Set the whole optimizer state of that name; nothing for a parameter that no engine trains."""
     if _trained(param):
-        values.set_full_state(param, optim_state_key, value)
+        wholes.set_full_state(param, optim_state_key, value)
 
 
 @torch.no_grad()

@@ -1,6 +1,7 @@
 """An image classifier as DeepSpeed's CIFAR-10 tutorial trains one; the images are made here, by a seed.
 
 deepspeed train.py --deepspeed --stage 2 --dtype bf16
+deepspeed train.py --deepspeed --moe --num-experts 4 --ep-world-size 2 --moe-param-group
 """
 
 import argparse
@@ -25,6 +26,14 @@ def add_argument():
     parser.add_argument("--dtype", default="fp32", type=str, choices=["bf16", "fp16", "fp32"])
     parser.add_argument("--stage", default=0, type=int, choices=[0, 1, 2, 3], help="stage of ZeRO")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--moe", default=False, action="store_true", help="layers of experts")
+    parser.add_argument("--ep-world-size", default=1, type=int, help="ranks over which experts are spread")
+    parser.add_argument("--num-experts", type=int, nargs="+", default=[1], help="of each layer")
+    parser.add_argument("--mlp-type", type=str, default="standard", choices=["standard", "residual"])
+    parser.add_argument("--top-k", default=1, type=int, help="experts of a sample")
+    parser.add_argument("--min-capacity", default=0, type=int, help="samples that an expert takes at least")
+    parser.add_argument("--noisy-gate-policy", default=None, type=str, choices=["Jitter", "RSample"])
+    parser.add_argument("--moe-param-group", default=False, action="store_true", help="groups of experts' parameters")
     parser = deepspeed.add_config_arguments(parser)
     return parser.parse_args()
 
@@ -62,19 +71,46 @@ class Shapes(Dataset):
 
 
 class Net(nn.Module):
-    def __init__(self):
+    def __init__(self, args):
         super().__init__()
         self.conv1 = nn.Conv2d(3, 8, 3, padding=1)
         self.conv2 = nn.Conv2d(8, 16, 3, padding=1)
         self.pool = nn.MaxPool2d(2, 2)
         self.fc1 = nn.Linear(16 * 4 * 4, 32)
+        self.moe = args.moe
+        if self.moe:
+            expert = nn.Linear(32, 32)
+            self.moe_layer_list = nn.ModuleList(
+                deepspeed.moe.layer.MoE(
+                    hidden_size=32,
+                    expert=expert,
+                    num_experts=n_experts,
+                    ep_size=args.ep_world_size,
+                    use_residual=args.mlp_type == "residual",
+                    k=args.top_k,
+                    min_capacity=args.min_capacity,
+                    noisy_gate_policy=args.noisy_gate_policy,
+                )
+                for n_experts in args.num_experts
+            )
         self.fc2 = nn.Linear(32, len(CLASSES))
 
     def forward(self, x):
         x = self.pool(F.relu(self.conv1(x)))
         x = self.pool(F.relu(self.conv2(x)))
         x = x.view(-1, 16 * 4 * 4)
-        return self.fc2(F.relu(self.fc1(x)))
+        x = F.relu(self.fc1(x))
+        if self.moe:
+            for layer in self.moe_layer_list:
+                x, _, _ = layer(x)
+        return self.fc2(x)
+
+
+def create_moe_param_groups(model):
+    from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+
+    parameters = {"params": [p for p in model.parameters()], "name": "parameters"}
+    return split_params_into_different_moe_groups_for_optimizer(parameters)
 
 
 def get_ds_config(args):
@@ -150,8 +186,10 @@ def main(args):
     if torch.distributed.get_rank() == 0:
         print("communication backend:", get_accelerator().communication_backend_name())
 
-    net = Net()
+    net = Net(args)
     parameters = filter(lambda p: p.requires_grad, net.parameters())
+    if args.moe_param_group:
+        parameters = create_moe_param_groups(net)
     model_engine, optimizer, trainloader, __ = deepspeed.initialize(
         args=args, model=net, model_parameters=parameters, training_data=trainset, config=get_ds_config(args)
     )

@@ -15,7 +15,9 @@ from typing import Any
 
 import torch
 import transformers.training_args
+from accelerate import ParallelismConfig
 from accelerate.state import AcceleratorState
+from accelerate.utils import DeepSpeedSequenceParallelConfig
 from torch.utils.data import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments, set_seed
 
@@ -30,7 +32,9 @@ class Case:
 
     Args:
         config: of DeepSpeed; None: the plain Trainer.
-        ranks: over how many a step's samples are spread.
+        ranks: of the run.
+        readers: over how many of them a step's samples are spread; 0: all.
+        sequences: over how many each sequence is cut, by accelerate's configuration.
         resume: train half of the steps, and go on from the checkpoint in a new Trainer.
         resize: rows of the embeddings, which are resized to that; 0: as they are.
     """
@@ -46,6 +50,8 @@ class Case:
     save: bool = False
     generate: bool = False
     resize: int = 0
+    readers: int = 0
+    sequences: int = 1
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -90,11 +96,18 @@ def model_config() -> LlamaConfig:
 def arguments(case: Case, out: Path, steps: int) -> TrainingArguments:
     """Of one run."""
     optimizer = {} if case.config and "optimizer" in case.config else {"optim": "adamw_torch"}
+    share = WORLD_BATCH // (case.readers or case.ranks)
+    cut: dict[str, Any] = {}
+    if case.sequences > 1:
+        handler = DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=True, sp_attn_implementation="sdpa")
+        cut["parallelism_config"] = ParallelismConfig(
+            sp_backend="deepspeed", sp_size=case.sequences, sp_handler=handler
+        )
     return TrainingArguments(
         output_dir=str(out),
         deepspeed=json.loads(json.dumps(case.config)) if case.config is not None else None,
-        per_device_train_batch_size=WORLD_BATCH // case.ranks // case.accumulation,
-        per_device_eval_batch_size=WORLD_BATCH // case.ranks,
+        per_device_train_batch_size=share // case.accumulation,
+        per_device_eval_batch_size=share,
         gradient_accumulation_steps=case.accumulation,
         max_steps=steps,
         learning_rate=5e-3,
@@ -107,7 +120,7 @@ def arguments(case: Case, out: Path, steps: int) -> TrainingArguments:
         report_to=[],
         disable_tqdm=True,
         seed=3,
-        **{"use_cpu": not torch.cuda.is_available() and case.config is None, **optimizer, **case.options},
+        **{"use_cpu": not torch.cuda.is_available() and case.config is None, **optimizer, **cut, **case.options},
     )
 
 

@@ -320,23 +320,6 @@ def test_cores(monkeypatch: pytest.MonkeyPatch) -> None:
         cores.get_numactl_cmd("0-1", 3, 0)
 
 
-def test_groups_without_experts_come_back() -> None:
-    """Scripts for models with and without experts ask of both."""
-    from windlass.compat import experts
-    from windlass.compat.refusal import NotBuiltError
-
-    net = torch.nn.Linear(2, 2)
-    for given in ({"params": net.parameters(), "name": "all"}, [{"params": [net.weight]}, {"params": [net.bias]}]):
-        groups = experts.split_params_into_different_moe_groups_for_optimizer(given)
-        assert [one for group in groups for one in group["params"]] == [net.weight, net.bias]
-    groups = experts.configure_moe_param_groups(list(net.parameters()))
-    assert len(groups) == 1 and torch.optim.SGD(groups, lr=0.1).param_groups[0]["params"] == list(net.parameters())
-    net.bias.allreduce = False  # the mark of an expert's
-    assert experts.split_params_into_shared_and_expert_params(net.parameters()) == ([net.weight], [net.bias])
-    with pytest.raises(NotBuiltError, match="not built yet"):
-        experts.configure_moe_param_groups(list(net.parameters()))
-
-
 def test_names_of_files_are_those_that_are_written() -> None:
     from windlass.checkpoint import deepspeed_out
     from windlass.compat import checkpoint_names as names

@@ -29,6 +29,15 @@ MEMBERS: dict[str, Entry] = {
         "windlass.zero.access:Stub",
         "at stage 3 it has names and shapes; values are read by all ranks together, and cannot be changed",
     ),
+    "engine.module_state_dict": differs(
+        "windlass.engine.files:Files.module_state_dict",
+        "of a model that is cut over ranks what this one has, by the names of the whole; full_state_dict has all",
+    ),
+    "engine.train_batch_size": differs(
+        "",
+        "counts samples: with autotp_size, whose ranks DeepSpeed counts each, it is that of the configuration divided "
+        "by it",
+    ),
     "engine.allreduce_gradients": differs("", "nothing to do: gradients are reduced as they come"),
     "engine.empty_partition_cache": differs("", "nothing to do: what a forward gathered is released when it ends"),
     "engine.get_compile_time": differs("", "0: torch compiles at the first forward, and does not tell"),

@@ -61,7 +61,9 @@ _UTILS: dict[str, Entry] = {
     **_all("deepspeed.utils", _MESSAGES, "logger log_dist log_dist_once set_log_level_from_string get_caller_func"),
     "deepspeed.utils.logging": works(_MESSAGES),
     "deepspeed.utils.torch.required_torch_version": works(f"{_MESSAGES}:required_torch_version"),
-    "deepspeed.utils.groups": works("windlass.compat.groups", "all ranks are data ranks, unless an mpu says otherwise"),
+    "deepspeed.utils.groups": works(
+        "windlass.compat.groups", "of an mpu, or of the engine made last; before it all ranks are data ranks"
+    ),
     **_all("deepspeed.utils", "windlass.compat.groups", _GROUP_NAMES),
     "deepspeed.utils.exceptions.DeprecatedException": works("windlass.compat.groups:DeprecatedException"),
     **_all(
@@ -158,20 +160,4 @@ _MONITORS: dict[str, Entry] = {
     "deepspeed.monitor.csv_monitor.csvMonitor": works("windlass.compat.monitors:csvMonitor"),
 }
 
-_SPLIT = differs(
-    "windlass.compat.experts:split_params_into_different_moe_groups_for_optimizer",
-    "groups come back as they are; those with experts are refused: experts over ranks are not built yet",
-)
-_EXPERTS = {
-    **_all(
-        "deepspeed.moe.utils",
-        "windlass.compat.experts",
-        "has_moe_layers is_moe_param is_moe_param_group split_params_into_shared_and_expert_params",
-    ),
-    "deepspeed.moe.utils.split_params_into_different_moe_groups_for_optimizer": _SPLIT,
-    "deepspeed.moe.utils.configure_moe_param_groups": differs(
-        "windlass.compat.experts:configure_moe_param_groups", _SPLIT.note
-    ),
-}
-
-TABLE: dict[str, Entry] = {**_EXPERTS, **_MONITORS, **_UTILS, **_RUNTIME, **_ROOT}
+TABLE: dict[str, Entry] = {**_MONITORS, **_UTILS, **_RUNTIME, **_ROOT}

@@ -8,12 +8,8 @@ def _none(why: str, names: str) -> dict[str, Entry]:
     return {f"deepspeed.{name}": refused(why) for name in names.split()}
 
 
-_PIPE = "pipeline parallelism is not built yet; train with ZeRO stage 3 instead, which needs no stages"
-_MOE = "experts over ranks (MoE) are not built yet; use the model's own experts, which every stage trains"
-_SEQUENCE = "sequence parallelism (Ulysses) is not built yet; use activation checkpointing for long sequences"
-_TENSOR = "tensor parallelism is not built yet; train with ZeRO stage 3, which cuts every parameter too"
 _SERVING = "serving is not built yet; use model.generate, which works at stage 3 too"
-_INJECT = "layers are not replaced: they stay the model's own; load the model as it is"
+_INJECT = "layers stay the model's own, and their matrices are cut in place; set tensor_parallel.autotp_size"
 _LAYER = "layers stay your own; use torch.nn.TransformerEncoderLayer, or a model of transformers"
 _HYBRID = "the hybrid engine is not built yet; use engine.module.generate, which works at stage 3 too"
 _COMPRESSION = "compression is not built yet; prune or quantise after training, with torchao or torch.nn.utils.prune"
@@ -32,33 +28,6 @@ _GONE = "this was taken out of DeepSpeed itself and is not built here; leave it 
 
 TABLE: dict[str, Entry] = {
     **_none(
-        _PIPE,
-        "PipelineEngine PipelineModule DualPipeVEngine DualPipeVModule pipe.PipelineModule pipe.LayerSpec "
-        "pipe.TiedLayerSpec pipe.ProcessTopology pipe.PipelineEngine runtime.pipe.PipelineModule "
-        "runtime.pipe.LayerSpec runtime.pipe.TiedLayerSpec runtime.pipe.ProcessTopology "
-        "runtime.pipe.module.PipelineModule runtime.pipe.module.LayerSpec runtime.pipe.module.TiedLayerSpec "
-        "runtime.pipe.engine.PipelineEngine runtime.pipe.topology.ProcessTopology "
-        "runtime.pipe.topology.PipeDataParallelTopology runtime.pipe.topology.PipeModelDataParallelTopology "
-        "runtime.pipe.topology.PipelineParallelGrid runtime.utils.PartitionedTensor",
-    ),
-    **_none(
-        _MOE,
-        "moe.layer.MoE moe.experts.Experts moe.sharded_moe.MOELayer moe.sharded_moe.TopKGate",
-    ),
-    **_none(
-        _SEQUENCE,
-        "sequence.layer.DistributedAttention sequence.fpdt_layer.FPDT_Attention sequence.cross_entropy."
-        "vocab_sequence_parallel_cross_entropy runtime.sequence_parallel.ulysses_sp.UlyssesSPAttentionHF "
-        "runtime.sequence_parallel.ulysses_sp.UlyssesSPDataLoaderAdapter "
-        "runtime.sequence_parallel.ulysses_sp.SequenceTiledCompute "
-        "runtime.sequence_parallel.ulysses_sp.TiledMLP runtime.sequence_parallel.ulysses_sp.TiledFusedLogitsLoss",
-    ),
-    **_none(
-        _TENSOR,
-        "tp_model_init record_tp_model_init_args merge_tp_model_init_into_config set_autotp_mode "
-        "resolve_per_head_muon_after_sharding runtime.tensor_parallel.TpTrainingManager",
-    ),
-    **_none(
         _SERVING,
         "init_inference default_inference_config InferenceEngine DeepSpeedInferenceConfig "
         "inference.DeepSpeedTPConfig inference.RaggedInferenceEngineConfig inference.engine.InferenceEngine "
@@ -73,7 +42,7 @@ TABLE: dict[str, Entry] = {
         "replace_transformer_layer module_inject.replace_transformer_layer module_inject.revert_transformer_layer "
         "module_inject.ReplaceWithTensorSlicing module_inject.LinearLayer module_inject.LinearAllreduce "
         "module_inject.replace_module.replace_transformer_layer module_inject.layers.LinearLayer "
-        "module_inject.layers.LinearAllreduce module_inject.layers.set_autotp_mode "
+        "module_inject.layers.LinearAllreduce "
         "module_inject.replace_policy.HFGPT2LayerPolicy module_inject.replace_policy.HFBertLayerPolicy "
         "module_inject.HFGPT2LayerPolicy module_inject.HFBertLayerPolicy module_inject.auto_tp.AutoTP",
     ),

@@ -1,0 +1,77 @@
+"""DeepSpeed's pipelines: a module that knows its groups, and an engine that answers its scripts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DistributedSampler, IterableDataset
+
+from windlass.comm.pipeline_grid import PipelineParallelGrid
+from windlass.comm.topology import PipeDataParallelTopology, topology_of
+from windlass.compat.engine import DeepSpeedEngine
+from windlass.compat.loader import DeepSpeedDataLoader, loader_of
+from windlass.engine.pipeline import PipelineEngine
+from windlass.parallel.pipeline import module
+
+
+class PipelineModule(module.PipelineModule):
+    """As `windlass.PipelineModule`, with the groups that DeepSpeed's has."""
+
+    _grid: PipelineParallelGrid | None = None
+
+    def topology(self) -> Any:
+        """The one that was given, or stages and copies of them."""
+        if self._topology is None:
+            stages = self.num_stages
+            self._topology = PipeDataParallelTopology(num_pp=stages, num_dp=dist.get_world_size() // stages)
+        return self._topology
+
+    def mpu(self) -> PipelineParallelGrid:
+        """The groups of the topology. Collective over all ranks when it is asked first."""
+        if self._grid is None:
+            self._grid = PipelineParallelGrid(self.topology())
+        return self._grid
+
+    def num_pipeline_stages(self) -> int:
+        """Ranks of the pipeline."""
+        return self.num_stages
+
+
+class DeepSpeedPipelineEngine(PipelineEngine, DeepSpeedEngine):
+    """As `windlass`'s engine of pipelines, with DeepSpeed's questions."""
+
+    pipeline_parallelism = True
+    grid: PipelineParallelGrid
+    agg_train_loss: torch.Tensor | None = None
+
+    def become(self, *given: Any) -> None:
+        super().become(*given)
+        own = self.module.mpu() if isinstance(self.module, PipelineModule) and self.module.num_stages > 1 else None
+        self.grid = own if own is not None else PipelineParallelGrid(topology_of(self.mesh.grid))
+        self.mpu = self.grid
+        self._follow()
+        self.is_pipe_parallel = self.grid.pipe_parallel_size > 1
+        self.is_data_parallel = self.grid.data_parallel_size > 1
+        self.is_model_parallel = self.grid.model_parallel_size > 1
+        self.prev_stage, self.next_stage = self.stage_id - 1, self.stage_id + 1
+
+    def train_batch(self, data_iter: Any = None) -> torch.Tensor:
+        """See `PipelineEngine.train_batch`; its result stays in `agg_train_loss`."""
+        self.agg_train_loss = super().train_batch(data_iter)
+        return self.agg_train_loss
+
+    def get_pipeline_parallel_rank(self) -> int:
+        """This rank's stage."""
+        return self.stage_id
+
+    def get_additional_losses(self) -> None:
+        """None: a pipeline has the loss of its loss function."""
+
+    def deepspeed_io(self, dataset: Any, *args: Any, **kwargs: Any) -> DeepSpeedDataLoader:
+        """As `DeepSpeedEngine.deepspeed_io`, in the dataset's order, as DeepSpeed's pipelines read."""
+        if kwargs.get("data_sampler") is None and not isinstance(dataset, IterableDataset):
+            ranks, rank = self.readers
+            kwargs["data_sampler"] = DistributedSampler(dataset, ranks, rank, shuffle=False)
+        return loader_of(self, dataset, *args, **kwargs)
