@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any
 
 from rig.job import Job
-from rig.worker import main
+from rig.worker import Worker, main
 
 _PATIENCE_SECONDS = 900
 
@@ -21,11 +21,14 @@ class SquadFailed(Exception):
 class Squad:
     """Starts the ranks of `job` and passes commands on to all of them.
 
+    Args:
+        kind: what each rank is.
+
     Raises:
         SquadFailed: from any method, when a rank fails.
     """
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, kind: type[Worker] = Worker) -> None:
         self.job = job
         context = multiprocessing.get_context("spawn")
         self._folder = tempfile.TemporaryDirectory(prefix="windlass-bench-")
@@ -33,7 +36,7 @@ class Squad:
         self._ends, self._processes = [], []
         for rank in range(job.ranks):
             here, there = context.Pipe()
-            process = context.Process(target=main, args=(there, job, rank, meeting), daemon=True)
+            process = context.Process(target=main, args=(there, job, rank, meeting, kind), daemon=True)
             process.start()
             there.close()
             self._ends.append(here)
@@ -44,17 +47,20 @@ class Squad:
         try:
             for end in self._ends:
                 end.send((method, arguments))
-            return [self._answer(rank) for rank in range(self.job.ranks)]
+            answers = [self._answer(rank) for rank in range(self.job.ranks)]
         except (BrokenPipeError, EOFError, ConnectionResetError) as error:
             raise SquadFailed(f"a rank of {self.job.engine} ended without a word in {method}") from error
+        failed = [(rank, answer.strip().splitlines()[-1]) for rank, (well, answer) in enumerate(answers) if not well]
+        if failed:  # one may only have lost its peer, which has more to say
+            said = "; ".join(f"rank {rank}: {line}" for rank, line in failed)
+            raise SquadFailed(f"{self.job.engine}: {said}")
+        return [answer for _, answer in answers]
 
-    def _answer(self, rank: int) -> Any:
+    def _answer(self, rank: int) -> tuple[bool, Any]:
         if not self._ends[rank].poll(_PATIENCE_SECONDS):
             raise SquadFailed(f"rank {rank} of {self.job.engine} did not answer within {_PATIENCE_SECONDS} s")
         well, answer = self._ends[rank].recv()
-        if not well:
-            raise SquadFailed(f"rank {rank} of {self.job.engine}: {answer.strip().splitlines()[-1]}")
-        return answer
+        return well, answer
 
     def dismiss(self) -> None:
         """End the ranks. Doing it again does nothing."""

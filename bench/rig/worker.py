@@ -13,17 +13,18 @@ from rig.job import Job
 _ROOF_ELEMENTS = 1 << 24  # 64 MiB of float32: far more than a cache holds
 
 
-def main(connection: Connection, job: Job, rank: int, meeting: str) -> None:
+def main(connection: Connection, job: Job, rank: int, meeting: str, kind: type[Worker] | None = None) -> None:
     """Answer commands (`(method, arguments)`) until `None` or the other end is gone.
 
     Args:
         meeting: path of a file, not there yet, by which the ranks find each other.
+        kind: whose methods they are; `Worker` by default.
     """
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(job.ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT="0"
     )
     try:
-        worker = Worker(job, rank, meeting)
+        worker = (kind or Worker)(job, rank, meeting)
         while (told := connection.recv()) is not None:
             method, arguments = told
             connection.send((True, getattr(worker, method)(**arguments)))

@@ -96,21 +96,21 @@ def _keys(section: Section, path: str = "") -> Iterator[str]:
 def report_resolved(console: Console, config: Config, world: int, source: str) -> int:
     """Print what follows from the configuration; returns the number of things that do not follow."""
     rows = [("world size", f"{world} ({source})")]
-    failures = []
+    failures: list[str] = []
     try:
         batch = config.resolve_batch(world, source)
+        readers = batch.train // (batch.micro * batch.accumulation)
         rows.append(
-            ("batch", f"{batch.train} = micro {batch.micro} x accumulation {batch.accumulation} x {world} ranks")
+            ("batch", f"{batch.train} = micro {batch.micro} x accumulation {batch.accumulation} x {readers} ranks")
         )
     except ConfigError as error:
-        failures.append(error)
+        failures.append(str(error))
     try:
-        axes = config.data_axes(world)
-        rows.append(("data axes", f"dp_replicate {axes.replicate} x dp_shard {axes.shard}"))
+        rows.append(("axes", str(config.axes(world, source))))
     except ConfigError as error:
-        failures.append(error)
+        failures += [str(error)] if str(error) not in failures else []
     for failure in failures:
-        console.print(str(failure))
+        console.print(failure)
     console.print("resolved", style="bold")
     for what, value in rows + resolved_rows(config):
         console.print(f"  {what:<12}{value}")

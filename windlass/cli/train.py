@@ -30,7 +30,7 @@ def train(
     paths: Annotated[list[str] | None, typer.Argument(help="More data, as --data takes it.")] = None,
     config: Annotated[str | None, typer.Option(help="ds_config.json; without one ZeRO stage 2 with AdamW.")] = None,
     model: Annotated[
-        str | None, typer.Option(help="'tiny', a Hugging Face config.json or directory, or hub:NAME.")
+        str | None, typer.Option(help="'tiny', 'tiny-moe', a Hugging Face config.json or directory, or hub:NAME.")
     ] = None,
     data: Annotated[
         list[str] | None,
@@ -44,6 +44,10 @@ def train(
         str | None, typer.Option(help="Field of JSON and Parquet records that holds the text. [text]")
     ] = None,
     nproc: Annotated[int | None, typer.Option(help="Ranks on this machine. [1]")] = None,
+    pp: Annotated[int | None, typer.Option(help="Stages of a pipeline, each with some of the layers. [1]")] = None,
+    tp: Annotated[int | None, typer.Option(help="Ranks over which matrices are cut. [1]")] = None,
+    sp: Annotated[int | None, typer.Option(help="Ranks with different parts of the same sequences. [1]")] = None,
+    ep: Annotated[int | None, typer.Option(help="Data ranks over which experts are spread. [1]")] = None,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps, those before a resume included.")] = None,
     seq_len: Annotated[int | None, typer.Option(help="Tokens of a sequence.")] = None,
     lr: Annotated[
@@ -76,6 +80,10 @@ def train(
         vocab_size=vocab_size,
         text_field=text_field,
         nproc=nproc,
+        pp=pp,
+        tp=tp,
+        sp=sp,
+        ep=ep,
         steps=steps,
         seq_len=seq_len,
         lr=lr,

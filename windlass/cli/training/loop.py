@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch.distributed as dist
 
 from windlass.base.errors import CheckpointError, LossError
 from windlass.base.log import logger
-from windlass.cli.training.agreement import agree
+from windlass.cli.training.agreement import Verdict, agree
 from windlass.cli.training.evaluation import bits_per_byte
 from windlass.cli.training.interrupt import Interrupt
 from windlass.cli.training.metrics import Metrics, Row, perplexity
@@ -37,7 +38,7 @@ class Trainer:
     ) -> None:
         self.engine, self.loader, self.held_out, self.plan = engine, loader, held_out, plan
         self.interrupt = interrupt
-        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.rank = dist.get_rank()
         self.step = 0
         self.bits_before: float | None = None
         self.bits_now: float | None = None
@@ -97,18 +98,13 @@ class Trainer:
         """One optimizer step; True if the ranks agreed to stop after it."""
         started = time.monotonic()
         # Seeded by the step, dropout needs no random state in the checkpoint to repeat itself after a resume.
-        torch.manual_seed(((self.plan.seed * _PRIME + self.step) * _PRIME + self.rank) % _SEEDS)
-        losses: list[torch.Tensor] = []
-        accumulation = self.engine.gradient_accumulation_steps()
-        for micro in range(accumulation):
-            batch = {name: ids.to(self.engine.device) for name, ids in next(self.loader).items()}
-            loss = self.engine(**batch).loss
-            self.engine.backward(loss)
-            losses.append(loss.detach())
-            if micro == accumulation - 1:
-                verdict = agree(losses, self.interrupt.wanted)
-                self._require_finite(verdict.bad)
-            self.engine.step()
+        _, reader = self.engine.readers
+        torch.manual_seed(((self.plan.seed * _PRIME + self.step) * _PRIME + reader) % _SEEDS)
+        if self.engine.mesh.pp.size > 1:
+            loss = self.engine.train_batch(self._micro_batches())
+            verdict = agree([loss], self.interrupt.wanted)
+        else:
+            verdict = self._micro_steps()
         self.step += 1
         norm = self.engine.grad_norm()
         reporter.stepped(verdict.loss, norm, time.monotonic() - started)
@@ -116,11 +112,29 @@ class Trainer:
             reporter.measured(self._measure())
         return verdict.stop
 
+    def _micro_batches(self) -> Iterator[dict[str, torch.Tensor]]:
+        while True:
+            yield {name: ids.to(self.engine.device) for name, ids in next(self.loader).items()}
+
+    def _micro_steps(self) -> Verdict:
+        losses: list[torch.Tensor] = []
+        batches = self._micro_batches()
+        accumulation = self.engine.gradient_accumulation_steps()
+        for micro in range(accumulation):
+            loss = self.engine(**next(batches)).loss
+            self.engine.backward(loss)
+            losses.append(loss.detach())
+            if micro == accumulation - 1:
+                verdict = agree(losses, self.interrupt.wanted)
+                self._require_finite(verdict.bad)
+            self.engine.step()
+        return verdict
+
     def _measure(self) -> float:
         micro = self.engine.train_micro_batch_size_per_gpu()
         self._measured_at = self.step
         self.engine.finish_update()  # what is measured is what would be saved
-        self.bits_now = bits_per_byte(self.engine, self.held_out, micro, self.rank, self.world_size)
+        self.bits_now = bits_per_byte(self.engine, self.held_out, micro)
         return self.bits_now
 
     def _require_finite(self, bad: tuple[int, int] | None) -> None:

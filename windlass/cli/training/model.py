@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from windlass.base.errors import ModelError
-from windlass.cli.training.recipe import TINY, tiny_model
+from windlass.cli.training.recipe import BUILT_IN, TINY, TINY_MOE, tiny_experts, tiny_model
 
 _PICKLED = "pytorch_model*.bin"
 
@@ -29,6 +29,9 @@ def build_model(name: str, vocab_size: int, seq_len: int, seed: int, eos: int) -
     if name == TINY:
         config = transformers.LlamaConfig(**tiny_model(vocab_size, seq_len), bos_token_id=eos, eos_token_id=eos)
         return _checked(transformers.LlamaForCausalLM(config), name, vocab_size)
+    if name == TINY_MOE:
+        config = transformers.MixtralConfig(**tiny_experts(vocab_size, seq_len), bos_token_id=eos, eos_token_id=eos)
+        return _checked(transformers.MixtralForCausalLM(config), name, vocab_size)
     try:
         if name.startswith("hub:") or has_weights(Path(name)):
             model = transformers.AutoModelForCausalLM.from_pretrained(name.removeprefix("hub:"), use_safetensors=True)
@@ -64,7 +67,7 @@ def config_file(name: str) -> Path:
 
 def declared_vocab(name: str) -> int | None:
     """The vocabulary size in the model's own configuration; None where the tokenizer decides (`tiny`, hub models)."""
-    if name == TINY or name.startswith("hub:"):
+    if name in BUILT_IN or name.startswith("hub:"):
         return None
     file = config_file(name)
     try:

@@ -56,15 +56,16 @@ def train(plan: Plan, interrupt: Interrupt) -> bool:
     model = build_model(plan.model, tokenizer.vocab_size, plan.seq_len, plan.seed, tokenizer.eos)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     engine, *_ = windlass.initialize(model=model, config=plan.config)
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rank, (readers, reader) = dist.get_rank(), engine.readers
     dist.barrier()  # from here on all ranks stop together
     interrupt.install()
     if rank == 0:
         logger.info(
-            "model %s: %.2f million parameters, world size %d, ZeRO stage %d, %d tokens a step",
+            "model %s: %.2f million parameters, world size %d (%s), ZeRO stage %d, %d tokens a step",
             plan.model,
             parameters / 1e6,
-            world_size,
+            dist.get_world_size(),
+            engine.mesh.grid,
             engine.zero_optimization_stage(),
             engine.train_batch_size() * plan.seq_len,
         )
@@ -72,8 +73,8 @@ def train(plan: Plan, interrupt: Interrupt) -> bool:
         tokens.train,
         plan.seq_len,
         engine.train_micro_batch_size_per_gpu(),
-        rank=rank,
-        world_size=world_size,
+        rank=reader,
+        world_size=readers,
         seed=plan.seed,
         digest=tokens.header.digest,
     )

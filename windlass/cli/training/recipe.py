@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 TINY = "tiny"
+TINY_MOE = "tiny-moe"
+BUILT_IN = (TINY, TINY_MOE)
 SEQ_LEN = 128
 VOCAB_SIZE = 4096
 STEPS = 900
@@ -21,6 +23,12 @@ def tiny_model(vocab_size: int, seq_len: int) -> dict[str, Any]:
         "max_position_embeddings": max(1024, seq_len),
         "tie_word_embeddings": True,
     }
+
+
+def tiny_experts(vocab_size: int, seq_len: int) -> dict[str, Any]:
+    """Arguments of a `transformers.MixtralConfig`: the tiny model with four experts a layer, two for each token."""
+    tiny = {**tiny_model(vocab_size, seq_len), "num_key_value_heads": 3, "intermediate_size": 256}
+    return {**tiny, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
 
 
 def default_config() -> dict[str, Any]:
@@ -45,7 +53,7 @@ def default_scheduler() -> dict[str, Any]:
 
 def default_rate(model: str) -> float:
     """The learning rate where nobody names one: small models learn from scratch, others are taken to be fine-tuned."""
-    return 3e-3 if model == TINY else 3e-4
+    return 3e-3 if model in BUILT_IN else 3e-4
 
 
 def fill_auto(config: dict[str, Any], steps: int, lr: float) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from windlass.base.log import logger
 from windlass.cli.training.model import config_file, declared_vocab
 from windlass.cli.training.plan import Plan, read_plan
 from windlass.cli.training.recipe import (
+    BUILT_IN,
     SEQ_LEN,
     STEPS,
     TINY,
@@ -42,6 +43,10 @@ class Options:
     vocab_size: int | None = None
     text_field: str | None = None
     nproc: int | None = None
+    pp: int | None = None
+    tp: int | None = None
+    sp: int | None = None
+    ep: int | None = None
     steps: int | None = None
     seq_len: int | None = None
     lr: float | None = None
@@ -94,10 +99,10 @@ def _fresh(options: Options) -> Plan:
     model = options.model or TINY
     out = options.out
     # Cheap checks first: a typing error in the configuration must not cost the minutes of packing a corpus.
-    config = read_config(options.config, steps, options.lr or default_rate(model))
+    config = _with_axes(read_config(options.config, steps, options.lr or default_rate(model)), options)
     nproc = 1 if options.nproc is None else options.nproc
     if options.config is not None:
-        load(options.config).resolve_batch(nproc, "--nproc")
+        load(options.config if not _axes(options) else config).resolve_batch(nproc, "--nproc")
     _check_config(config, nproc)
     vocab = declared_vocab(model)
     if (out / "checkpoint").exists() and not options.overwrite:
@@ -164,6 +169,8 @@ def _resumed(options: Options) -> Plan:
         changed["config"] = read_config(options.config, steps, options.lr or default_rate(old.model))
     elif options.lr is not None:
         raise ConfigError("--lr has no effect on a resumed run without --config; leave it out")
+    if _axes(options):
+        changed["config"] = _with_axes(changed.get("config", old.config), options)
     if steps > old.steps and options.config is None:
         _say_schedule_is_short(old.config, steps)
     # The folder may have been moved since; what lies in it moves along.
@@ -216,7 +223,7 @@ def _check_config(config: dict[str, Any], nproc: int) -> None:
 
 def _own_tokenizer(model: str) -> Path | None:
     """The tokenizer that lies beside a model's weights, if one does."""
-    if model == TINY or model.startswith("hub:"):
+    if model in BUILT_IN or model.startswith("hub:"):
         return None
     folder = config_file(model).parent
     return folder if os.path.isdir(model) and (folder / "tokenizer.json").is_file() else None
@@ -225,6 +232,10 @@ def _own_tokenizer(model: str) -> Path | None:
 def _require_in_range(options: Options) -> None:
     least = {
         "nproc": 1,
+        "pp": 1,
+        "tp": 1,
+        "sp": 1,
+        "ep": 1,
         "steps": 1,
         "seq_len": 2,
         "vocab_size": 258,
@@ -240,6 +251,17 @@ def _require_in_range(options: Options) -> None:
             raise ConfigError(f"--{name.replace('_', '-')} {value} must be at least {bound}")
     if options.lr is not None and not 0 < options.lr < math.inf:
         raise ConfigError(f"--lr {options.lr} must be a positive number")
+
+
+def _axes(options: Options) -> dict[str, int]:
+    """Sizes of axes that the command line says."""
+    return {axis: size for axis in ("pp", "tp", "sp", "ep") if (size := getattr(options, axis)) is not None}
+
+
+def _with_axes(config: dict[str, Any], options: Options) -> dict[str, Any]:
+    """The configuration with those in place of its own."""
+    axes = _axes(options)
+    return {**config, "parallel": {**config.get("parallel", {}), **axes}} if axes else config
 
 
 def _default(value: int | None, default: int) -> int:

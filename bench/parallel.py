@@ -1,0 +1,122 @@
+"""What tensor, sequence, expert and pipeline parallelism send, take and make possible: bytes of each axis beside the
+formulas, steps beside data parallelism and torch's own, and the longest sequence under a memory cap.
+
+python bench/parallel.py
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rig import contest, lengths
+from rig.axis_bytes import count
+from rig.axis_cases import CASES, Line, unequal
+from rig.contestants import EXPLANATION, FIELDS, Load
+from rig.tricks import ROWS
+
+from windlass.base.memory import parse_bytes
+from windlass.cli.benches.facts import write_result
+from windlass.cli.benches.screen import screen
+
+_RESULTS = Path(__file__).parent / "results"
+PARTS = ("bytes", *FIELDS, "length")
+
+
+def main(
+    only: Annotated[str, typer.Option(help=f"Comma-separated: {', '.join(PARTS)}.")] = ",".join(PARTS),
+    rounds: Annotated[int, typer.Option(min=1, help="Turns that each contestant takes.")] = 9,
+    steps: Annotated[int, typer.Option(min=1, help="Timed steps of a turn.")] = 3,
+    samples: Annotated[int, typer.Option(min=2, help="Sequences of all ranks together, an even number.")] = 4,
+    tokens: Annotated[int, typer.Option(min=8, help="Of a sequence, where steps are timed.")] = 256,
+    cap: Annotated[str, typer.Option(help="Memory that a rank may take, where sequences grow.")] = "160M",
+    longest: Annotated[int, typer.Option(min=256, help="Tokens that no sequence exceeds.")] = 1 << 15,
+    strict: Annotated[bool, typer.Option("--strict", help="Fail where a step takes longer than torch's own.")] = False,
+    name: Annotated[str, typer.Option(help="Of the files in --results.")] = "parallel",
+    results: Annotated[Path, typer.Option(help="Folder of the JSON and the picture.")] = _RESULTS,
+) -> None:
+    """Do these parts, print tables, write the JSON and the picture; the exit code is 1 if bytes or losses differ."""
+    parts = parts_of(only)
+    if samples % 2:
+        raise typer.BadParameter(f"--samples {samples} can't be halved; write an even number")
+    os.environ.update(OMP_NUM_THREADS="1", WINDLASS_LOG_LEVEL="ERROR")
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ.pop("WINDLASS_TRANSPORT", None)
+    console, found, wrong = screen(), {}, list[str]()
+    if "bytes" in parts:
+        found["bytes"], more = _bytes(console)
+        wrong += more
+    for axis in (part for part in parts if part in FIELDS):
+        race = contest.race(axis, Load(samples, tokens), rounds, steps, console.print)
+        console.print(contest.table(race))
+        for line in contest.notes(race):
+            console.print(line, soft_wrap=True)
+        found[axis] = contest.plain(race)
+        wrong += [f"{axis}: the losses of {one} differ" for one in race.unequal]
+        wrong += race.slower if strict else []
+    if set(parts) & set(FIELDS):
+        found["limit"] = EXPLANATION
+        console.print(f"limit: {EXPLANATION}")
+    if "length" in parts:
+        found["length"], more = _length(console, parse_bytes(cap, "--cap"), longest, results / f"{name}-length.png")
+        wrong += more
+    path = write_result(results / f"{name}.json", {"bench": "parallel", **found, "wrong": wrong})
+    console.print(f"written: {path}", soft_wrap=True)
+    for line in wrong:
+        console.print(f"WRONG: {line}", soft_wrap=True)
+    if wrong:
+        raise typer.Exit(1)
+
+
+def parts_of(text: str) -> list[str]:
+    """The parts that are asked for, in the order of `PARTS`.
+
+    Raises:
+        BadParameter: there is no such part.
+    """
+    asked = {word.strip() for word in text.split(",")}
+    if missing := asked - set(PARTS):
+        raise typer.BadParameter(f"--only {', '.join(sorted(missing))}: there are {', '.join(PARTS)}")
+    return [part for part in PARTS if part in asked]
+
+
+def _bytes(console: Console) -> tuple[Any, list[str]]:
+    lines = count(CASES, console.print)
+    console.print(_bytes_table(lines))
+    differ = unequal(lines)
+    console.print(f"bytes: {len(lines) - len(differ)} of {len(lines)} lines are equal to the byte")
+    said = [f"{one.case}: {one.axis} {one.operation} is {one.measured:,}" for one in differ]
+    return [line.plain() for line in lines], said
+
+
+def _bytes_table(lines: list[Line]) -> Table:
+    made = Table(title="bytes that a rank receives in a step, transport gloo", title_justify="left")
+    for column in ("mesh", "stage of the pipeline", "axis", "operation"):
+        made.add_column(column)
+    for column in ("formula", "scalars", "measured", ""):
+        made.add_column(column, justify="right", no_wrap=True)
+    before = ""
+    for one in lines:
+        numbers = (f"{value:,}" for value in (one.formula, one.scalars, one.measured))
+        mesh, before = ("" if one.case == before else one.case), one.case
+        made.add_row(mesh, str(one.pipe), one.axis, one.operation, *numbers, "equal" if one.equal else "DIFFERENT")
+    return made
+
+
+def _length(console: Console, cap: int, longest: int, picture: Path) -> tuple[Any, list[str]]:
+    found = lengths.stretch(list(ROWS), cap, first=128, most=longest, say=console.print)
+    console.print(lengths.table(found, cap))
+    console.print(lengths.EXPLANATION, soft_wrap=True)
+    apart = lengths.losses_apart(found)
+    console.print(f"losses of {len(found)} rows on one sequence: at most {apart:.1e} apart")
+    if lengths.draw(found, cap, picture):
+        console.print(f"drawn: {picture}", soft_wrap=True)
+    return lengths.plain(found, cap), [] if apart <= lengths.EQUAL_LOSS else [f"length: losses are {apart:.1e} apart"]
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,200 @@
+"""How long ranks of a pipeline are idle, measured with layers that only wait, beside what the papers' formulas say.
+
+python bench/pipeline_bubble.py --ranks 2,4
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import torch.distributed as dist
+import typer
+from rich.table import Table
+from torch import Tensor, nn
+
+from windlass.cli.benches.facts import write_result
+from windlass.cli.benches.screen import screen
+from windlass.comm.grid import Grid
+from windlass.comm.mesh import build_mesh
+from windlass.parallel.pipeline import LayerSpec, PipelineModule, bubble, orders
+from windlass.parallel.pipeline.passing import Passing
+from windlass.parallel.pipeline.programs import programs
+from windlass.parallel.pipeline.run import Around, execute
+from windlass.parallel.pipeline.schedule import Name
+
+_RESULTS = Path(__file__).parent / "results"
+_TOLERANCE = 0.05  # of the formula's value
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One measurement."""
+
+    schedule: Name
+    ranks: int
+    micros: int
+    each: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.schedule}{f' x {self.each}' if self.each > 1 else ''}"
+
+
+@dataclass
+class Clock:
+    """Seconds that this rank's layers took."""
+
+    busy: float = 0.0
+
+    def wait(self, seconds: float) -> None:
+        """Do nothing for so long; ranks need no core of their own for that."""
+        start = time.perf_counter()
+        while (left := start + seconds - time.perf_counter()) > 0:
+            time.sleep(max(0.0, left - 0.0005) or 0.0001)
+        self.busy += time.perf_counter() - start
+
+
+_clock = Clock()
+
+
+class _Passes(torch.autograd.Function):
+    """Takes its time in the forward, and as long in the backward of its input."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        _clock.wait(seconds)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        _clock.wait(ctx.seconds)
+        return gradients[0], None
+
+
+class _Learns(torch.autograd.Function):
+    """Takes its time in the backward of a weight."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        _clock.wait(ctx.seconds)
+        return gradients[0], None
+
+
+class Waiting(nn.Module):
+    """A layer that takes equally long for its forward, the backward of its input, and that of its weight."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds, self.weight = seconds, nn.Parameter(torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x if x.requires_grad else x.detach().requires_grad_()
+        passed: Tensor = _Passes.apply(x, self.seconds)
+        return passed + _Learns.apply(self.weight, self.seconds)
+
+
+def _settings(ranks: list[int], micros: list[int]) -> list[Setting]:
+    found: list[Setting] = []
+    for count in ranks:
+        for number in micros:
+            found += [Setting("gpipe", count, number), Setting("1f1b", count, number)]
+            if number % count == 0:
+                found.append(Setting("interleaved", count, number, 2))
+            if number >= count:
+                found.append(Setting("zero-bubble", count, number))
+    return found
+
+
+def main(
+    ranks: Annotated[str, typer.Option(help="Ranks of the pipeline, comma-separated.")] = "2,4",
+    micros: Annotated[str, typer.Option(help="Micro-batches in a step, comma-separated.")] = "4,8",
+    milliseconds: Annotated[float, typer.Option(help="Of a stage's forward; a backward takes twice as long.")] = 150.0,
+    steps: Annotated[int, typer.Option(min=1, help="Of each schedule; the shortest counts.")] = 2,
+    name: Annotated[str, typer.Option(help="Of the file in --results.")] = "pipeline_bubble",
+    results: Annotated[Path, typer.Option(help="Folder of the JSON.")] = _RESULTS,
+) -> None:
+    """Measure every schedule, print a table, write the JSON; exit code 1 where one is off by more than 5 %."""
+    from torch.multiprocessing.spawn import spawn
+
+    os.environ.update(OMP_NUM_THREADS="1", WINDLASS_LOG_LEVEL="WARNING")
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    wanted = _settings([int(one) for one in ranks.split(",")], [int(one) for one in micros.split(",")])
+    measured: list[dict[str, Any]] = []
+    for count in sorted({setting.ranks for setting in wanted}):
+        mine = [setting for setting in wanted if setting.ranks == count]
+        answers = multiprocessing.get_context("spawn").SimpleQueue()
+        with tempfile.TemporaryDirectory(prefix="windlass-bench-") as folder:
+            spawn(_rank, (count, mine, milliseconds / 1e3, steps, f"file://{folder}/meeting", answers), nprocs=count)
+            measured += answers.get()
+    console, table = screen(), Table("schedule", "ranks", "micro-batches", "formula", "measured", "off by")
+    for one in measured:
+        cells = [f"{100 * one[key]:.1f} %" for key in ("formula", "measured", "off")]
+        table.add_row(one["schedule"], str(one["ranks"]), str(one["micros"]), *cells)
+    console.print(table)
+    path = write_result(results / f"{name}.json", {"bench": "pipeline_bubble", "ms": milliseconds, "found": measured})
+    console.print(f"written: {path}", soft_wrap=True)
+    if any(abs(one["off"]) > _TOLERANCE for one in measured):
+        raise typer.Exit(1)
+
+
+def _rank(rank: int, ranks: int, wanted: list[Setting], seconds: float, steps: int, meeting: str, answers: Any) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=ranks)
+    mesh = build_mesh(Grid(pp=ranks))
+    found = []
+    for setting in wanted:
+        per_stage = seconds / setting.each  # each rank has as much to do under every schedule
+        layers = [LayerSpec(Waiting, per_stage) for _ in range(ranks * setting.each)]
+        model = PipelineModule(layers, num_stages=ranks, loss_fn=_loss, virtual_stages=setting.each)
+        program = programs(orders(setting.schedule, ranks, setting.micros, setting.each))[rank]
+        passing = Passing(mesh.pp, torch.device("cpu"))
+        batch = (torch.zeros(8), torch.zeros(()))
+        shortest: tuple[float, float] | None = None
+        for _ in range(1 + steps):  # the first tells shapes
+            _clock.busy = 0.0
+            dist.barrier()
+            start = time.perf_counter()
+            execute(program, model, passing, [batch] * setting.micros, Around(call=model))
+            took = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
+            busy = torch.tensor([_clock.busy], dtype=torch.float64)
+            dist.all_reduce(took, dist.ReduceOp.MAX)
+            dist.all_reduce(busy)
+            shortest = min(shortest or (float("inf"), 0.0), (float(took), float(busy)))
+        assert shortest is not None
+        idle = 1 - shortest[1] / (ranks * shortest[0])
+        formula = bubble(setting.schedule, ranks, setting.micros, setting.each)
+        found.append(
+            {
+                "schedule": str(setting),
+                "ranks": ranks,
+                "micros": setting.micros,
+                "formula": formula,
+                "measured": idle,
+                "off": idle / formula - 1,
+                "seconds": shortest[0],
+            }
+        )
+    if rank == 0:
+        answers.put(found)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _loss(out: Tensor, _: Tensor) -> Tensor:
+    return out.sum()
+
+
+if __name__ == "__main__":
+    typer.run(main)

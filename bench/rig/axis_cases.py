@@ -1,0 +1,176 @@
+"""Which meshes the bytes of axes are counted on, and what formulas say of each."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from rig.models import Sizes
+from windlass.comm.grid import AXES, Grid
+from windlass.parallel.volumes import Work, layers_here, volumes
+
+DENSE = Sizes(hidden=64, layers=4, heads=8, kv_heads=4, intermediate=128, vocabulary=256)
+EXPERTS = Sizes(hidden=64, layers=4, heads=8, kv_heads=4, intermediate=96, vocabulary=256, experts=4, chosen=4)
+"""Each token chooses every expert, so that routing is even, as the formula takes it to be."""
+
+SAMPLES, LENGTH, MICRO_BATCHES, FLOAT, COUNT = 2, 32, 2, 4, 8
+_DATA = ("data", "experts")  # which one transport counts together
+_PASSED = {"activations": "activations", "gradients of activations": "gradients"}  # as formulas and as axes say it
+
+Moved = dict[str, dict[str, int]]
+"""Bytes by axis and operation; of ZeRO's collectives the axis is `data`."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A mesh and how it is used. What its axes leave goes to data ranks.
+
+    Attributes:
+        axes: the section `parallel`.
+        pipeline: the section of that name.
+        recompute: layers are computed again in the backward, by torch's reentrant kind.
+    """
+
+    ranks: int
+    axes: Mapping[str, Any] = field(default_factory=dict)
+    stage: int = 0
+    recompute: bool = False
+    pipeline: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """As tables have it."""
+        words = [f"{axis} {size}" for axis, size in self.axes.items() if axis in AXES]
+        words += [str(self.axes["sequence"])] if "sequence" in self.axes else []
+        words += [f"{key} {value}" for key, value in self.pipeline.items()]
+        words += ["norms cut"] if self.work.cut_norms else []
+        words += ["recompute"] if self.recompute else []
+        return ", ".join([f"{self.ranks} ranks", *words, f"stage {self.stage}"])
+
+    @property
+    def grid(self) -> Grid:
+        """Its mesh."""
+        taken = {axis: int(self.axes.get(axis, 1)) for axis in ("pp", "dp_replicate", "ep", "sp", "tp")}
+        others = Grid(**taken).world
+        return Grid(**taken, dp_shard=self.ranks // others)
+
+    @property
+    def sizes(self) -> Sizes:
+        """Of its model."""
+        return EXPERTS if self.grid.ep > 1 else DENSE
+
+    @property
+    def work(self) -> Work:
+        """Of a step."""
+        degree = {"ulysses": 0, "ring": 1, "ulysses+ring": self.axes.get("ulysses_degree", 0)}
+        return Work(
+            SAMPLES * LENGTH,
+            micro_batches=MICRO_BATCHES,
+            stage=self.stage,
+            activation_bytes=FLOAT,
+            parameter_bytes=FLOAT,
+            gradient_bytes=FLOAT,
+            recompute=self.recompute,
+            cut_norms=bool(self.axes.get("tp_sequence_norms")),
+            ulysses=degree[self.axes.get("sequence", "ulysses")],
+            once=self.pipeline.get("gather", "schedule") == "schedule",
+            chunks=int(self.pipeline.get("chunks", 1)),
+        )
+
+
+CASES = (
+    *(Case(2, stage=stage) for stage in range(4)),
+    Case(2, {"tp": 2}),
+    Case(2, {"tp": 2}, recompute=True),
+    Case(2, {"tp": 2, "tp_sequence_norms": True}),
+    Case(2, {"sp": 2}, stage=1),
+    Case(2, {"sp": 2, "sequence": "ring"}, stage=1),
+    Case(2, {"sp": 2}, recompute=True),
+    Case(2, {"ep": 2}, stage=2),
+    Case(2, {"ep": 2}, recompute=True),
+    Case(2, {"pp": 2}),
+    Case(2, {"pp": 2}, pipeline={"schedule": "gpipe"}),
+    Case(2, {"pp": 2}, pipeline={"schedule": "interleaved", "chunks": 2}),
+    Case(2, {"pp": 2}, pipeline={"schedule": "zero-bubble"}),
+    Case(4, {"dp_replicate": 2}, stage=3),
+    Case(4, {"tp": 4}),
+    Case(4, {"sp": 4}),
+    Case(4, {"sp": 4, "sequence": "ulysses+ring", "ulysses_degree": 2}, stage=2),
+    Case(4, {"ep": 2}, stage=3),
+    Case(4, {"tp": 2}, stage=3),
+    Case(4, {"sp": 2, "tp": 2}, stage=1),
+    Case(4, {"ep": 2, "tp": 2}, stage=2),
+    Case(4, {"ep": 2, "sp": 2}, stage=2),
+    Case(4, {"pp": 2, "tp": 2}),
+    Case(4, {"pp": 2}, stage=2),
+    Case(4, {"pp": 2}, stage=3),
+    Case(4, {"pp": 2}, stage=3, pipeline={"gather": "micro-batch"}),
+    Case(4, {"pp": 2, "sp": 2}, stage=1),
+    Case(4, {"pp": 2, "ep": 2}, stage=1),
+)
+
+
+def formulas(case: Case, pipe: int = 0) -> Moved:
+    """What `parallel.volumes` says that a rank of pipeline stage `pipe` receives in a step."""
+    found: Moved = defaultdict(lambda: defaultdict(int))
+    for one in volumes(case.sizes.shape(), case.grid, case.work, pipe):
+        operation = _PASSED[one.what] if one.axis == "pp" else one.operation
+        found["data" if one.axis in _DATA else one.axis][operation] += one.nbytes
+    return {axis: dict(operations) for axis, operations in found.items()}
+
+
+def scalars(case: Case, pipe: int = 0) -> Moved:
+    """The bytes that formulas leave out: along sp the sum of losses and the count of tokens, forward and backward;
+    along ep how many rows are coming for each expert, which is told again where a layer is computed again; along pp the
+    loss, which the last stage tells the others."""
+    grid, micros = case.grid, case.work.micro_batches
+    found: Moved = {}
+    if pipe < grid.pp - 1:
+        found["pp"] = {"broadcast": FLOAT}
+    if grid.sp > 1 and pipe == grid.pp - 1:
+        found["sp"] = {"all_reduce": 2 * micros * (2 * 2 * FLOAT * (grid.sp - 1) // grid.sp)}
+    if grid.ep > 1:
+        often = micros * (2 if case.recompute else 1) * layers_here(case.sizes.layers, grid.pp, pipe)
+        found["ep"] = {"all_to_all": often * (grid.ep - 1) * (case.sizes.experts // grid.ep) * COUNT}
+    return found
+
+
+@dataclass(frozen=True)
+class Line:
+    """One operation along one axis of one case, in bytes that a rank receives in a step."""
+
+    case: str
+    pipe: int
+    axis: str
+    operation: str
+    formula: int
+    scalars: int
+    measured: int
+
+    @property
+    def equal(self) -> bool:
+        """To the byte."""
+        return self.formula + self.scalars == self.measured
+
+    def plain(self) -> dict[str, Any]:
+        """For the JSON."""
+        return {**asdict(self), "equal": self.equal}
+
+
+def compare(case: Case, pipe: int, measured: Moved) -> list[Line]:
+    """A line for each operation that a formula has or that moved something."""
+    said, small = formulas(case, pipe), scalars(case, pipe)
+    keys = {(axis, name) for each in (said, small, measured) for axis, of in each.items() for name in of}
+
+    def of(found: Moved, key: tuple[str, str]) -> int:
+        return found.get(key[0], {}).get(key[1], 0)
+
+    lines = [Line(case.name, pipe, *key, of(said, key), of(small, key), of(measured, key)) for key in sorted(keys)]
+    return [line for line in lines if line.formula or line.scalars or line.measured]
+
+
+def unequal(lines: Iterable[Line]) -> list[Line]:
+    """Those that differ."""
+    return [line for line in lines if not line.equal]

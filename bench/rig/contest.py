@@ -1,0 +1,251 @@
+"""Contestants of one axis in turns: losses first, then time in interleaved rounds."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from rich.table import Table
+
+from rig.contestants import FIELDS, RANKS, SIZES, Load, floor
+from rig.floor import Roofs
+from rig.job import Job, Size
+from rig.plan import BASE, turn
+from rig.racer import Racer
+from rig.squad import Squad, SquadFailed
+
+Say = Callable[[str], None]
+REFERENCE = "dp"
+EQUAL_LOSS = 1e-5
+NOT_SLOWER = 1.0
+_FIRST_STEPS = 3
+
+
+@dataclass
+class Outcome:
+    """Of one contestant.
+
+    Attributes:
+        rounds: seconds of the timed steps of each round; a step's are its slowest rank's.
+        busy: seconds of a processor that a rank took in each timed step, the mean over ranks.
+        losses: of the whole batch, for each step.
+        failure: why it has no time.
+        apart: the furthest its losses are from the reference's; None where there is nothing to compare.
+        floor: seconds that a step takes at least.
+    """
+
+    name: str
+    rounds: list[list[float]] = field(default_factory=list)
+    busy: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    failure: str = ""
+    apart: float | None = None
+    floor: float | None = None
+
+    @property
+    def medians(self) -> list[float]:
+        """Of each round."""
+        return [statistics.median(one) for one in self.rounds]
+
+    @property
+    def median(self) -> float:
+        """Of all timed steps."""
+        return statistics.median(seconds for one in self.rounds for seconds in one)
+
+
+@dataclass
+class Race:
+    """All of one axis.
+
+    Attributes:
+        compute: seconds of forward and backward of half the samples, by one rank alone.
+        roofs: what a rank's memory does while both work.
+    """
+
+    axis: str
+    load: Load
+    outcomes: dict[str, Outcome]
+    compute: list[float] = field(default_factory=list)
+    roofs: Roofs | None = None
+
+    @property
+    def unequal(self) -> list[str]:
+        """Whose losses are not the reference's."""
+        return [one.name for one in self.outcomes.values() if one.apart is not None and not one.apart <= EQUAL_LOSS]
+
+    def ratios(self, name: str, other: str) -> list[float]:
+        """Of the medians of `name` over those of `other`, round by round; none where one of them has no time."""
+        ours, theirs = self.outcomes.get(name), self.outcomes.get(other)
+        if ours is None or theirs is None:
+            return []
+        return [a / b for a, b in zip(ours.medians, theirs.medians, strict=False)]
+
+    def ratio(self, name: str, other: str | None) -> float | None:
+        """The median of `ratios`."""
+        found = self.ratios(name, other) if other is not None else []
+        return statistics.median(found) if found else None
+
+    def rival(self, name: str) -> str | None:
+        """The fastest of its rivals that ran."""
+        ran = [one for one in FIELDS[self.axis][name].rivals if one in self.outcomes and self.outcomes[one].rounds]
+        return min(ran, key=lambda one: self.outcomes[one].median) if ran else None
+
+    @property
+    def slower(self) -> list[str]:
+        """Who takes longer than torch's own."""
+        found = []
+        for name in self.outcomes:
+            ratio = self.ratio(name, self.rival(name))
+            if ratio is not None and ratio > NOT_SLOWER:
+                found.append(f"{name}: {ratio:.3f} x {self.rival(name)}")
+        return found
+
+
+def race(axis: str, load: Load, rounds: int, steps: int, say: Say) -> Race:
+    """Run the contestants of an axis in turns. One that fails, or whose losses are not the reference's, has no time."""
+    found = Race(axis, load, {name: Outcome(name) for name in FIELDS[axis]})
+    squads: dict[str, Squad] = {}
+    try:
+        _start(squads, found, say)
+        compare(found)
+        for name in found.unequal:
+            found.outcomes[name].failure = f"its losses differ by {found.outcomes[name].apart:.1e}"
+            squads.pop(name).dismiss()
+        say(f"{axis}: {', '.join(squads)} in turns, {rounds} rounds of {steps} steps")
+        roofs = squads[BASE].ask("roofs")
+        found.roofs = Roofs(*(min(one[key] for one in roofs) for key in ("memory", "adam")))
+        for number in range(rounds):
+            for name in turn(list(squads), number):
+                _timed(squads[name], found, steps)
+        compare(found)
+    finally:
+        for squad in squads.values():
+            squad.dismiss()
+    for name, one in found.outcomes.items():
+        way = FIELDS[axis][name]
+        one.floor = floor(way, SIZES[axis], load, statistics.median(found.compute), found.roofs)
+    return found
+
+
+def _start(squads: dict[str, Squad], found: Race, say: Say) -> None:
+    for name, one in found.outcomes.items():
+        say(f"{found.axis}: first steps of {name}")
+        job = Job(f"{found.axis}/{name}", RANKS, Size(batch=found.load.samples, length=found.load.length))
+        squad = Squad(job, Racer)
+        try:
+            squad.ask("build")
+            one.losses += whole_losses(squad.ask("steps", count=_FIRST_STEPS))
+            squads[name] = squad
+        except SquadFailed as error:
+            if name in (BASE, REFERENCE):
+                raise
+            one.failure = str(error)
+        finally:
+            if name not in squads:
+                squad.dismiss()
+
+
+def _timed(squad: Squad, found: Race, steps: int) -> None:
+    """A turn: one step that finds cold caches, and those that count."""
+    name = squad.job.engine.split("/")[1]
+    if name == BASE:
+        found.compute += [max(step) for step in zip(*squad.ask("compute", count=3), strict=True)][1:]
+    told, one = squad.ask("steps", count=steps + 1), found.outcomes[name]
+    one.rounds.append(slowest(told)[1:])
+    one.busy += [statistics.mean(step) for step in zip(*(rank["busy"] for rank in told), strict=True)][1:]
+    one.losses += whole_losses(told)
+
+
+def compare(found: Race) -> None:
+    """Note how far losses are from the reference's."""
+    reference = found.outcomes[REFERENCE].losses
+    for name, one in found.outcomes.items():
+        if FIELDS[found.axis][name].synchronises and not one.failure:
+            one.apart = furthest(one.losses, reference)
+
+
+def furthest(losses: Sequence[float], reference: Sequence[float]) -> float:
+    """The largest distance, relative to the reference; infinite where a loss is no number or a step is missing."""
+    if len(losses) != len(reference):
+        return math.inf
+    apart = [abs(a - b) / abs(b) for a, b in zip(losses, reference, strict=True)]
+    return max((math.inf if math.isnan(one) else one for one in apart), default=0.0)
+
+
+def slowest(told: Iterable[dict[str, Any]]) -> list[float]:
+    """Seconds of each step's slowest rank."""
+    return [max(step) for step in zip(*(rank["seconds"] for rank in told), strict=True)]
+
+
+def whole_losses(told: Iterable[dict[str, Any]]) -> list[float]:
+    """Of each step, the mean over the ranks that have a loss."""
+    steps = zip(*(rank["losses"] for rank in told), strict=True)
+    return [statistics.mean(loss for loss in step if loss is not None) for step in steps]
+
+
+def table(found: Race) -> Table:
+    """Times beside the compute alone, data parallelism, torch's own and the physical limit."""
+    load = found.load
+    title = f"{found.axis}: a step of {load.samples} x {load.length} tokens on {RANKS} ranks x 1 thread, fp32, AdamW"
+    made = Table(title=title, title_justify="left")
+    made.add_column("", no_wrap=True)
+    for column in ("ms", "min", "busy ms", "x none", "x dp", "x torch's", "spread", "torch's", "limit ms", "of limit"):
+        made.add_column(column, justify="right", no_wrap=True)
+    for name, one in found.outcomes.items():
+        if not one.rounds:
+            made.add_row(name, "absent")
+            continue
+        rival, ratios = found.rival(name), found.ratios(name, found.rival(name) or "")
+        made.add_row(
+            name,
+            f"{one.median * 1e3:.0f}",
+            f"{min(seconds for each in one.rounds for seconds in each) * 1e3:.0f}",
+            f"{statistics.median(one.busy) * 1e3:.0f}",
+            *(_said(found.ratio(name, other)) for other in (BASE, REFERENCE, rival)),
+            f"{min(ratios):.2f}-{max(ratios):.2f}" if ratios else "",
+            rival or "",
+            f"{one.floor * 1e3:.0f}" if one.floor else "",
+            f"{one.floor / one.median:.0%}" if one.floor else "",
+        )
+    return made
+
+
+def _said(ratio: float | None) -> str:
+    return "" if ratio is None else f"{ratio:.3f}"
+
+
+def notes(found: Race) -> list[str]:
+    """What has to be known to read the table."""
+    apart = {one.name: one.apart for one in found.outcomes.values() if one.apart is not None}
+    worst = max(apart, key=lambda name: apart[name], default=REFERENCE)
+    lines = [f"losses: furthest from {REFERENCE}'s is {worst} with {apart[worst]:.1e}"] if len(apart) > 1 else []
+    lines += [f"absent: {one.name}: {one.failure}" for one in found.outcomes.values() if one.failure]
+    return lines + [f"slower than torch's own: {line}" for line in found.slower]
+
+
+def plain(found: Race) -> dict[str, Any]:
+    """For the JSON."""
+    results = {
+        name: {
+            **asdict(one),
+            "median_ms": one.median * 1e3 if one.rounds else None,
+            "x_none": found.ratio(name, BASE),
+            "x_dp": found.ratio(name, REFERENCE),
+            "rival": found.rival(name),
+            "x_rival": found.ratio(name, found.rival(name)),
+        }
+        for name, one in found.outcomes.items()
+    }
+    return {
+        "load": asdict(found.load),
+        "model": asdict(SIZES[found.axis]),
+        "ranks": RANKS,
+        "compute_seconds": found.compute,
+        "roofs": asdict(found.roofs) if found.roofs is not None else None,
+        "unequal": found.unequal,
+        "slower_than_torch": found.slower,
+        "results": results,
+    }

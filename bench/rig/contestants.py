@@ -1,0 +1,115 @@
+"""Who runs beside whom: ways to train one model on two ranks, and what each must compute and move at least."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from rig.floor import Roofs
+from rig.models import Sizes
+from rig.plan import BASE
+from windlass.comm.grid import Grid
+from windlass.parallel.volumes import Work, by_axis, parameters_here, volumes
+
+DENSE = Sizes(hidden=384, layers=6, heads=6, intermediate=1024, vocabulary=8192)
+EXPERTS = Sizes(hidden=256, layers=4, heads=4, intermediate=512, vocabulary=4096, experts=8, chosen=2)
+RANKS, FLOAT = 2, 4
+_PASSES = 4  # through memory for a byte over the loopback: read and written on its way into the kernel, and out of it
+_ADAM_BYTES = 28  # a parameter: reads parameter, gradient and two moments, writes all but the gradient
+
+EXPLANATION = (
+    "forward and backward of half the batch by one rank alone, times (m + p - 1) / m where m micro-batches pass p "
+    "stages + AdamW on the parameters that a rank updates (28 bytes each, at the rate of torch's fused step) + the "
+    "bytes that a rank receives by the formulas of windlass/parallel/volumes.py: four passes through memory each, and "
+    "one where windlass reduces and gathers through shared memory. Rates are a rank's while both do the same."
+)
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """One way to train.
+
+    Attributes:
+        name: `none` trains by itself on each rank: the compute. `dp` is what losses are compared with.
+        how: which of `rig.ways` makes it.
+        axes: the section `parallel` of windlass, and the mesh for formulas.
+        rivals: whose time it shall not exceed: torch's own, in the same run.
+        whole: every rank gets the whole batch, not its half of the samples.
+    """
+
+    name: str
+    how: str
+    axes: Mapping[str, Any] = field(default_factory=dict)
+    rivals: tuple[str, ...] = ()
+    whole: bool = False
+
+    @property
+    def synchronises(self) -> bool:
+        """Whether its ranks train one model."""
+        return self.name != BASE
+
+
+_DP = Contestant("dp", "windlass")
+_FIELDS = {
+    "tp": (
+        _DP,
+        Contestant("tp", "windlass", {"tp": 2}, ("torch tp", "torch tp, loss cut"), whole=True),
+        Contestant("torch tp", "tensor", {"tp": 2}, whole=True),
+        Contestant("torch tp, loss cut", "tensor-loss", {"tp": 2}, whole=True),
+    ),
+    "sp": (
+        _DP,
+        Contestant("sp ulysses", "windlass", {"sp": 2}, ("torch cp",), whole=True),
+        Contestant("sp ring", "windlass", {"sp": 2, "sequence": "ring"}, ("torch cp",), whole=True),
+        Contestant("torch cp", "context", {"sp": 2, "sequence": "ring"}, whole=True),
+    ),
+    "pp": (
+        _DP,
+        Contestant("pp gpipe", "windlass-pipeline", {"pp": 2, "schedule": "gpipe"}, ("torch gpipe",), whole=True),
+        Contestant("pp 1f1b", "windlass-pipeline", {"pp": 2, "schedule": "1f1b"}, ("torch 1f1b",), whole=True),
+        Contestant("torch gpipe", "pipeline", {"pp": 2, "schedule": "gpipe"}, whole=True),
+        Contestant("torch 1f1b", "pipeline", {"pp": 2, "schedule": "1f1b"}, whole=True),
+    ),
+    "ep": (
+        replace(_DP, rivals=("torch ddp",)),
+        Contestant("ep", "windlass", {"ep": 2}, ("torch ddp",)),
+        Contestant("torch ddp", "ddp"),
+    ),
+}
+FIELDS = {axis: {one.name: one for one in (Contestant(BASE, "alone"), *of)} for axis, of in _FIELDS.items()}
+"""Who runs in turns, by axis; the compute alone is among them."""
+
+SIZES = {axis: EXPERTS if axis == "ep" else DENSE for axis in FIELDS}
+"""Of the model that all of them train."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """The global batch: `samples` sequences of `length` tokens, and for a pipeline micro-batches of one sequence."""
+
+    samples: int
+    length: int
+
+
+def floor(one: Contestant, sizes: Sizes, load: Load, compute: float, roofs: Roofs) -> float:
+    """Seconds of a step that it can't beat; see `EXPLANATION`.
+
+    Args:
+        compute: seconds of forward and backward of half the samples by one rank alone.
+    """
+    axes = {name: size for name, size in one.axes.items() if name in ("pp", "sp", "tp", "ep")}
+    grid = Grid(**axes, dp_shard=RANKS // Grid(**axes).world) if one.synchronises else Grid()
+    micros = load.samples if grid.pp > 1 else 1
+    tokens = load.samples * load.length // micros // grid.readers
+    degree = 1 if one.axes.get("sequence") == "ring" else 0
+    work = Work(tokens, micros, activation_bytes=FLOAT, parameter_bytes=FLOAT, gradient_bytes=FLOAT, ulysses=degree)
+    shape = sizes.shape()
+    shared = ("data", "experts") if one.how.startswith("windlass") else ()
+    moved = 0
+    for pipe in range(grid.pp):
+        along = by_axis(volumes(shape, grid, work, pipe))
+        moved = max(moved, sum(nbytes * (1 if axis in shared else _PASSES) for axis, nbytes in along.items()))
+    updated = max(sum(parameters_here(shape, grid, pipe)) for pipe in range(grid.pp))
+    idle = (micros + grid.pp - 1) / micros
+    return compute * idle + _ADAM_BYTES * updated / roofs.adam + moved / roofs.memory

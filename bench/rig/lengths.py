@@ -1,0 +1,168 @@
+"""Longer and longer sequences under a memory cap, with each trick on and off; the tables and the picture of it."""
+
+from __future__ import annotations
+
+import math
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from rig.job import Job
+from rig.squad import Squad
+from rig.stretcher import Stretcher
+from rig.tricks import ROWS, SIZES, TILE, Point, bursting, longest, search
+from windlass.base.log import logger
+
+Say = Callable[[str], None]
+Found = dict[str, list[Point]]
+EQUAL_LOSS = 1e-5
+_MIB = 1 << 20
+_COLORS = [f"C{number}" for number in range(10)] + ["#1b1b1b", "#b8860b", "#006d5b"]
+_EMULATED = "64G"  # a device with a memory of its own, which never fills: what goes to the host leaves it
+# What is freed goes back to the system at once, so that resident bytes are those in use.
+_MALLOC = {
+    "WINDLASS_KEEP_FREED_MEMORY": "0",
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_THRESHOLD_": str(64 << 10),
+    "MALLOC_TRIM_THRESHOLD_": str(64 << 10),
+}
+EXPLANATION = (
+    "peak: resident bytes of the rank that takes most in a step (forward, backward, AdamW), sampled every millisecond, "
+    "above those after importing torch and transformers, so parameters, gradients and moments count; freed memory goes "
+    "back to the system at once. Inputs `to host`: the device is emulated (WINDLASS_EMULATE_DEVICE), and bytes that "
+    "wait in host memory are taken off; `resident` in the JSON has them. Inputs `to files` are taken off by nobody."
+)
+
+
+def stretch(rows: Sequence[str], cap: int, *, first: int, most: int, say: Say) -> Found:
+    """All that was measured, by row."""
+    found: Found = {}
+    for name in rows:
+        with _environment(name), Squad(Job(name, ROWS[name].sp), Stretcher) as squad:
+            squad.ask("build")
+
+            def measure(length: int, squad: Squad = squad) -> Point:
+                told = squad.ask("step", length=length)
+                most_of = {key: max(one[key] for one in told) for key in ("peak", "resident", "seconds")}
+                return Point(length, loss=told[0]["loss"], **most_of)
+
+            found[name] = search(measure, cap, first=first, most=most, grain=32)
+        say(f"length: {name}: {said(found[name], cap)} tokens fit")
+    return found
+
+
+@contextmanager
+def _environment(name: str) -> Iterator[None]:
+    """For ranks that start inside. Files lie here: a folder for temporary ones may be memory."""
+    before = dict(os.environ)
+    with tempfile.TemporaryDirectory(prefix="windlass-bench-", dir=".") as folder:
+        os.environ.update(_MALLOC, WINDLASS_BENCH_FILES=str(Path(folder).resolve()))
+        if ROWS[name].inputs == "cpu":
+            os.environ["WINDLASS_EMULATE_DEVICE"] = _EMULATED
+        try:
+            yield
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
+
+
+def losses_apart(found: Mapping[str, Sequence[Point]]) -> float:
+    """How far losses of the first length are from those without any trick, relative to them."""
+    losses = [points[0].loss for points in found.values()]
+    return max((abs(one - losses[0]) / abs(losses[0]) if math.isfinite(one) else math.inf) for one in losses)
+
+
+def table(found: Found, cap: int) -> Table:
+    """The longest sequence of each row."""
+    title = f"longest sequence whose step takes at most {cap / _MIB:.0f} MiB on a rank"
+    made = Table(title=title, title_justify="left")
+    made.add_column("on", no_wrap=True)
+    for column in ("tokens", "x nothing", "peak MiB", "bytes a token", "s a step"):
+        made.add_column(column, justify="right", no_wrap=True)
+    base = longest(found[next(iter(found))], cap)
+    for name, points in found.items():
+        best = longest(points, cap)
+        if best is None:
+            made.add_row(name, said(points, cap))
+            continue
+        ratio = f"{best.length / base.length:.1f}" if base else ""
+        each = f"{slope(points):,.0f}" if len(points) > 1 else ""
+        made.add_row(name, said(points, cap), ratio, f"{best.peak / _MIB:.0f}", each, f"{best.seconds:.1f}")
+    return made
+
+
+def said(points: Sequence[Point], cap: int) -> str:
+    """The longest that fits, where there is one, and whether longer ones may."""
+    best = longest(points, cap)
+    if best is None:
+        return f"< {points[0].length:,}"
+    return f"{best.length:,}" if bursting(points, cap) else f">= {best.length:,}"
+
+
+def slope(points: Sequence[Point]) -> float:
+    """Bytes that a token more takes, between the shortest and the longest."""
+    return (points[-1].peak - points[0].peak) / (points[-1].length - points[0].length)
+
+
+def plain(found: Found, cap: int) -> dict[str, Any]:
+    """For the JSON."""
+    best = {name: longest(points, cap) for name, points in found.items()}
+    return {
+        "cap": cap,
+        "model": asdict(SIZES),
+        "tile": TILE,
+        "how": EXPLANATION,
+        "losses_apart": losses_apart(found),
+        "rows": {
+            name: {
+                "tricks": asdict(ROWS[name]),
+                "longest": one.length if (one := best[name]) is not None else None,
+                "points": [asdict(point) for point in points],
+            }
+            for name, points in found.items()
+        },
+    }
+
+
+def draw(found: Found, cap: int, path: Path) -> bool:
+    """Memory against length, and the longest of each row; False, after a line that says so, without matplotlib."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        logger.info("no picture: matplotlib is not installed (pip install 'windlass[plot]')")
+        return False
+    figure = Figure(figsize=(12, 5.5), dpi=140, layout="constrained")
+    memory, bars = figure.subplots(1, 2, width_ratios=[3, 2])
+    for number, (name, points) in enumerate(found.items()):
+        color, best = _COLORS[number % len(_COLORS)], longest(points, cap)
+        at, peaks = [point.length for point in points], [point.peak / _MIB for point in points]
+        memory.plot(at, peaks, "--" if name.startswith("all but") else "-", color=color, marker=".", linewidth=1.2)
+        bars.barh(name, best.length if best else 0, color=color, hatch="///" if name.startswith("all but") else "")
+        bars.annotate(f" {said(points, cap)}", (best.length if best else 0, number), va="center", fontsize=8)
+    memory.axhline(cap / _MIB, color="#b00020", linestyle=":")
+    memory.annotate(
+        f"cap: {cap / _MIB:.0f} MiB", (1, cap / _MIB), xycoords=("axes fraction", "data"), ha="right", va="bottom"
+    )
+    ticks = sorted({2 ** round(math.log2(point.length)) for points in found.values() for point in points})
+    memory.set_xscale("log", base=2)
+    memory.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+    memory.set(xlabel="tokens of the sequence", ylabel="peak MiB of a rank (colours: see the bars)")
+    bars.set(xlabel="tokens of the longest that fits")
+    bars.margins(x=0.15)
+    bars.invert_yaxis()
+    for axes in (memory, bars):
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(
+        f"A Llama of {SIZES.shape().parameters / 1e6:.1f}M parameters in fp32 with AdamW: which sequences fit"
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    canvas: Any = FigureCanvasAgg(figure)
+    canvas.print_png(str(path))
+    return True

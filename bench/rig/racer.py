@@ -1,0 +1,74 @@
+"""A rank of a contestant, on a core of its own: trains when it is told to."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+from rig.contestants import FIELDS, RANKS, SIZES, Load
+from rig.job import Job
+from rig.models import samples
+from rig.worker import Worker
+
+
+def pin(rank: int) -> None:
+    """This process, and what it starts, to one core."""
+    if hasattr(os, "sched_setaffinity"):
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[rank % len(cores)]})
+
+
+class Racer(Worker):
+    """The rank's side of `Squad` for a contestant, which the job names as AXIS/NAME."""
+
+    def __init__(self, job: Job, rank: int, meeting: str) -> None:
+        pin(rank)
+        super().__init__(job, rank, meeting)
+        axis, name = job.engine.split("/")
+        self._one, self._sizes = FIELDS[axis][name], SIZES[axis]
+        self._apart: Any = None  # a model that is not trained
+        self._load = Load(job.size.batch, job.size.length)
+
+    def build(self, watch: bool = False) -> dict[str, Any]:
+        """Make the model and what trains it."""
+        from rig.ways import make
+
+        self._step = make(self._one, self._sizes, self._load)
+        return {}
+
+    def steps(self, count: int) -> dict[str, Any]:
+        """Train; of each step its seconds, from when all ranks are ready until this one has the loss as a number, the
+        seconds that this process computed in it, and its loss, None where this rank has none."""
+        told: dict[str, Any] = {"seconds": [], "busy": [], "losses": []}
+        for _ in range(count):
+            tokens = self._batch()
+            self._dist.barrier()
+            start, busy = time.perf_counter(), time.process_time()
+            loss = self._step(tokens)
+            told["losses"].append(None if loss is None else loss.item())
+            told["seconds"].append(time.perf_counter() - start)
+            told["busy"].append(time.process_time() - busy)
+            del loss
+        return told
+
+    def compute(self, count: int) -> list[float]:
+        """Seconds of forward and backward of half the samples, nothing else."""
+        from rig.models import build
+
+        self._apart = self._apart or build(self._sizes)
+        model, found = self._apart, []
+        for _ in range(count):
+            tokens = self._batch()
+            self._dist.barrier()
+            start = time.perf_counter()
+            model(input_ids=tokens, labels=tokens).loss.backward()
+            found.append(time.perf_counter() - start)
+            model.zero_grad(set_to_none=True)
+        return found
+
+    def _batch(self) -> Any:
+        """This rank's tokens of the next global batch, which is the same for every contestant."""
+        tokens = samples(self._sizes.vocabulary, self._load.samples, self._load.length, 1000 + self._taken)
+        self._taken += 1
+        return tokens if self._one.whole else tokens.chunk(RANKS)[self._rank]

@@ -1,0 +1,108 @@
+"""A rank that trains on longer and longer sequences and tells how much memory a step took."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from rig.job import Job
+from rig.models import build, samples
+from rig.racer import pin
+from rig.tricks import ROWS, SIZES
+from rig.worker import Worker
+
+_EVERY_SECONDS = 0.001
+_WARM = 64  # tokens: states, buffers and code are there after a step on so many
+_PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
+
+
+class Peak:
+    """The largest number of resident bytes, and of those that do not wait in host memory, while it is watched."""
+
+    def __init__(self, away: Any) -> None:
+        self._away, self._ended = away, threading.Event()
+        self.resident = self.here = 0
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        with Path("/proc/self/statm").open() as file:
+            while not self._ended.wait(_EVERY_SECONDS):
+                away = self._away()
+                resident = resident_bytes(file)
+                self.resident, self.here = max(self.resident, resident), max(self.here, resident - away)
+
+
+def resident_bytes(file: Any) -> int:
+    """Of this process now, from its open `statm`."""
+    file.seek(0)
+    return int(file.read().split()[1]) * _PAGE
+
+
+class Stretcher(Worker):
+    """The rank's side of `Squad` for a row of `rig.tricks`, which the job names."""
+
+    def __init__(self, job: Job, rank: int, meeting: str) -> None:
+        pin(rank)
+        super().__init__(job, rank, meeting)
+        self._keepers: list[Any] = []
+
+    def build(self, watch: bool = False) -> dict[str, Any]:
+        """Make the model and the engine, and train one step. `watch` is not used: all steps are watched."""
+        import windlass
+        from windlass.parallel.kept import Keeper
+        from windlass.parallel.sequence.long_context import apply_long_context
+
+        self._remember(Keeper)
+        tricks = ROWS[self._job.engine]
+        gc.collect()
+        with Path("/proc/self/statm").open() as file:
+            self._base = resident_bytes(file)
+        model = build(SIZES)
+        if tricks.inputs == "nvme":
+            folder = os.environ["WINDLASS_BENCH_FILES"]
+            apply_long_context(model, tiled_mlp=False, tiled_loss=False, offload="nvme", nvme_path=folder)
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+            "parallel": tricks.section(),
+            "comm": {"transport": "gloo"},
+            "steps_per_print": 10**9,
+        }
+        self._engine: Any = windlass.initialize(model=model, config=config)[0]
+        self.step(_WARM)
+        return {}
+
+    def step(self, length: int) -> dict[str, Any]:
+        """Train one step on a sequence of `length` tokens."""
+        tokens = samples(SIZES.vocabulary, 1, length, length)
+        gc.collect()
+        self._dist.barrier()
+        peak, start = Peak(self._waiting), time.perf_counter()
+        loss = self._engine(input_ids=tokens, labels=tokens).loss
+        self._engine.backward(loss)
+        self._engine.step()
+        told = {"loss": loss.item(), "seconds": time.perf_counter() - start}
+        peak.stop()
+        return {**told, "peak": peak.here - self._base, "resident": peak.resident - self._base}
+
+    def _waiting(self) -> int:
+        """Bytes in host memory, as far as that is another memory than the device's."""
+        return sum(keeper.counts.now["cpu"] for keeper in self._keepers)
+
+    def _remember(self, kind: Any) -> None:
+        plain, keepers = kind.__init__, self._keepers
+
+        def noting(keeper: Any, *args: Any, **kwargs: Any) -> None:
+            plain(keeper, *args, **kwargs)
+            keepers.append(keeper)
+
+        kind.__init__ = noting

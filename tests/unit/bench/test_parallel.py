@@ -1,0 +1,272 @@
+"""What the benchmark of parallelism computes: formulas and scalars of a mesh, ratios, limits, the longest that fits."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.unit.bench.conftest import BENCH
+
+
+def script() -> Any:
+    spec = importlib.util.spec_from_file_location("bench_parallel", BENCH / "parallel.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+# ------------------------------------------------------------------------------------------------ bytes of axes
+
+
+def test_every_axis_and_stage_is_among_the_meshes_and_no_mesh_is_there_twice() -> None:
+    from rig.axis_cases import CASES
+
+    from windlass.comm.grid import AXES
+
+    assert {axis for case in CASES for axis in AXES if case.grid.size(axis) > 1} == set(AXES)
+    assert {case.stage for case in CASES} == {0, 1, 2, 3}
+    assert all(case.grid.world == case.ranks for case in CASES)
+    assert len({case.name for case in CASES}) == len(CASES)
+
+
+def test_an_operation_is_equal_when_formula_and_scalars_are_what_moved() -> None:
+    from rig.axis_cases import Case, compare, formulas, scalars, unequal
+
+    case = Case(2, {"sp": 2}, stage=1)
+    moved = formulas(case)
+    moved["sp"]["all_reduce"] = 2 * 2 * 8  # two micro-batches, forward and backward, a sum and a count
+    lines = compare(case, 0, moved)
+    assert unequal(lines) == [] and {line.operation for line in lines} == {
+        "gather",
+        "reduce",
+        "all_to_all",
+        "all_reduce",
+    }
+    assert scalars(case) == {"sp": {"all_reduce": 32}}
+    moved["sp"]["all_to_all"] += 1
+    moved["tp"] = {"all_reduce": 5}
+    differ = unequal(compare(case, 0, moved))
+    assert [(line.axis, line.operation) for line in differ] == [("sp", "all_to_all"), ("tp", "all_reduce")]
+    del moved["data"]["reduce"]  # what a formula has and nobody moved is a line too
+    assert ("data", "reduce") in [(line.axis, line.operation) for line in unequal(compare(case, 0, moved))]
+
+
+def test_scalars_of_experts_and_of_stages() -> None:
+    from rig.axis_cases import EXPERTS, MICRO_BATCHES, Case, scalars
+
+    each = MICRO_BATCHES * EXPERTS.layers * (EXPERTS.experts // 2) * 8
+    assert scalars(Case(2, {"ep": 2})) == {"ep": {"all_to_all": each}}
+    assert scalars(Case(2, {"ep": 2}, recompute=True)) == {"ep": {"all_to_all": 2 * each}}
+    piped = Case(4, {"pp": 2, "ep": 2})
+    assert scalars(piped, 0) == {"pp": {"broadcast": 4}, "ep": {"all_to_all": each // 2}}
+    assert scalars(piped, 1) == {"ep": {"all_to_all": each // 2}}
+
+
+def test_what_a_pipeline_passes_is_told_by_what_it_is() -> None:
+    from rig.axis_cases import Case, formulas
+
+    case = Case(2, {"pp": 2})
+    assert set(formulas(case, 0)["pp"]) == {"gradients"} and set(formulas(case, 1)["pp"]) == {"activations"}
+    both = Case(2, {"pp": 2}, pipeline={"schedule": "interleaved", "chunks": 2})
+    assert formulas(both, 0)["pp"]["gradients"] == 2 * formulas(both, 0)["pp"]["activations"]
+
+
+# ------------------------------------------------------------------------------------------------------- times
+
+
+def _race(**rounds: list[list[float]]) -> Any:
+    from rig.contest import Outcome, Race
+    from rig.contestants import FIELDS, Load
+
+    outcomes = {name: Outcome(name) for name in FIELDS["tp"]}
+    for key, of_one in rounds.items():
+        outcomes[{"torch": "torch tp", "cut": "torch tp, loss cut"}.get(key, key)].rounds = of_one
+    return Race("tp", Load(4, 256), outcomes)
+
+
+def test_ratios_are_of_the_same_round_and_to_the_fastest_rival() -> None:
+    found = _race(tp=[[1.0, 1.0], [4.0, 4.0]], torch=[[2.0], [8.0]], cut=[[1.5], [7.0]], dp=[[1.0], [2.0]])
+    assert found.rival("tp") == "torch tp, loss cut"
+    assert found.ratios("tp", "torch tp") == [0.5, 0.5]
+    assert found.ratio("tp", "dp") == 1.5 and found.ratio("tp", None) is None
+    assert found.ratio("tp", "none") is None and found.rival("dp") is None
+    assert found.slower == []
+
+
+def test_who_is_slower_than_torch_is_named() -> None:
+    found = _race(tp=[[2.2], [2.2]], torch=[[2.0], [2.0]])
+    assert found.slower == ["tp: 1.100 x torch tp"]
+
+
+def test_losses_that_differ_are_found_wherever_they_are() -> None:
+    from rig.contest import compare, furthest
+
+    assert furthest([1.0, 2.0], [1.0, 2.0]) == 0.0
+    assert furthest([1.0, 2.02], [1.0, 2.0]) == pytest.approx(0.01)
+    assert furthest([1.0, math.nan], [1.0, 2.0]) == math.inf and furthest([1.0], [1.0, 2.0]) == math.inf
+    found = _race()
+    for name, loss in (("none", 9.0), ("dp", 2.0), ("tp", 2.0 + 1e-4), ("torch tp", 2.0)):
+        found.outcomes[name].losses = [loss]
+    found.outcomes["torch tp, loss cut"].failure = "does not run"
+    compare(found)
+    assert found.unequal == ["tp"]  # `none` trains by itself
+
+
+def test_a_step_is_its_slowest_ranks_and_its_loss_is_the_mean_of_those_who_have_one() -> None:
+    from rig.contest import slowest, whole_losses
+
+    told = [{"seconds": [1.0, 2.0], "losses": [None, 4.0]}, {"seconds": [3.0, 1.0], "losses": [2.0, 6.0]}]
+    assert slowest(told) == [3.0, 2.0] and whole_losses(told) == [2.0, 5.0]
+
+
+def test_the_limit_counts_the_bubble_the_update_and_the_bytes() -> None:
+    from rig.contestants import DENSE, FIELDS, Load, floor
+    from rig.floor import Roofs
+
+    from windlass.comm.grid import Grid
+    from windlass.parallel.volumes import parameters_here
+
+    load, never = Load(4, 256), 1e30
+    elements = DENSE.shape().parameters
+
+    def at(axis: str, name: str, **roofs: float) -> float:
+        return floor(FIELDS[axis][name], DENSE, load, 100.0, Roofs(**{"memory": never, "adam": never, **roofs}))
+
+    assert at("tp", "none") == at("tp", "tp") == at("sp", "sp ring") == at("tp", "torch tp") == pytest.approx(100)
+    assert at("pp", "pp 1f1b") == at("pp", "torch gpipe") == pytest.approx(125)  # four micro-batches, two stages
+    assert at("tp", "dp", adam=28.0) == pytest.approx(100 + elements)
+    assert at("tp", "tp", adam=28.0) == pytest.approx(100 + sum(parameters_here(DENSE.shape(), Grid(tp=2))))
+    assert at("tp", "none", memory=1.0) == pytest.approx(100)
+    assert at("tp", "dp", memory=1.0) == pytest.approx(100 + 4 * elements)  # half of gradients, half of parameters
+    hidden = 4 * 256 * DENSE.hidden * 4
+    passed = at("pp", "pp gpipe", memory=4.0) - 125
+    assert passed == pytest.approx(hidden)
+    ours, theirs = (at("ep", name, memory=1.0) - 100 for name in ("dp", "torch ddp"))
+    assert theirs == pytest.approx(4 * ours)
+
+
+def test_tables_and_json_hold_everybody() -> None:
+    from rig.contest import notes, plain, table
+
+    found = _race(dp=[[1.0]], tp=[[2.0]], torch=[[1.0]])
+    found.outcomes["torch tp, loss cut"].failure = "a reason"
+    for name in ("dp", "tp", "torch tp"):
+        found.outcomes[name].busy, found.outcomes[name].apart = [0.5], 1e-7
+    assert table(found).row_count == len(found.outcomes)
+    assert "absent: torch tp, loss cut: a reason" in notes(found)
+    assert any("slower than torch's own: tp: 2.000" in note for note in notes(found))
+    again = json.loads(json.dumps(plain(found)))
+    assert again["results"]["tp"]["x_rival"] == 2.0 and set(again["results"]) == set(found.outcomes)
+
+
+def test_parts_that_are_asked_for() -> None:
+    module = script()
+    assert module.parts_of("length, bytes") == ["bytes", "length"]
+    assert module.parts_of(",".join(module.PARTS)) == list(module.PARTS)
+    with pytest.raises(typer.BadParameter, match=r"steps: there are bytes, tp, sp, pp, ep, length"):
+        module.parts_of("tp,steps")
+
+
+# ----------------------------------------------------------------------------------------------------- lengths
+
+
+def _points(rows: dict[int, int]) -> list[Any]:
+    from rig.tricks import Point
+
+    return [Point(length, peak, peak, 1.0, 2.0) for length, peak in rows.items()]
+
+
+@given(st.integers(1, 1000), st.integers(0, 200_000), st.integers(1, 400_000))
+def test_the_search_ends_near_the_longest_that_fits(each: int, fixed: int, cap: int) -> None:
+    from rig.tricks import longest, search
+
+    asked: list[int] = []
+
+    def measure(length: int) -> Any:
+        asked.append(length)
+        return _points({length: fixed + each * length})[0]
+
+    found = search(measure, cap, first=64, most=4096, grain=32)
+    assert [point.length for point in found] == sorted(set(asked)) and len(asked) <= 11
+    fits, best = (cap - fixed) // each, longest(found, cap)
+    if best is None:
+        assert fits < 64 and asked == [64]
+    else:
+        assert best.peak <= cap and min(fits, 4096) - best.length <= max(64, 0.04 * best.length)
+
+
+def test_a_length_that_fits_beyond_one_that_does_not_is_no_answer() -> None:
+    from rig.tricks import longest
+
+    assert longest(_points({64: 10, 128: 30, 256: 15}), 20).length == 64  # type: ignore[union-attr]
+    assert longest(_points({64: 30}), 20) is None
+
+
+def test_each_trick_is_once_alone_and_once_left_out() -> None:
+    from dataclasses import fields
+
+    from rig.tricks import ROWS, Tricks
+
+    plain, everything = ROWS["nothing"], ROWS["all"]
+    names = [field.name for field in fields(Tricks)]
+    assert plain == Tricks() and all(getattr(everything, name) != getattr(plain, name) for name in names)
+    alone = {name for row in ROWS.values() for name in _other(row, plain)[:1] if len(_other(row, plain)) == 1}
+    without = {_other(row, everything)[0] for row in ROWS.values() if len(_other(row, everything)) == 1}
+    assert alone == {*names} - {"inputs"} and without == {*names} - {"recompute"}  # there are no inputs without it
+    assert _other(ROWS["all but recompute"], everything) == ["recompute", "inputs"]
+
+
+def _other(one: Any, other: Any) -> list[str]:
+    return [name for name in vars(one) if getattr(one, name) != getattr(other, name)]
+
+
+def test_tables_json_and_picture_of_lengths(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from rig import lengths
+
+    found = {"nothing": _points({64: 10 << 20, 128: 30 << 20}), "all": _points({64: 9 << 20, 512: 20 << 20})}
+    found["sp 2"] = _points({64: 99 << 20})
+    cap = 20 << 20
+    assert lengths.table(found, cap).row_count == 3
+    written = json.loads(json.dumps(lengths.plain(found, cap)))
+    assert [row["longest"] for row in written["rows"].values()] == [64, 512, None]
+    assert [lengths.said(points, cap) for points in found.values()] == ["64", ">= 512", "< 64"]
+    assert lengths.slope(found["all"]) == (11 << 20) / 448
+    assert lengths.draw(found, cap, tmp_path / "new" / "x.png")
+    assert (tmp_path / "new" / "x.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_losses_of_rows_are_compared_on_one_length() -> None:
+    from dataclasses import replace
+
+    from rig.lengths import losses_apart
+
+    found = {"nothing": _points({64: 1}), "all": _points({64: 1})}
+    assert losses_apart(found) == 0.0
+    found["all"] = [replace(found["all"][0], loss=2.002)]
+    assert losses_apart(found) == pytest.approx(1e-3)
+    found["all"] = [replace(found["all"][0], loss=math.nan)]
+    assert losses_apart(found) == math.inf
+
+
+def test_ranks_find_their_environment_and_leave_none_behind() -> None:
+    import os
+
+    from rig.lengths import _environment
+
+    before = dict(os.environ)
+    with _environment("all"):
+        assert os.environ["WINDLASS_EMULATE_DEVICE"] and os.environ["WINDLASS_KEEP_FREED_MEMORY"] == "0"
+        assert Path(os.environ["WINDLASS_BENCH_FILES"]).is_dir()
+    with _environment("nothing"):
+        assert "WINDLASS_EMULATE_DEVICE" not in os.environ
+    assert dict(os.environ) == before
