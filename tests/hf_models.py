@@ -13,7 +13,7 @@ from tests.models import Batch, Place, Specimen
 VOCABULARY = 40
 
 
-def _checkpoint(model: Any, *, reentrant: bool) -> None:
+def checkpointed(model: Any, *, reentrant: bool) -> None:
     """Turn activation checkpointing on, under its newer name where transformers has it."""
     newer = getattr(model, "activation_checkpointing_enable", None)
     if newer is not None:
@@ -37,7 +37,7 @@ def llama() -> nn.Module:
         use_cache=False,
     )
     model = LlamaForCausalLM(config)
-    _checkpoint(model, reentrant=False)
+    checkpointed(model, reentrant=False)
     return model
 
 
@@ -59,7 +59,7 @@ def gpt2() -> nn.Module:
         use_cache=False,
     )
     model = GPT2LMHeadModel(config)
-    _checkpoint(model, reentrant=True)
+    checkpointed(model, reentrant=True)
     model.enable_input_require_grads()
     return model
 
@@ -80,7 +80,7 @@ def t5() -> nn.Module:
         use_cache=False,
     )
     model = T5ForConditionalGeneration(config)
-    _checkpoint(model, reentrant=False)
+    checkpointed(model, reentrant=False)
     return model
 
 

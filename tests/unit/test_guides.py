@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import ast
+import doctest
+import importlib
+import io
 import json
 import re
+import sys
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
+from rich.console import Console
 
 from windlass.config.loading import examine
+from windlass.launch import dry_run
+from windlass.launch.flags import parse, parser_of_run
 
 ROOT = Path(__file__).parents[2]
 GUIDES = sorted((ROOT / "docs" / "guides").glob("*.md"))
@@ -41,8 +49,9 @@ def said() -> list[str]:
 
 
 def messages() -> list[str]:
-    text = (ROOT / "docs" / "guides" / "troubleshooting.md").read_text()
-    return re.findall(r"^### `(.*)`$", text, re.MULTILINE)
+    """Headings of the pages that explain messages."""
+    texts = [(ROOT / "docs" / "guides" / f"{name}.md").read_text() for name in ("troubleshooting", "parallel")]
+    return [message for text in texts for message in re.findall(r"^### `(.*)`$", text, re.MULTILINE)]
 
 
 def is_said(message: str) -> bool:
@@ -73,3 +82,61 @@ def test_links_lead_to_files_and_snippets_are_what_they_say(guide: Path) -> None
             ast.parse(code)
         if language == "json":
             assert not examine(json.loads(code)).problems
+
+
+@pytest.mark.parametrize("guide", GUIDES, ids=lambda path: path.stem)
+def test_sessions_answer_as_printed(guide: Path) -> None:
+    for number, session in enumerate(re.findall(r"```pycon\n(.*?)```", guide.read_text(), re.DOTALL)):
+        test = doctest.DocTestParser().get_doctest(session, {}, f"{guide.stem} {number}", str(guide), 0)
+        said: list[str] = []
+        assert test.examples
+        doctest.DocTestRunner(verbose=False).run(test, out=said.append)
+        assert not said, "".join(said)
+
+
+@pytest.mark.parametrize("guide", GUIDES, ids=lambda path: path.stem)
+def test_dry_runs_draw_what_is_printed(guide: Path) -> None:
+    for session in re.findall(r"```console\n(\$ windlass run --dry-run.*?)\n```", guide.read_text(), re.DOTALL):
+        command, drawing = session.split("\n", 1)
+        text = io.StringIO()
+        flags = parse(parser_of_run(), command.removeprefix("$ windlass run ").split())
+        assert dry_run.show(flags, Console(file=text, width=120, soft_wrap=True)) == 0
+        lines = [line.rstrip() for line in text.getvalue().splitlines()]
+        assert [line.rstrip() for line in drawing.splitlines()] == lines
+
+
+@pytest.mark.parametrize("guide", GUIDES, ids=lambda path: path.stem)
+def test_links_within_a_page_and_to_headings_lead_to_one(guide: Path) -> None:
+    for page, heading in re.findall(r"\]\(([\w./-]*)#([\w-]+)\)", guide.read_text()):
+        text = ((guide.parent / page) if page else guide).read_text()
+        headings = [
+            re.sub(r"[^\w\- ]", "", line).replace(" ", "-") for line in re.findall(r"^#+ (.*)$", text.lower(), re.M)
+        ]
+        assert heading in headings, f"{page}#{heading}"
+
+
+def drawer() -> Any:
+    """The script that draws the pictures of the guide to parallelism."""
+    folder = str(ROOT / "tools")
+    sys.path.insert(0, folder)
+    try:
+        return importlib.import_module("draw_parallel_guide")
+    finally:
+        sys.path.remove(folder)
+
+
+def test_the_table_of_layouts_is_what_the_formulas_give() -> None:
+    text = (ROOT / "docs" / "guides" / "parallel.md").read_text()
+    table = drawer().table()
+    assert f"<!-- generated: layouts -->\n\n{table}\n\n<!-- end" in text, "run python tools/draw_parallel_guide.py"
+    assert drawer().filled(text.replace(table, "an older one")) == text
+
+
+def test_the_pictures_of_layouts_can_be_drawn(tmp_path: Path) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    text = (ROOT / "docs" / "guides" / "parallel.md").read_text()
+    for name, figure in drawer().pictures():
+        FigureCanvasAgg(figure).print_png(str(tmp_path / name))
+        assert (tmp_path / name).stat().st_size > 10_000
+        assert f"(images/{name})" in text and (ROOT / "docs" / "guides" / "images" / name).is_file()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import doctest
 import importlib
 import inspect
 import subprocess
@@ -15,6 +16,11 @@ import windlass
 PUBLIC = {
     "windlass": [
         "Engine",
+        "LayerSpec",
+        "MoE",
+        "PipelineModule",
+        "StackedMLP",
+        "TiedLayerSpec",
         "WindlassError",
         "__version__",
         "add_config_arguments",
@@ -24,7 +30,16 @@ PUBLIC = {
         "initialize",
         "optim",
         "read_checkpoint",
+        "register_experts",
+        "topology",
         "zero",
+    ],
+    "windlass.topology": [
+        "Grid",
+        "PipeDataParallelTopology",
+        "PipeModelDataParallelTopology",
+        "ProcessTopology",
+        "topology_of",
     ],
     "windlass.zero": [
         "ExponentialMovingAverage",
@@ -86,6 +101,13 @@ def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
 
 def test_public_names_are_offered_by_dir() -> None:
     assert set(windlass.__all__) <= set(dir(windlass))
+
+
+def test_the_examples_of_topologies_hold() -> None:
+    import windlass.topology
+
+    found = doctest.testmod(windlass.topology)
+    assert found.attempted == 5 and found.failed == 0
 
 
 @pytest.mark.parametrize("module", ["windlass", "windlass.cli.main", "windlass.cli.run", "windlass.cli.check"])

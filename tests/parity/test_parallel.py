@@ -1,0 +1,38 @@
+"""The whole product: every axis and every pair of axes, at every stage, from the device and from the host, of every
+kind of model, with tied embeddings and without."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import pytest
+
+from tests.dist.parallel_laws import Case, check
+
+AXES = [("tp", ""), ("pp", ""), ("sp", "ulysses"), ("sp", "ring"), ("ep", "")]
+ALONE = [(axis,) for axis in AXES]
+PAIRS = [pair for pair in combinations(AXES, 2) if pair[0][0] != pair[1][0]]
+
+
+def _cases() -> list[Case]:
+    cases = []
+    for axes in (*ALONE, *PAIRS):
+        names = tuple((axis, 2) for axis, _ in axes)
+        kinds = [kind for _, kind in axes if kind]
+        for model in ("llama", "gpt2", "mixtral"):
+            if ("ep", 2) in names and model != "mixtral":
+                continue
+            for stage in range(4):
+                for host in (False, True):
+                    for tied in (False, True):
+                        more = 2 if ("pp", 2) in names else 1
+                        cases.append(
+                            Case(model, names, stage, host, tied, kinds[0] if kinds else "ulysses", accumulation=more)
+                        )
+    return cases
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", _cases(), ids=str)
+def test_it_trains_as_one_process(case: Case) -> None:
+    check(case)
