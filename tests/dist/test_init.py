@@ -331,7 +331,9 @@ def test_a_stage_that_keeps_models_whole_says_so_in_one_line() -> None:
 def accesses() -> dict[str, Any]:
     """What may be done to a model before initialize, and what may not."""
     import windlass
+    from windlass.compat import parameters
 
+    parameters.install()  # what DeepSpeed's clients may do is not what windlass's own may
     rank = torch.distributed.get_rank()
     torch.manual_seed(5 + rank)
     with windlass.zero.Init():

@@ -72,9 +72,9 @@ def external(module: nn.Module) -> dict[str, nn.Parameter]:
 def _lends_name(parameter: nn.Parameter) -> bool:
     """Whether `state_dict()` gets a stub, of which scripts on one rank read the name. Inside a forward `detach` means
     the values, and its unit brings them."""
-    place = find(parameter)
+    place, birth = find(parameter), born.find(parameter)
     if place is None:
-        return born.find(parameter) is not None
+        return birth is not None and birth.lends_name
     return place.model in _lending and not place.unit.bring(parameter, [parameter])
 
 

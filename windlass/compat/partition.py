@@ -41,6 +41,7 @@ class Init(zero.Init):
     too."""
 
     cuts_alone = True
+    lends_names = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         parameters.install()

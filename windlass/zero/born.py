@@ -54,10 +54,13 @@ class Birth:
         group: the ranks that have the pieces.
         home: where to keep this rank's piece.
         number: of this birth among those of its model, the same on every rank.
+        lends_name: whether `state_dict()` may give a stub for it (see `access.Stub`).
     """
 
-    def __init__(self, label: str, like: torch.Tensor, group: Group, home: Home, number: int = 0) -> None:
-        self.label, self.group, self._home, self.number = label, group, home, number
+    def __init__(
+        self, label: str, like: torch.Tensor, group: Group, home: Home, number: int = 0, lends_name: bool = False
+    ) -> None:
+        self.label, self.group, self._home, self.number, self.lends_name = label, group, home, number, lends_name
         self.shape, self.dtype, self.device = like.shape, like.dtype, like.device
         self.stride = like.stride() if is_dense(like) else _row_major(like.shape)
         self.numel = like.numel()

@@ -35,10 +35,11 @@ class Site:
         group: the ranks.
         home: where pieces are kept.
         device: on which the ranks tell each other what is cut.
+        lends_names: whether `state_dict()` may give stubs for what is born here.
     """
 
-    def __init__(self, group: Group, home: Home, device: torch.device) -> None:
-        self.group, self.home, self._device = group, home, device
+    def __init__(self, group: Group, home: Home, device: torch.device, lends_names: bool = False) -> None:
+        self.group, self.home, self._device, self._lends = group, home, device, lends_names
         self._numbers: dict[int, tuple[ReferenceType[nn.Parameter], int]] = {}  # by id: in the order of their birth
         self._labels: dict[int, str] = {}
         self._whole: dict[int, ReferenceType[nn.Parameter]] = {}  # by number, the oldest first
@@ -56,7 +57,7 @@ class Site:
     def deliver(self, parameter: nn.Parameter, label: str, cut: torch.Tensor, like: torch.Tensor) -> None:
         """A parameter whose piece is known without its whole values."""
         number = self._number(parameter, label)
-        birth = Birth(self._labels[number], like, self.group, self.home, number)
+        birth = Birth(self._labels[number], like, self.group, self.home, number, self._lends)
         birth.cut = cut
         born.release(parameter, birth)
 
@@ -141,7 +142,7 @@ class Site:
         pieces = born.scatter(self.group, 0, items, device)
         for parameter, piece, (number, _, _) in zip(parameters, pieces, entries, strict=True):
             if parameter is not None:
-                birth = Birth(self._labels[number], parameter.detach(), self.group, self.home, number)
+                birth = Birth(self._labels[number], parameter.detach(), self.group, self.home, number, self._lends)
                 birth.cut = piece
                 born.release(parameter, birth)
 

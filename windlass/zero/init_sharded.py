@@ -62,6 +62,7 @@ class Init:
     """
 
     cuts_alone = False  # whether a rank that is alone cuts too: what it has of a parameter then is all of it
+    lends_names = False  # whether `state_dict()` gives stubs for what is born here (see `access.Stub`); else it raises
 
     def __init__(
         self,
@@ -144,7 +145,7 @@ class Init:
     def _begin(self) -> None:
         return_freed_memory()
         if self.group.size > 1 or self._leaves or self.cuts_alone:
-            self._site = Site(self.group, self._home, local_device())
+            self._site = Site(self.group, self._home, local_device(), self.lends_names)
             born.set_builder(self._bring)
         self._replacement.install()
         parameter_hook: Any = self._parameter_registered  # torch's annotations say that hooks return nothing
