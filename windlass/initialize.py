@@ -17,6 +17,7 @@ from windlass import watchdog
 from windlass.base.device import keep_freed_memory, local_device
 from windlass.base.dtypes import parse_dtype
 from windlass.base.errors import ConfigError, ModelError, StorageError
+from windlass.base.freed_memory import freed_memory_returned
 from windlass.base.log import logger, set_level_of_config
 from windlass.collectives.comms_log import comms_logger
 from windlass.comm.bootstrap import DEFAULT_TIMEOUT, default_timeout, init_distributed
@@ -143,13 +144,7 @@ def build(
         raise ConfigError(
             "dist_init_required=False, but torch.distributed is not initialised; initialise it or leave that out"
         )
-    limits = _limits(settings_of)
-    init_distributed(
-        timeout=_patience(settings_of),
-        port=distributed_port,
-        report_after=limits.report_after if limits is not None else None,
-    )
-    watchdog.start(limits)
+    meet(settings_of, distributed_port)
     if "comms_logger" in settings_of.model_fields_set:
         comms_logger.configure(settings_of.comms_logger)
     world = dist.get_world_size()
@@ -164,16 +159,17 @@ def build(
     if rate := settings_of.parallel.expert_balance_rate:
         watch_balance(model, rate, required=axes.pp == 1)
     mesh = _mesh(model, settings_of, axes)
-    if mesh_of(model) is None:
-        whole = {id(parameter) for parameter in model.parameters()}
-        if isinstance(mpu, SequenceGroups):
-            mpu.apply(model)
-        parallelize(model, mesh, settings_of, own=_own(model, by_script, by_model, settings_of))
-        gone = whole.difference(id(parameter) for parameter in model.parameters())
-        optimizer, model_parameters = without(optimizer, model_parameters, gone)
-    built = _optimizer(model, optimizer, model_parameters, settings_of, mesh)
-    watch.before(model, built, settings_of)
-    sharded = _shard(model, built, settings_of, device, mesh)
+    with freed_memory_returned():  # what the model lay in goes as its units come
+        if mesh_of(model) is None:
+            whole = {id(parameter) for parameter in model.parameters()}
+            if isinstance(mpu, SequenceGroups):
+                mpu.apply(model)
+            parallelize(model, mesh, settings_of, own=_own(model, by_script, by_model, settings_of))
+            gone = whole.difference(id(parameter) for parameter in model.parameters())
+            optimizer, model_parameters = without(optimizer, model_parameters, gone)
+        built = _optimizer(model, optimizer, model_parameters, settings_of, mesh)
+        watch.before(model, built, settings_of)
+        sharded = _shard(model, built, settings_of, device, mesh)
     engine = engine_kind(kind, model)(sharded, built, settings_of, progress, _loss_scale(settings_of))
     try:
         engine.lr_scheduler = _scheduler(engine, lr_scheduler, settings_of)
@@ -190,6 +186,15 @@ def build(
         logger.info(line)
     watch.after(engine)
     return engine
+
+
+def meet(config: Config, port: int = 29500) -> None:
+    """Have the ranks find each other, and the watchdog look after them, as the configuration says. Collective; what is
+    there already stays as it is."""
+    limits = _limits(config)
+    report_after = limits.report_after if limits is not None else None
+    init_distributed(timeout=_patience(config), port=port, report_after=report_after)
+    watchdog.start(limits)
 
 
 def _mpu_of(model: nn.Module) -> Any:

@@ -112,6 +112,7 @@ class Case:
     accumulation: int = 1
     more: tuple[tuple[str, Any], ...] = ()
     zero: tuple[tuple[str, Any], ...] = ()
+    born: bool = False  # built under zero.Init
 
     @property
     def ranks(self) -> int:
@@ -124,6 +125,7 @@ class Case:
     def __str__(self) -> str:
         axes = "-".join(f"{axis}{size}" for axis, size in self.axes)
         marks = [*(["tied"] if self.tied else []), *(["host"] if self.host else [])]
+        marks += ["born"] if self.born else []
         marks += [self.sequence] if any(axis == "sp" for axis, _ in self.axes) else []
         return "-".join([self.model, axes, f"of{self.ranks}", f"stage{self.stage}", *marks])
 
@@ -183,7 +185,10 @@ def train(case: Case, steps: int = STEPS, save: str | None = None, source: str |
     import windlass
 
     config = config_of(case)
-    engine, *_ = windlass.initialize(model=build(case.model, tied=case.tied), config=config)
+    with windlass.zero.Init(enabled=case.born):
+        model = build(case.model, tied=case.tied)
+    assert not case.born or windlass.zero.born.find(next(model.parameters())) is not None
+    engine, *_ = windlass.initialize(model=model, config=config)
     if source is not None:
         engine.load_checkpoint(source)
     readers, reader = engine.readers

@@ -1,4 +1,4 @@
-"""Models that tensor parallelism does not know, values that come from files, and parameters that are cut already."""
+"""Models that tensor parallelism does not know, and parameters that are cut already."""
 
 from __future__ import annotations
 
@@ -24,11 +24,7 @@ from tests.oracle import relative_error
 from windlass.comm.grid import Grid
 from windlass.comm.mesh import build_mesh
 from windlass.parallel.placement import Placement, along, place, placement_of, spread
-from windlass.parallel.tensor import (
-    apply_tensor_parallel,
-    assemble,
-    load_part,
-)
+from windlass.parallel.tensor import apply_tensor_parallel, assemble
 
 
 class Mixer(nn.Module):
@@ -127,86 +123,6 @@ def test_tied_weights_stay_tied_and_memory_is_shared_out() -> None:
     norms_and_biases = 2 * (4 * 24 + 24 + 24) + 2 * 24 + 32 * 24  # with the embedding of positions
     assert first + second == whole + norms_and_biases
     assert tied and also
-
-
-class Counted:
-    """A tensor of a file that is read in parts, and how many elements were read."""
-
-    def __init__(self, source: Any, read: list[int]) -> None:
-        self._source, self._read = source, read
-
-    def get_shape(self) -> list[int]:
-        return list(self._source.get_shape())
-
-    def __getitem__(self, index: Any) -> torch.Tensor:
-        part: torch.Tensor = self._source[index]
-        self._read.append(part.numel())
-        return part
-
-
-def read_in_parts(name: str, path: str) -> tuple[float, int, int, int]:
-    from safetensors import safe_open
-
-    plain, axis = build(name), tensor_axis()
-    with torch.device("meta"):
-        model = CAUSAL[name]()
-    apply_tensor_parallel(model, axis)
-    assert all(parameter.is_meta for parameter in model.parameters())
-    read: list[int] = []
-    with safe_open(path, "pt") as file:
-        stored = set(file.keys())
-
-        def find(key: str) -> Counted:
-            if key not in stored:
-                raise KeyError(key)
-            return Counted(file.get_slice(key), read)
-
-        missing = load_part(model, find)
-    buffers = dict(plain.named_buffers())
-    assert all(name in buffers for name in missing)  # those that are computed from the configuration
-    for key in missing:
-        holder, _, leaf = key.rpartition(".")
-        setattr(model.get_submodule(holder), leaf, buffers[key])
-    with torch.no_grad():
-        ids = language(0)["input_ids"]
-        wanted, found = plain(input_ids=ids).logits, model(input_ids=ids).logits
-    here = sum(parameter.numel() for parameter in model.parameters())
-    whole = sum(parameter.numel() for parameter in plain.parameters())
-    return relative_error({"logits": found}, {"logits": wanted})[0], sum(read), here, whole
-
-
-@pytest.mark.parametrize("name", ["llama", "gpt2", "phi3", "mixtral", "bert"])
-def test_each_rank_reads_its_part_alone(name: str, tmp_path: Path) -> None:
-    from safetensors.torch import save_file
-
-    model = build(name)
-    path = tmp_path / "model.safetensors"
-    save_file({key: value.detach().clone() for key, value in model.named_parameters()}, path)
-    for logits, read, here, whole in run_ranks(read_in_parts, 2, name, str(path)):
-        assert logits < EXACT
-        assert read == here < 0.7 * whole
-
-
-def misread() -> None:
-    model = build("llama")
-    apply_tensor_parallel(model, tensor_axis())
-    load_part(model, lambda name: _Small())
-
-
-class _Small:
-    """A tensor of a file that belongs to another model."""
-
-    def get_shape(self) -> list[int]:
-        return [3, 3]
-
-    def __getitem__(self, index: Any) -> torch.Tensor:
-        raise AssertionError("nothing is read of it")
-
-
-def test_a_tensor_of_another_shape_is_refused() -> None:
-    message = r"'model.embed_tokens.weight' has shape \(3, 3\), and the model's .* \(41, 32\) as a whole"
-    with pytest.raises(RankError, match=message):
-        run_ranks(misread, 2)
 
 
 def of_experts() -> tuple[set[str], bool, list[int]]:

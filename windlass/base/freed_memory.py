@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from windlass.base import device
 
@@ -25,6 +27,16 @@ def keep_again() -> None:
     """Undo that where training has begun already, with another model: see `keep_freed_memory`."""
     if device._kept:
         _tell_malloc(device._KEEP_BYTES, device._KEEP_BYTES)
+
+
+@contextmanager
+def freed_memory_returned() -> Iterator[None]:
+    """While it is open, [Note: freed memory while building]."""
+    return_freed_memory()
+    try:
+        yield
+    finally:
+        keep_again()
 
 
 def _tell_malloc(mapped_from: int, trimmed_from: int) -> None:

@@ -10,11 +10,12 @@ import torch.distributed as dist
 from torch import nn
 
 from windlass.base.activity import During
-from windlass.base.errors import ModelError
+from windlass.base.errors import ConfigError, ModelError
 from windlass.base.log import logger
 from windlass.comm.groups import Group
 from windlass.comm.mesh import Mesh
 from windlass.config import Config
+from windlass.engine.born_parts import BornParts
 from windlass.parallel.experts import apply_expert_parallel
 from windlass.parallel.flagged import place_flagged
 from windlass.parallel.pipeline import PipelineModule, apply_pipeline_parallel, timed
@@ -59,11 +60,15 @@ def parallelize(model: nn.Module, mesh: Mesh, config: Config, *, own: Collection
     if not given:
         built_apart = isinstance(model, PipelineModule) and model.num_stages > 1
         apart = {*own, "pp"} if built_apart else {*own}
-        if mesh.grid.size(*{"pp", "ep", "tp"}.difference(own)) > 1:
-            _make_equal(model, _of_the_same(mesh, apart))
-        for axis in axes:
-            if axis not in own:
-                _CUTS[axis](model, mesh, config)
+        parts = {"pp", "ep", "tp"}
+        if mesh.grid.size(*parts) > 1:
+            _check_born(model, [axis for axis in axes if axis in apart & parts], config)
+        if mesh.grid.size(*parts.difference(own)) > 1:
+            with BornParts(model) as born_parts:
+                _make_equal(model, _of_the_same(mesh, apart), born_parts)
+                _cut(model, mesh, config, [axis for axis in axes if axis not in own])
+        else:
+            _cut(model, mesh, config, [axis for axis in axes if axis not in own])
         _save_memory(model, config)
     here = {placement_of(parameter).stages for parameter in model.parameters()}
     for stages in sorted({stages for ties in mesh.world_of(here) for stages in ties if stages}):
@@ -97,27 +102,48 @@ def _make_tied_equal(model: nn.Module, mesh: Mesh) -> None:
                 parameter.detach().copy_(values)
 
 
-def _make_equal(model: nn.Module, groups: list[Group]) -> None:
-    """Every rank has the values of the first one in these groups, whole. Collective."""
+def _make_equal(model: nn.Module, groups: list[Group], later: BornParts) -> None:
+    """Every rank has the values of the first one in these groups, whole, but for what is `later`. Collective."""
     with During("the sending of the first rank's model"), torch.no_grad():
         for name, parameter in model.named_parameters():
-            birth = born.find(parameter)
-            if birth is not None:
-                whole = birth.whole()
-                born.settle(parameter)
-                parameter.data = whole
             if parameter.device.type == "meta":
                 raise ModelError(
-                    f"parameter {name!r} is on the meta device and has no values; load or initialise it first"
+                    f"parameter {name!r} is on the meta device and has no values; build the model in "
+                    "`with windlass.zero.Init():`, from_pretrained too: no rank has all of it then"
                 )
         for tensor in (*model.parameters(), *model.buffers()):
-            if tensor.numel():
+            if tensor.numel() and tensor not in later:
                 values = tensor.detach().contiguous()
                 for group in groups:
                     dist.broadcast(values.view(-1).view(torch.uint8), group.ranks[0], group=group.process_group)
                 if values.data_ptr() != tensor.data_ptr():
                     tensor.detach().copy_(values)
     logger.debug("the model of rank %d was sent on", groups[0].ranks[0] if groups else 0)
+
+
+def _check_born(model: nn.Module, apart: Sequence[str], config: Config) -> None:
+    """Pieces of parameters that were not the same on all ranks when `zero.Init` cut them are of nothing.
+
+    Raises:
+        ModelError: there are such.
+        ConfigError: values are needed that come last.
+    """
+    born_so = [name for name, parameter in model.named_parameters() if born.find(parameter) is not None]
+    if born_so and apart:
+        raise ModelError(
+            f"{born_so[0]!r} was cut by zero.Init, whose ranks build the same model, and this one is built in other "
+            f"parts along {' and '.join(apart)} by each; build it without zero.Init: no rank has all of it anyway"
+        )
+    if born_so and config.pipeline.balances == "time" and not isinstance(model, PipelineModule):
+        raise ConfigError(
+            "pipeline.partition 'time' runs the whole model on one rank, and zero.Init built it in pieces; "
+            "balance by 'parameters', or build the model without zero.Init"
+        )
+
+
+def _cut(model: nn.Module, mesh: Mesh, config: Config, axes: Sequence[str]) -> None:
+    for axis in axes:
+        _CUTS[axis](model, mesh, config)
 
 
 def _spread_experts(model: nn.Module, mesh: Mesh, config: Config) -> None:

@@ -1,3 +1,3 @@
-"""Axes beside the data axes, and what a forward keeps for its backward. Reading order: placement, exchanges;
+"""Axes beside the data axes, and what a forward keeps for its backward. Reading order: placement, narrowing, exchanges;
 geometry, copies, buffer, places, disk, partition, kept, rng,
 profile, recompute, activations."""

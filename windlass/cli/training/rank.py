@@ -22,10 +22,12 @@ from windlass.cli.training.model import build_model
 from windlass.cli.training.picture import draw_loss
 from windlass.cli.training.plan import Plan, read_plan, write_text
 from windlass.cli.training.sample import continue_text
+from windlass.config import Config, load
 from windlass.data.held_out import HeldOut
 from windlass.data.loader import SequenceLoader
 from windlass.data.token_file import TokenFile, open_tokens
 from windlass.data.tokenizer import load_tokenizer
+from windlass.initialize import meet
 
 
 def run_rank(plan_path: Path, failure_path: Path) -> int:
@@ -45,6 +47,13 @@ def run_rank(plan_path: Path, failure_path: Path) -> int:
         return 1
 
 
+def _in_parts(config: Config) -> bool:
+    """Whether no rank will have the whole model, nor needs it on the way."""
+    axes = config.parallel
+    cut = axes.pp * axes.ep * axes.tp > 1 and config.pipeline.balances != "time"
+    return cut or config.zero_optimization.stage == 3
+
+
 def train(plan: Plan, interrupt: Interrupt) -> bool:
     """The whole run on this rank; False if it was stopped before its end.
 
@@ -53,7 +62,10 @@ def train(plan: Plan, interrupt: Interrupt) -> bool:
     """
     tokens = open_tokens(plan.tokens)
     tokenizer = load_tokenizer(Path(plan.tokenizer))
-    model = build_model(plan.model, tokenizer.vocab_size, plan.seq_len, plan.seed, tokenizer.eos)
+    config = load(plan.config)
+    meet(config)
+    with windlass.zero.Init(config_dict_or_path=config, enabled=_in_parts(config)):
+        model = build_model(plan.model, tokenizer.vocab_size, plan.seq_len, plan.seed, tokenizer.eos)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     engine, *_ = windlass.initialize(model=model, config=plan.config)
     rank, (readers, reader) = dist.get_rank(), engine.readers

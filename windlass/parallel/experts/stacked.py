@@ -16,6 +16,7 @@ from windlass.parallel.experts.copied import copied_along
 from windlass.parallel.experts.dispatch import dispatch, spans_of
 from windlass.parallel.experts.families import Family, Routing
 from windlass.parallel.experts.grouped import Groups
+from windlass.parallel.narrowing import narrowed
 from windlass.parallel.placement import along, place, placement_of
 
 
@@ -74,7 +75,7 @@ def cut_stacked(module: nn.Module, name: str, family: Family, axis: Axis) -> tup
         before = placement_of(parameter)
         ranges = along(before.shape, 0, [(first * grain, end * grain)])[:1] + before.ranges[1:]
         parameter.grad = None
-        parameter.data = parameter.data[first * grain : end * grain].clone()
+        parameter.data = narrowed(parameter.detach(), 0, [(first * grain, end * grain)])
         place(parameter, replace(before, ranges=ranges, cut=before.cut | {axis.name}, expert=True))
     forward = SpreadForward(module, family, experts, axis)
     setattr(module, family.number, end - first)

@@ -3,7 +3,7 @@
 What is cut, arithmetic and names alone; reading order: shares, heads; inner, linear_layers, plan, wishes, table,
 experts_layout, declared, heads_found, fused, tracing, vocabulary; attention_shares, attention_parameters, chains,
 build. How it computes: owned, cutting, draws, entrance, row_product, linear_cut; attention_cut, embedding_cut,
-cross_entropy, head, experts_cut; sequence_cut, sequence_norms; apply. Beside it: whole, load, volume.
+cross_entropy, head, experts_cut; sequence_cut, sequence_norms; apply. Beside it: whole, volume.
 """
 
 from windlass.parallel.tensor.apply import apply_tensor_parallel
@@ -11,7 +11,6 @@ from windlass.parallel.tensor.build import build_plan
 from windlass.parallel.tensor.cross_entropy import token_losses
 from windlass.parallel.tensor.draws import agree, seed_tracker
 from windlass.parallel.tensor.head import CutVocabulary, cut_logits, vocabulary_of
-from windlass.parallel.tensor.load import load_part
 from windlass.parallel.tensor.plan import Cut, Plan, Style
 from windlass.parallel.tensor.volume import step_bytes
 from windlass.parallel.tensor.whole import assemble
@@ -26,7 +25,6 @@ __all__ = [
     "assemble",
     "build_plan",
     "cut_logits",
-    "load_part",
     "seed_tracker",
     "step_bytes",
     "token_losses",

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
 from torch import nn
 
 from windlass.base.errors import ModelError
+from windlass.parallel.narrowing import narrowed
 from windlass.parallel.placement import Ranges, place, placement_of
 
 
@@ -29,10 +29,8 @@ def cut_parameter(name: str, parameter: nn.Parameter, dim: int, ranges: Ranges, 
         )
     along = list(placed.ranges)
     along[dim] = ranges
-    data = parameter.detach()
-    parts = [data.narrow(dim, start, stop - start) for start, stop in ranges]
     parameter.grad = None
-    parameter.data = torch.cat(parts, dim) if len(parts) > 1 else parts[0].clone(memory_format=torch.contiguous_format)
+    parameter.data = narrowed(parameter.detach(), dim, ranges)
     place(parameter, replace(placed, ranges=tuple(along), cut=placed.cut | {axis}))
 
 
