@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from tests.causal_models import CAUSAL, VOCABULARY, build, language
+from tests.causal_models import VOCABULARY, build, language
 from tests.dist.harness import RankError, run_ranks
 from tests.dist.tensor_cases import (
     EXACT,
