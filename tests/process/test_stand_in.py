@@ -13,7 +13,7 @@ import pytest
 from windlass.compat.place import FOLDER, environment
 from windlass.compat.version import VERSION
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 _ASK = """
 import importlib.metadata as metadata, importlib.util, json, subprocess, sys
 {first}
