@@ -54,7 +54,7 @@ def main(
         race = contest.race(axis, Load(samples, tokens), rounds, steps, console.print)
         console.print(contest.table(race))
         for line in contest.notes(race):
-            console.print(line, soft_wrap=True)
+            console.print(line, soft_wrap=True, markup=False)  # an error may have brackets
         found[axis] = contest.plain(race)
         wrong += [f"{axis}: the losses of {one} differ" for one in race.unequal]
         wrong += race.slower if strict else []
@@ -67,7 +67,7 @@ def main(
     path = write_result(results / f"{name}.json", {"bench": "parallel", **found, "wrong": wrong})
     console.print(f"written: {path}", soft_wrap=True)
     for line in wrong:
-        console.print(f"WRONG: {line}", soft_wrap=True)
+        console.print(f"WRONG: {line}", soft_wrap=True, markup=False)
     if wrong:
         raise typer.Exit(1)
 

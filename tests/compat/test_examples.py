@@ -85,6 +85,7 @@ def test_the_classifier_learns_as_plain_pytorch() -> None:
     assert float(re.findall(r"accuracy (\S+) %", plain)[0]) > 70
 
 
+@pytest.mark.slow
 def test_a_classifier_with_experts_is_one_however_they_are_spread() -> None:
     """Law: losses and accuracies are the same on one rank, and on two with all experts on both or some on each. No
     expert is full here: what those leave out depends on which samples come together."""
@@ -182,7 +183,8 @@ def llama_checkpoints(run: Callable[..., str]) -> Path:
     return Path(cell) / "out" / "checkpoints"
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_the_tour(tmp_path: Path, ranks: int) -> None:
     """Law: `zero.Init`, recomputation, a one-cycle schedule and accumulation over a loader that repeats change no loss;
     the files have each update's rate and loss."""

@@ -106,7 +106,9 @@ def homes_for(name: str, transport: str) -> list[str]:
 
 @pytest.mark.filterwarnings("ignore:.*tmpfs.*")
 @pytest.mark.parametrize("name", NETS)
-@pytest.mark.parametrize(("ranks", "transport"), [(2, "shm"), (2, "gloo"), (1, "gloo")])
+@pytest.mark.parametrize(
+    ("ranks", "transport"), [(2, "shm"), (2, "gloo"), pytest.param(1, "gloo", marks=pytest.mark.slow)]
+)
 def test_checkpointed_under_the_engine_is_plain(name: str, ranks: int, transport: str, tmp_path: Path) -> None:
     """Between ranks over gloo only at stage 3, where a forward that is run again gathers."""
     stages = settings(transport)[3 if (ranks, transport) == (2, "gloo") else 0 :]

@@ -48,7 +48,7 @@ def peak(directory: str, small: str, axes: dict[str, int]) -> dict[str, float]:
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="proportional memory is Linux's")
-@pytest.mark.parametrize("axes", [{"tp": 2}, {"pp": 2}], ids=str)
+@pytest.mark.parametrize("axes", [{"tp": 2}, pytest.param({"pp": 2}, marks=pytest.mark.slow)], ids=str)
 def test_memory_rises_by_a_ranks_part(tmp_path: Path, axes: dict[str, int]) -> None:
     large(str(tmp_path / "large"))
     build("llama", tied=False).save_pretrained(tmp_path / "small")  # type: ignore[operator]

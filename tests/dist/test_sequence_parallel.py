@@ -44,6 +44,12 @@ def build(name: str, **changes: Any) -> Any:
     if name == "bert":
         more = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
         return hf.BertModel(hf.BertConfig(**{**small, **more, **changes}), add_pooling_layer=False)
+    if name in ("mixtral", "qwen2_moe"):
+        more = {"num_key_value_heads": 2, "output_router_logits": True, "router_aux_loss_coef": 0.7}
+        if name == "mixtral":
+            return hf.MixtralForCausalLM(hf.MixtralConfig(**{**small, **more, "num_local_experts": 5, **changes}))
+        sizes = {"num_experts": 6, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
+        return hf.Qwen2MoeForCausalLM(hf.Qwen2MoeConfig(**{**small, **more, **sizes, **changes}))
     if name == "modernbert":
         more = {"local_attention": 6, "global_attn_every_n_layers": 2, "pad_token_id": 0}
         return hf.ModernBertForMaskedLM(hf.ModernBertConfig(**{**small, **more, **changes}))
@@ -180,6 +186,12 @@ def test_models_of_other_kinds(world: int, way: str) -> None:
         ("modernbert", {}, "right", 17),
     ]
     run_ranks(law, world, way, models)
+
+
+@pytest.mark.parametrize(("world", "way"), [(2, "ulysses"), (3, "ring"), (4, "both")])
+def test_the_loss_that_balances_routers_is_that_of_whole_sequences(world: int, way: str) -> None:
+    kinds = [("mixtral", "plain"), ("mixtral", "right"), ("mixtral", "packed"), ("qwen2_moe", "left")]
+    run_ranks(law, world, way, [(name, {}, kind, 13) for name, kind in kinds])
 
 
 @pytest.mark.parametrize(("world", "way"), [(4, "ulysses"), (4, "ring"), (4, "both"), (3, "ring, unbalanced")])

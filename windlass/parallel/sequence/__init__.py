@@ -1,7 +1,7 @@
 """Sequences cut over ranks, and long ones on few.
 
 Reading order: cut, sight, tiles (arithmetic); share, heads, passing, block, ring, attention (what is computed); batch,
-seam, refusals, apply, loader (an unmodified model); surroundings, tiled, tiled_mlp, tiled_loss, long_context
+seam, refusals, routers, apply, loader (an unmodified model); surroundings, tiled, tiled_mlp, tiled_loss, long_context
 (computations in parts); ulysses_sp, distributed_attention, tiled_compute (DeepSpeed's names).
 """
 

@@ -17,6 +17,7 @@ from windlass.parallel.loss import ModelLoss, install_loss
 from windlass.parallel.sequence.batch import MARK, share_given, share_of
 from windlass.parallel.sequence.cut import Pattern
 from windlass.parallel.sequence.refusals import check_model, finds_positions, pattern_sizes
+from windlass.parallel.sequence.routers import balance_whole_sequences
 from windlass.parallel.sequence.seam import NAME, register, unwrapped
 from windlass.parallel.sequence.share import Share, sharing
 from windlass.parallel.tensor.head import vocabulary_of
@@ -179,6 +180,7 @@ def apply_sequence_parallel(
     degree = pattern_sizes(axis, kind, ulysses_degree, key_heads)
     loss = install_loss(inner, vocabulary_of(model) or vocabulary_of(inner))
     loss.sp = axis
+    balance_whole_sequences(inner)
     register()
     inner.set_attn_implementation(NAME)
     pattern = Pattern(axis.size, degree, degree < axis.size and balanced is not False)
