@@ -199,6 +199,77 @@ def test_fewer_tokens_than_ranks(world: int, way: str) -> None:
     run_ranks(law, world, way, [("llama", {}, "plain", 3), ("llama", {}, "plain", 5), ("gpt2", {}, "plain", 2)])
 
 
+# ----------------------------------------------------------------------------------------------------- dropped weights
+
+
+def whole_with_dropout(name: str, changes: dict[str, Any], given: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
+    """One process, which drops the weights that ranks drop."""
+    from transformers import AttentionInterface
+
+    from windlass.parallel.sequence.dropout import Dropout, seed_of
+    from windlass.parallel.sequence.tiles import Tile
+
+    model = build(name, **changes)
+    numbers = {id(module): number for number, module in enumerate(model.modules())}
+    torch.manual_seed(9)
+    seed = seed_of(int(torch.randint(2**31 - 1, (1,))), 0)
+
+    def attend(
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Any,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        **more: Any,
+    ) -> tuple[Tensor, None]:
+        samples, heads, length, features = query.shape
+        key, value = (one.repeat_interleave(heads // one.shape[1], dim=1) for one in (key, value))
+        scores = query @ key.mT * (features**-0.5 if scaling is None else scaling)
+        later = torch.ones(length, length, dtype=torch.bool).triu(1)
+        weights = scores.masked_fill(later, -torch.inf).softmax(-1)
+        tile = Tile((0, samples), (0, length), (0, length), "band", 0, 0)
+        factors = Dropout(dropout, seed_of(seed, numbers[id(module)])).factors(heads, tile, query.device)
+        assert 0.05 < float((factors == 0).float().mean()) < 0.6
+        return ((weights * factors) @ value).transpose(1, 2), None
+
+    AttentionInterface.register("dropping", attend)
+    model.set_attn_implementation("dropping")
+    return loss_and_gradients(model, given)
+
+
+def dropping(way: str, recompute: bool) -> None:
+    """Ranks drop what one process does, each layer and each forward something else."""
+    from windlass.parallel.sequence.apply import apply_sequence_parallel
+
+    axis = axis_of_all()
+    for name, changes in (
+        ("gpt2", {"attn_pdrop": 0.3, "initializer_range": 0.3}),
+        ("llama", {"attention_dropout": 0.2, "initializer_range": 0.3}),
+    ):
+        given = batch("plain", 13)
+        wanted_loss, wanted = whole_with_dropout(name, changes, dict(given))
+        model = build(name, **changes)
+        apply_sequence_parallel(model, axis, **WAYS[way])
+        if recompute:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        torch.manual_seed(9)
+        loss, gradients = loss_and_gradients(model, dict(given))
+        check_close(loss, wanted_loss, f"{name}: loss")
+        check_mean(axis, gradients, wanted, name)
+        again = model(**given).loss
+        assert float((again - loss).abs()) > 1e-2  # another forward
+        model.eval()
+        check_close(model(**given).loss, build(name, **changes).eval()(**given).loss, f"{name}: in eval mode")
+
+
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning")
+@pytest.mark.parametrize(("world", "way", "recompute"), [(2, "ulysses", True), (3, "ring", False), (4, "both", False)])
+def test_ranks_drop_the_weights_that_one_process_drops(world: int, way: str, recompute: bool) -> None:
+    run_ranks(dropping, world, way, recompute)
+
+
 # ------------------------------------------------------------------------------------------------------ bytes, exactly
 
 
@@ -448,7 +519,6 @@ def refused() -> list[str]:
     tell(lambda: apply(build("llama"), kind="stripes"))
     tell(lambda: apply(build("llama"), kind="ulysses+ring", ulysses_degree=3))
     tell(lambda: apply(build("llama"), kind="ring", ulysses_degree=2))
-    tell(lambda: apply(build("gpt2", attn_pdrop=0.1)))
     t5 = hf.T5Config(vocab_size=40, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
     tell(lambda: apply(hf.T5ForConditionalGeneration(t5)))
     bloom = hf.BloomConfig(vocab_size=40, hidden_size=16, n_layer=1, n_head=2)
@@ -485,7 +555,6 @@ REFUSALS = [
     'ConfigError: sequence parallelism of the kind "stripes" is not known; write "ulysses"',
     r"ConfigError: ulysses_degree = 3 does not divide the 2 ranks along sp; \[1, 2\] would",
     'ConfigError: ulysses_degree = 2 of 2 ranks contradicts the kind "ring"',
-    "ModelError: GPT2LMHeadModel has attn_pdrop = 0.1",
     "ModelError: T5ForConditionalGeneration has an encoder and a decoder",
     "ModelError: BloomForCausalLM",
     r"ModelError: Qwen3NextForCausalLM has layers of the kinds \['linear_attention'\]",

@@ -168,7 +168,9 @@ def _cut_matrices(model: nn.Module, mesh: Mesh, config: Config) -> None:
 def _cut_sequences(model: nn.Module, mesh: Mesh, config: Config) -> None:
     section = config.parallel
     if sequence_parallel_of(model) is None and not any(isinstance(m, DistributedAttention) for m in model.modules()):
-        apply_sequence_parallel(model, mesh.sp, kind=section.sequence, ulysses_degree=section.ulysses_degree)
+        apply_sequence_parallel(
+            model, mesh.sp, kind=section.sequence, ulysses_degree=section.ulysses_degree, stream=mesh.tp.index
+        )
 
 
 def _save_memory(model: nn.Module, config: Config) -> None:

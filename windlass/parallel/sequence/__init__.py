@@ -1,8 +1,9 @@
 """Sequences cut over ranks, and long ones on few.
 
-Reading order: cut, sight, tiles (arithmetic); share, heads, passing, block, ring, attention (what is computed); batch,
-seam, refusals, routers, apply, loader (an unmodified model); surroundings, tiled, tiled_mlp, tiled_loss, long_context
-(computations in parts); ulysses_sp, distributed_attention, tiled_compute (DeepSpeed's names).
+Reading order: cut, sight, tiles (arithmetic); dropout, share, heads, passing, block, ring, attention (what is
+computed); batch, seam, refusals, routers, apply, loader (an unmodified model); surroundings, tiled, tiled_mlp,
+tiled_loss, long_context (computations in parts); ulysses_sp, distributed_attention, tiled_compute (DeepSpeed's
+names).
 """
 
 from windlass.parallel.sequence.apply import SequenceParallel as SequenceParallel

@@ -16,9 +16,10 @@ from windlass.comm.axis import Axis
 from windlass.parallel.loss import ModelLoss, install_loss
 from windlass.parallel.sequence.batch import MARK, share_given, share_of
 from windlass.parallel.sequence.cut import Pattern
+from windlass.parallel.sequence.dropout import drops, seed_of
 from windlass.parallel.sequence.refusals import check_model, finds_positions, pattern_sizes
 from windlass.parallel.sequence.routers import balance_whole_sequences
-from windlass.parallel.sequence.seam import NAME, register, unwrapped
+from windlass.parallel.sequence.seam import NAME, number_layers, register, unwrapped
 from windlass.parallel.sequence.share import Share, sharing
 from windlass.parallel.tensor.head import vocabulary_of
 
@@ -45,14 +46,17 @@ class SequenceParallel:
         pattern: how sequences are cut.
     """
 
-    def __init__(self, model: Any, axis: Axis, pattern: Pattern, loss: ModelLoss, *, given: bool, trains: bool) -> None:
+    def __init__(
+        self, model: Any, axis: Axis, pattern: Pattern, loss: ModelLoss, *, given: bool, trains: bool, stream: int
+    ) -> None:
         self.axis, self.pattern, self.loss = axis, pattern, loss
-        self.given, self._trains = given, trains
+        self.given, self._trains, self._stream = given, trains, stream
         signature = inspect.signature(model.forward).parameters
         self._names = [name for name, one in signature.items() if one.kind is not one.VAR_KEYWORD]
         self._takes_anything = len(self._names) < len(signature)
         self._finds_positions = finds_positions(model)
         self._calls: list[_Call | None] = []  # None: a forward on whole sequences
+        self._drops = drops(model)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SequenceParallel:
         return self  # process groups are not copied; what runs now is empty between forwards
@@ -88,6 +92,8 @@ class SequenceParallel:
         _check_asked(module, batch)
         batch = self.share(batch)
         share: Share = batch.pop(MARK)
+        if module.training and self._drops and share.seed is None:
+            share.seed = self._drawn(batch)
         if batch.get("attention_mask") is None:  # else transformers would look for documents in a part of the positions
             ids = batch["input_ids"] if batch.get("input_ids") is not None else batch["inputs_embeds"]
             batch["attention_mask"] = torch.ones(ids.shape[:2], dtype=torch.long, device=ids.device)
@@ -101,6 +107,12 @@ class SequenceParallel:
         call.ends.enter_context(self.loss.labelled(given))
         self._calls[-1] = call
         return (), batch
+
+    def _drawn(self, batch: dict[str, Any]) -> int:
+        """A seed that ranks along sp have in common, of this rank's state of random numbers. Collective."""
+        device = next(value.device for value in batch.values() if isinstance(value, torch.Tensor))
+        own = torch.randint(2**31 - 1, (1,)).to(device)
+        return seed_of(int(self.axis.all_gather(own)[0]), self._stream)
 
     def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """Put outputs together (a forward hook that is always called)."""
@@ -144,6 +156,7 @@ def apply_sequence_parallel(
     balanced: bool | None = None,
     given: bool = False,
     only_training: bool = False,
+    stream: int = 0,
 ) -> None:
     """Cut the sequences that a causal (or bidirectional) model of transformers computes over the ranks of `axis`.
 
@@ -163,6 +176,7 @@ def apply_sequence_parallel(
         balanced: on a ring, whether each rank has a part from either end of the sequence; by default yes.
         given: batches come as this rank's part already (marked ones may always do).
         only_training: in eval mode the model runs whole on every rank.
+        stream: of random numbers: ranks that compute other heads of the same tokens (tp) have another one each.
 
     Raises:
         ConfigError: the kind is unknown, or the degree does not divide the axis.
@@ -182,9 +196,10 @@ def apply_sequence_parallel(
     loss.sp = axis
     balance_whole_sequences(inner)
     register()
+    number_layers(inner)
     inner.set_attn_implementation(NAME)
     pattern = Pattern(axis.size, degree, degree < axis.size and balanced is not False)
-    state = SequenceParallel(inner, axis, pattern, loss, given=given, trains=only_training)
+    state = SequenceParallel(inner, axis, pattern, loss, given=given, trains=only_training, stream=stream)
     inner._windlass_sequence = state
     model.register_forward_pre_hook(state.before, with_kwargs=True)  # peft calls what it wraps without hooks
     model.register_forward_hook(state.after, with_kwargs=True, always_call=True)

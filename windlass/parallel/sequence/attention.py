@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from windlass.base.errors import ModelError
 from windlass.parallel.sequence.block import Kernels, Score
 from windlass.parallel.sequence.cut import tokens_of
+from windlass.parallel.sequence.dropout import Dropout
 from windlass.parallel.sequence.heads import Heads, to_heads, to_tokens
 from windlass.parallel.sequence.ring import Round, ring_attention
 from windlass.parallel.sequence.share import Share
@@ -55,6 +58,7 @@ def sequence_attention(
     *,
     scale: float | None = None,
     cap: float | None = None,
+    dropout: Dropout | None = None,
 ) -> torch.Tensor:
     """Attention of this rank's tokens to those of all ranks. Collective along sp.
 
@@ -62,6 +66,7 @@ def sequence_attention(
         query: `[samples, heads, own tokens, features]`; key, value: the same with as many heads or fewer.
         scale: of scores; `features ** -0.5` by default.
         cap: bends scores to `cap * tanh(score / cap)`.
+        dropout: which weights are dropped, of all heads of `query`.
 
     Returns:
         `[samples, heads, own tokens, features of values]`; 0 for tokens that see nothing.
@@ -71,10 +76,12 @@ def sequence_attention(
     """
     _check(query, key, value, mask)
     share, cut = mask.share, mask.share.cut
-    score = Score(query.shape[-1] ** -0.5 if scale is None else scale, cap, mask.band)
     heads = query.shape[1]
     here, place = divmod(share.axis.index, cut.ulysses)
     counts = Heads(heads, key.shape[1], cut.ulysses)
+    if dropout is not None:
+        dropout = replace(dropout, head=dropout.head + counts.of_queries(place)[0])
+    score = Score(query.shape[-1] ** -0.5 if scale is None else scale, cap, mask.band, dropout)
     members = cut.members(here)
     if cut.ulysses > 1:
         query, key, value = to_heads(query, key, value, share.axis, members, cut.sizes)
@@ -95,12 +102,13 @@ def _of_group(
     """Attention of what a group of the ring holds, for this rank's heads."""
     share, cut = mask.share, mask.share.cut
     here = share.axis.index // cut.ulysses
-    seen = mask.tiles(Kernels(query, key, value, score.cap).largest) if served_by else ((),)
+    seen = mask.tiles(Kernels(query, key, value, score).largest) if served_by else ((),)
     held = tuple(tokens_of(cut.of_group((here - step) % cut.ring)) for step in range(len(seen)))
     longest = max(tokens_of(cut.of_group(group)) for group in range(cut.ring))
     turn = Round(share.axis, cut.ulysses, seen, held, longest, served_by, score)
     whole = (0, query.shape[0]), (0, query.shape[2]), (0, key.shape[2])
-    if len(seen) == 1 and cut.ring == 1 and score.cap is None and _is_one(mask, whole):
+    plain = score.cap is None and score.dropout is None
+    if len(seen) == 1 and cut.ring == 1 and plain and _is_one(mask, whole):
         return torch.nn.functional.scaled_dot_product_attention(
             query, turn.heads_of(key), turn.heads_of(value), is_causal=mask.band == CAUSAL, scale=score.scale
         )

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
+from windlass.parallel.sequence.dropout import Dropout
 from windlass.parallel.sequence.sight import Band
 from windlass.parallel.sequence.tiles import Tile
 
@@ -23,11 +24,13 @@ LARGEST = 1024
 
 @dataclass(frozen=True)
 class Score:
-    """How a query and a key become a score: `scale * query . key`, with a cap bent to `cap * tanh(score / cap)`."""
+    """How a query and a key become a score: `scale * query . key`, with a cap bent to `cap * tanh(score / cap)`; and
+    which of the weights that follow are dropped."""
 
     scale: float
     cap: float | None
     band: Band
+    dropout: Dropout | None = None
 
 
 class Kernel(Protocol):
@@ -67,6 +70,8 @@ class Plain:
         scores = self._scores(_wide(query), _wide(key), tile, score)
         lse = scores.logsumexp(dim=-1)
         weights = (scores - _finite(lse).unsqueeze(-1)).exp_()
+        if score.dropout is not None:
+            weights *= score.dropout.factors(query.shape[1], tile, query.device)
         return weights @ _wide(value), lse
 
     def backward(
@@ -83,9 +88,15 @@ class Plain:
         query, key, value, gradient = _wide(query), _wide(key), _wide(value), _wide(gradient)
         scores = self._scores(query, key, tile, score)
         weights = (scores - _finite(lse).unsqueeze(-1)).exp()
-        to_value = weights.transpose(-1, -2) @ gradient
+        to_weights = gradient @ value.transpose(-1, -2)
         mean = (gradient * _wide(output)).sum(dim=-1, keepdim=True)
-        to_scores = weights.mul_(gradient @ value.transpose(-1, -2) - mean)
+        if score.dropout is None:
+            to_value = weights.transpose(-1, -2) @ gradient
+        else:
+            factors = score.dropout.factors(query.shape[1], tile, query.device)
+            to_value = (weights * factors).transpose(-1, -2) @ gradient
+            to_weights *= factors
+        to_scores = weights.mul_(to_weights.sub_(mean))
         if score.cap is not None:  # of what is not seen the weights are 0, and the score is none
             to_scores *= 1 - (scores.masked_fill_(scores == -torch.inf, 0) / score.cap).square_()
         to_scores *= score.scale
@@ -103,7 +114,8 @@ class Plain:
 
 
 class Fused:
-    """torch's flash kernels for what they take: whole rectangles and squares on the diagonal, without a cap."""
+    """torch's flash kernels for what they take: whole rectangles and squares on the diagonal, without a cap; nothing is
+    dropped."""
 
     largest: int | None = None
 
@@ -168,9 +180,10 @@ class Fused:
 class Kernels:
     """The kernel for each tile of one call: torch's where it serves, plain products elsewhere."""
 
-    def __init__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cap: float | None) -> None:
+    def __init__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score: Score) -> None:
         self._plain = Plain()
-        self._fused = Fused(query.device) if cap is None and _takes(query, key, value) else None
+        plain = score.cap is not None or score.dropout is not None
+        self._fused = None if plain or not _takes(query, key, value) else Fused(query.device)
 
     @property
     def largest(self) -> int | None:

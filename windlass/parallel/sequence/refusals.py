@@ -11,7 +11,6 @@ from windlass.base.errors import ConfigError, ModelError
 from windlass.comm.axis import Axis
 
 _ATTENTION = {"full_attention", "sliding_attention", "attention"}
-_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
 
 
 def pattern_sizes(axis: Axis, kind: str, ulysses_degree: int | None, key_heads: int) -> int:
@@ -66,7 +65,6 @@ def check_model(model: Any, axis: Axis) -> None:
     if "position_ids" not in inspect.signature(model.forward).parameters:
         raise ModelError(f"{name}.forward takes no position_ids, so a rank can't be told where its tokens stand")
     _check_layers(model, name)
-    _check_dropout(model, name)
 
 
 def _check_layers(model: Any, name: str) -> None:
@@ -83,16 +81,6 @@ def _check_layers(model: Any, name: str) -> None:
             raise ModelError(
                 f"{path} of {name} is a {type(module).__name__}, which mixes tokens that lie on several ranks; "
                 "sequences can't be cut for it"
-            )
-
-
-def _check_dropout(model: Any, name: str) -> None:
-    text = model.config.get_text_config()
-    for key in _DROPOUTS:
-        if isinstance(value := getattr(text, key, 0.0), float) and value > 0:
-            raise ModelError(
-                f"{name} has {key} = {value} in its config, and attention over several ranks does not drop weights; "
-                f"load it with {key}=0.0"
             )
 
 

@@ -136,7 +136,7 @@ def ring_attention(turn: Round, query: torch.Tensor, key: torch.Tensor, value: t
     Returns:
         `[samples, heads, own tokens, features of values]`; 0 for queries that see nothing.
     """
-    kernels = Kernels(query, key, value, turn.score.cap)
+    kernels = Kernels(query, key, value, turn.score)
     output: torch.Tensor = _Ring.apply(turn, kernels, query, key, value)
     return output
 

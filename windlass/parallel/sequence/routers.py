@@ -66,7 +66,7 @@ def _whole(share: Share, logits: torch.Tensor, samples: int) -> torch.Tensor:
     if logits.dim() != 2 or len(logits) != samples * share.tokens:
         raise ModelError(
             f"a router's logits have the shape {list(logits.shape)}, and this rank has {samples} x {share.tokens} "
-            "tokens; the loss that balances routers can't be computed over the ranks of sp: set output_router_logits to "
-            "False"
+            "tokens; the loss that balances routers can't be computed over the ranks of sp: set output_router_logits "
+            "to False"
         )
     return share.gathered(logits.unflatten(0, (samples, share.tokens))).flatten(0, 1)

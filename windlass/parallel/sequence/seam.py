@@ -9,15 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
 from windlass.base.errors import ModelError
 from windlass.parallel.sequence.attention import SequenceMask, sequence_attention
+from windlass.parallel.sequence.dropout import KEYS, Dropout, seed_of
 from windlass.parallel.sequence.share import current_share
 from windlass.parallel.sequence.sight import BOTH_WAYS, CAUSAL, Band
 
 NAME = "windlass_sequence"
+
+_numbers: WeakKeyDictionary[torch.nn.Module, int] = WeakKeyDictionary()
 
 _FOREIGN = {
     "position_bias": "adds a bias for the distance of tokens to its scores",
@@ -76,13 +80,27 @@ def attend(
     for name, what in _FOREIGN.items():
         if kwargs.get(name) is not None:
             raise ModelError(f"{type(module).__name__} {what} ({name}), which attention over sp does not do")
-    if dropout > 0:
-        raise ModelError(
-            f"{type(module).__name__} drops attention weights with probability {dropout}, which attention over sp does "
-            "not do; set the attention dropout of the model's config to 0"
-        )
-    output = sequence_attention(query, key, value, attention_mask, scale=scaling, cap=kwargs.get("softcap"))
+    dropped = _dropout(module, dropout, attention_mask) if dropout > 0 else None
+    output = sequence_attention(
+        query, key, value, attention_mask, scale=scaling, cap=kwargs.get("softcap"), dropout=dropped
+    )
     return output.transpose(1, 2).contiguous(), None
+
+
+def number_layers(model: torch.nn.Module) -> None:
+    """Layers of `model` are told apart by what they drop."""
+    for number, module in enumerate(model.modules()):
+        _numbers[module] = number
+
+
+def _dropout(module: torch.nn.Module, probability: float, mask: SequenceMask) -> Dropout:
+    seed, number = mask.share.seed, _numbers.get(module)
+    if seed is None or number is None:
+        raise ModelError(
+            f"{type(module).__name__} drops attention weights with probability {probability}, and the model's config "
+            f"said of none when its sequences were cut; set {' or '.join(KEYS)} there before"
+        )
+    return Dropout(probability, seed_of(seed, number))
 
 
 def make_mask(

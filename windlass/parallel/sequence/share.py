@@ -24,12 +24,16 @@ class Share:
         axis: sp.
         length: tokens of the sequences as they came; they may have been padded.
         whole: the batch was whole and is cut here; else it came as this rank's part.
+
+    Attributes:
+        seed: of what this forward drops, the same along sp; None: nothing was drawn.
     """
 
-    __slots__ = ("axis", "cut", "length", "sight", "whole")
+    __slots__ = ("axis", "cut", "length", "seed", "sight", "whole")
 
     def __init__(self, cut: Cut, sight: Sight, axis: Axis, *, length: int, whole: bool) -> None:
         self.cut, self.sight, self.axis, self.length, self.whole = cut, sight, axis, length, whole
+        self.seed: int | None = None
 
     @property
     def tokens(self) -> int:

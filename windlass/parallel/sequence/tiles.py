@@ -24,6 +24,7 @@ class Tile:
         rows: samples.
         kind: what of it is seen.
         distance: from the first key to the first query, in the whole sequence.
+        at: the place of the first query there.
     """
 
     rows: Span
@@ -31,6 +32,7 @@ class Tile:
     keys: Span
     kind: Kind
     distance: int
+    at: int
 
 
 def tiles(
@@ -50,7 +52,7 @@ def tiles(
                 for (q0, q1), (k0, k1), kind in _seen(band, q, k, largest):
                     held_q = before_q + q0 - q_range[0], before_q + q1 - q_range[0]
                     held_k = before_k + k0 - k_range[0], before_k + k1 - k_range[0]
-                    found.append(Tile(rows, held_q, held_k, kind, q0 - k0))
+                    found.append(Tile(rows, held_q, held_k, kind, q0 - k0, q0))
             before_k += k_range[1] - k_range[0]
         before_q += q_range[1] - q_range[0]
     return found

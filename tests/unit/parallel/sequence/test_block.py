@@ -8,8 +8,9 @@ from torch import Tensor
 
 from windlass.comm.axis import alone
 from windlass.parallel.sequence.attention import SequenceMask, sequence_attention
-from windlass.parallel.sequence.block import Fused, Kernels, Plain
+from windlass.parallel.sequence.block import Fused, Kernels, Plain, Score
 from windlass.parallel.sequence.cut import Cut, Pattern
+from windlass.parallel.sequence.dropout import Dropout
 from windlass.parallel.sequence.share import Share
 from windlass.parallel.sequence.sight import BOTH_WAYS, CAUSAL, Band, Sight, documents, everything, unpadded
 
@@ -97,10 +98,11 @@ def test_values_may_have_other_features_than_keys() -> None:
 
 def test_torchs_kernels_serve_what_they_can() -> None:
     q, k, v = inputs(torch.float32)
-    assert isinstance(Kernels(q, k, v, None)._fused, Fused)
-    assert Kernels(q, k, v, 2.0)._fused is None
-    assert Kernels(q, k, v[..., :4], None)._fused is None
-    assert Kernels(q, k.double(), v, None)._fused is None
+    assert isinstance(Kernels(q, k, v, Score(1.0, None, CAUSAL))._fused, Fused)
+    assert Kernels(q, k, v, Score(1.0, 2.0, CAUSAL))._fused is None
+    assert Kernels(q, k, v[..., :4], Score(1.0, None, CAUSAL))._fused is None
+    assert Kernels(q, k.double(), v, Score(1.0, None, CAUSAL))._fused is None
+    assert Kernels(q, k, v, Score(1.0, None, CAUSAL, Dropout(0.1, 3)))._fused is None
 
 
 def test_tokens_that_are_not_this_ranks_are_refused() -> None:

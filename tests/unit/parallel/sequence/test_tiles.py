@@ -83,9 +83,9 @@ def test_tiles_are_what_is_seen(data: st.DataObject) -> None:
 
 def test_a_causal_sequence_is_one_tile_and_nothing_of_what_is_later() -> None:
     whole = everything(3, 10)
-    assert tiles(whole, CAUSAL, ((0, 10),), ((0, 10),)) == [Tile((0, 3), (0, 10), (0, 10), "causal", 0)]
+    assert tiles(whole, CAUSAL, ((0, 10),), ((0, 10),)) == [Tile((0, 3), (0, 10), (0, 10), "causal", 0, 0)]
     assert tiles(whole, CAUSAL, ((0, 5),), ((5, 10),)) == []
-    assert tiles(whole, CAUSAL, ((5, 10),), ((0, 5),)) == [Tile((0, 3), (0, 5), (0, 5), "full", 5)]
+    assert tiles(whole, CAUSAL, ((5, 10),), ((0, 5),)) == [Tile((0, 3), (0, 5), (0, 5), "full", 5, 5)]
 
 
 def test_a_long_window_is_mostly_whole_rectangles() -> None:
