@@ -47,6 +47,8 @@ def homes(state: str, param: str, folder: Any, **optimizer: Any) -> tuple[tuple[
 
 
 CASES = [
+    (0, "cpu", "none"),
+    (0, "nvme", "none"),
     (1, "cpu", "none"),
     (2, "cpu", "none"),
     (3, "cpu", "none"),

@@ -125,8 +125,6 @@ EXCEPTIONS: dict[frozenset[Choice], str] = {
     frozenset({("stage", "0"), ("parallel", "hpz")}): "only stage 3 releases parameters and gathers them again",
     frozenset({("stage", "1"), ("parallel", "hpz")}): "only stage 3 releases parameters and gathers them again",
     frozenset({("stage", "2"), ("parallel", "hpz")}): "only stage 3 releases parameters and gathers them again",
-    frozenset({("stage", "0"), ("state_home", "host")}): "stage 0 keeps all states on every rank; use stage 1 or more",
-    frozenset({("stage", "0"), ("state_home", "nvme")}): "stage 0 keeps all states on every rank; use stage 1 or more",
     frozenset({("parallel", "hpz"), ("param_home", "host")}): "a second copy on the device would undo the offload",
     frozenset({("parallel", "hpz"), ("param_home", "nvme")}): "a second copy on the device would undo the offload",
     frozenset({("stage", "0"), ("param_home", "host")}): "only stage 3 releases parameters",
