@@ -537,6 +537,7 @@ def peak_of(megabytes: int, layers: int) -> dict[str, float]:
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="proportional memory is Linux's")
+@pytest.mark.parametrize("transport", [pytest.param("shm", marks=pytest.mark.slow), "gloo"])
 def test_memory_rises_by_a_ranks_share_and_two_tensors(transport: str) -> None:
     ranks = 3
     for seen in fresh_ranks(peak_of, ranks, 96, 24, transport=transport):
