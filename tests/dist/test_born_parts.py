@@ -78,6 +78,13 @@ def refused() -> dict[str, Any]:
     engine = windlass.initialize(model=plain, config={**CONFIG, "zero_optimization": {"stage": 3}})[0]
     same = torch.equal(windlass.zero.full_param(plain[0].weight), wanted)
     engine.destroy()
+    layers = [windlass.LayerSpec(nn.Linear, 6, 6 - number) for number in range(2)]
+    with windlass.zero.Init():
+        row = windlass.PipelineModule(layers, num_stages=2, loss_fn=nn.MSELoss())
+    try:
+        windlass.initialize(model=row, config={**CONFIG, "parallel": {"pp": 2}})
+    except windlass.WindlassError as error:
+        said["row"] = str(error)
     with torch.device("meta"):
         nowhere = build("llama", tied=False)
     try:
@@ -92,4 +99,5 @@ def test_what_cannot_be_cut_is_as_it_was() -> None:
         assert seen["same"]
         assert "no experts" in seen["said"]["no plan"]
         assert "balance by 'parameters'" in seen["said"]["time"]
+        assert "built in other parts along pp by each; build it without zero.Init" in seen["said"]["row"]
         assert "with windlass.zero.Init()" in seen["said"]["meta"]

@@ -62,7 +62,7 @@ def parallelize(model: nn.Module, mesh: Mesh, config: Config, *, own: Collection
         apart = {*own, "pp"} if built_apart else {*own}
         parts = {"pp", "ep", "tp"}
         if mesh.grid.size(*parts) > 1:
-            _check_born(model, [axis for axis in axes if axis in apart & parts], config)
+            _check_born(model, mesh, [axis for axis in axes if axis in apart & parts], config)
         if mesh.grid.size(*parts.difference(own)) > 1:
             with BornParts(model) as born_parts:
                 _make_equal(model, _of_the_same(mesh, apart), born_parts)
@@ -121,17 +121,17 @@ def _make_equal(model: nn.Module, groups: list[Group], later: BornParts) -> None
     logger.debug("the model of rank %d was sent on", groups[0].ranks[0] if groups else 0)
 
 
-def _check_born(model: nn.Module, apart: Sequence[str], config: Config) -> None:
-    """Pieces of parameters that were not the same on all ranks when `zero.Init` cut them are of nothing.
+def _check_born(model: nn.Module, mesh: Mesh, apart: Sequence[str], config: Config) -> None:
+    """Pieces of parameters that were not the same on all ranks when `zero.Init` cut them are of nothing. Collective.
 
     Raises:
         ModelError: there are such.
         ConfigError: values are needed that come last.
     """
     born_so = [name for name, parameter in model.named_parameters() if born.find(parameter) is not None]
-    if born_so and apart:
+    if apart and (of_any := [name for names in mesh.world_of(born_so[:1]) for name in names]):
         raise ModelError(
-            f"{born_so[0]!r} was cut by zero.Init, whose ranks build the same model, and this one is built in other "
+            f"{of_any[0]!r} was cut by zero.Init, whose ranks build the same model, and this one is built in other "
             f"parts along {' and '.join(apart)} by each; build it without zero.Init: no rank has all of it anyway"
         )
     if born_so and config.pipeline.balances == "time" and not isinstance(model, PipelineModule):
