@@ -10,6 +10,7 @@ from torch import nn
 
 from windlass.base.activity import During
 from windlass.base.errors import ModelError
+from windlass.parallel.joining import select
 from windlass.parallel.placement import placement_of
 from windlass.zero import born
 from windlass.zero.born import Birth
@@ -72,17 +73,9 @@ def _nothing(birth: Birth) -> torch.Tensor:
 
 def _keep_part(parameter: nn.Parameter, whole: torch.Tensor) -> None:
     placement = placement_of(parameter)
-    if placement.whole:
-        parameter.data = whole
-        return
     if placement.shape != tuple(whole.shape) or tuple(parameter.shape) != placement.local_shape:
         raise ModelError(
             f"a parameter that was born with shape {tuple(whole.shape)} was cut as one of {placement.shape}, to "
             f"{tuple(parameter.shape)}; build the model without zero.Init"
         )
-    part = torch.empty(parameter.shape, dtype=whole.dtype, device=whole.device)
-    for box in placement.boxes():
-        here = tuple(slice(start, start + size) for start, size in zip(box.local, box.sizes, strict=True))
-        there = tuple(slice(start, start + size) for start, size in zip(box.whole, box.sizes, strict=True))
-        part[here].copy_(whole[there])
-    parameter.data = part
+    parameter.data = select(whole, placement)

@@ -24,9 +24,14 @@ def select(whole: torch.Tensor, placement: Placement) -> torch.Tensor:
 def spread_out(local: torch.Tensor, placement: Placement) -> torch.Tensor:
     """A tensor of the whole's shape with what lies here in its place, and zeros elsewhere."""
     whole = local.new_zeros(placement.shape)
+    put(local, whole, placement)
+    return whole
+
+
+def put(local: torch.Tensor, whole: torch.Tensor, placement: Placement) -> None:
+    """Copy what lies here to its place in the whole."""
     for box in placement.boxes():
         whole[_whole(box)] = local[_local(box)]
-    return whole
 
 
 def join(local: torch.Tensor, placement: Placement, axes: Mapping[str, Axis]) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from windlass.comm.axis import Axis
+from windlass.parallel.joining import put
 from windlass.parallel.placement import Placement
 
 
@@ -28,11 +29,7 @@ def assemble(local: torch.Tensor, placement: Placement, *axes: Axis) -> torch.Te
             parts = _of_all(parts, axis)
     whole = local.new_empty(placement.shape)
     for placed, flat in parts:
-        part = flat.view(placed.local_shape)
-        for box in placed.boxes():
-            here = tuple(slice(start, start + size) for start, size in zip(box.local, box.sizes, strict=True))
-            there = tuple(slice(start, start + size) for start, size in zip(box.whole, box.sizes, strict=True))
-            whole[there] = part[here]
+        put(flat.view(placed.local_shape), whole, placed)
     return whole
 
 
