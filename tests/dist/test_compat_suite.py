@@ -129,6 +129,36 @@ def test_the_optimizer_tells_the_loss_scale() -> None:
     run_ranks(_scales, 1)
 
 
+def _masters_by_group(stages: list[int]) -> None:
+    from windlass.compat.initialize import initialize
+    from windlass.zero import full_param
+
+    for stage in stages:
+        net = _net()
+        groups = [{"params": [p for p in net.parameters() if p.dim() == dim]} for dim in (2, 1)]
+        config = _config(stage, bf16={"enabled": True})
+        config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+        engine, optimizer, _, _ = initialize(model=net, model_parameters=groups, config=config)
+        engine.backward(engine(torch.ones(2, 6).bfloat16()).float().square().mean())
+        engine.step()
+        assert hasattr(optimizer, "single_partition_of_fp32_groups") == (stage < 3)
+        name = "fp32_partitioned_groups_flat" if stage == 3 else "single_partition_of_fp32_groups"
+        masters = getattr(optimizer, name)
+        assert len(masters) == 2 and masters[-1].equal(masters[1]) and len(masters[:]) == 2
+        for flat, group in zip(masters, optimizer.param_groups, strict=True):
+            assert flat.dtype == torch.float32 and flat.dim() == 1
+            have = torch.stack([torch.tensor(flat.numel() * 1.0), flat.square().sum()])
+            dist.all_reduce(have)
+            wholes = [full_param(parameter) for parameter in group["params"]]
+            assert have[0] == sum(whole.numel() for whole in wholes)
+            assert torch.isclose(have[1], sum(whole.square().sum() for whole in wholes))
+        engine.destroy()
+
+
+def test_the_optimizer_shows_master_weights_by_group() -> None:
+    run_ranks(_masters_by_group, 2, [1, 2, 3])
+
+
 def _read_apart() -> None:
     import windlass
     from windlass.base.errors import ReleasedParameterError

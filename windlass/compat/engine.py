@@ -16,6 +16,7 @@ from windlass.base.log import logger
 from windlass.compat.accessors import ANSWERS, KEYS, ask
 from windlass.compat.engine_axes import axes_of, follow
 from windlass.compat.loader import DeepSpeedDataLoader, loader_of
+from windlass.compat.masters import NAMES, MasterGroups
 from windlass.compat.offload import ParameterOffload
 from windlass.compat.parameters import lend_names
 from windlass.compat.places import Places
@@ -126,6 +127,8 @@ class DeepSpeedEngine(Places, Engine):
         optimizer.needs_scaler = lambda: self._scaler.scale != 1.0
         optimizer.check_overflow = lambda *_: optimizer.overflow
         optimizer.skip_step = False
+        if name := NAMES.get(self.zero_optimization_stage()):
+            setattr(optimizer, name, MasterGroups(optimizer))
         optimizer.quantize_nontrainable_params = _refusing(
             "optimizer.quantize_nontrainable_params", "quantized gathers are not built"
         )
