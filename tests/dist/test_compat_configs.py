@@ -148,6 +148,31 @@ def test_the_schedules_rate_wins() -> None:
     assert run_ranks(rates, 1)[0] == pytest.approx([0, 0, 3e-3, 3e-3])
 
 
+def half_made(stage: int) -> tuple[str, bool]:
+    """What `initialize` says that fails when the engine is there already, and whether the model is a plain one again."""
+    from windlass.compat.initialize import initialize
+
+    model, before = nn.Linear(4, 4), torch.ones(2, 4)
+    expected = model(before)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {"stage": stage},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 0}},
+    }
+    try:
+        initialize(model=model, model_parameters=model.parameters(), config=config)
+    except ConfigError as error:
+        return str(error), torch.equal(model(before), expected)
+    return "", False
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_what_initialize_raises_late_is_what_is_told(stage: int) -> None:
+    for said, plain in run_ranks(half_made, 2, stage):
+        assert "warmup_num_steps must be a positive integer, got 0" in said and plain
+
+
 def decays() -> list[float]:
     """By type and `torch_adam`, where the configuration names none."""
     from windlass.compat.initialize import initialize

@@ -314,9 +314,10 @@ class DeepSpeedEngine(Places, Engine):
 
     def destroy(self) -> None:
         """As `Engine.destroy`; what was compiled is as it was."""
-        for module in self._compiled:
+        compiled = self.__dict__.get("_compiled", [])  # not there yet where `initialize` fails half-way
+        for module in compiled:
             module.__dict__.pop("forward", None)
-        self._compiled.clear()
+        compiled.clear()
         super().destroy()
 
     def allreduce_gradients(self, bucket_size: int = 0) -> None:
