@@ -8,6 +8,10 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check -c constraints.txt
 INPUTS := pyproject.toml constraints.txt CMakeLists.txt $(wildcard windlass/kernels/native/*)
 
+# Where the environment tells Python to keep no bytecode (images often do), each of the many processes below would compile
+# all that it imports: torch takes three times as long then.
+export PYTHONDONTWRITEBYTECODE :=
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test check lint parity clients-newest bench bench-infinity chaos clean
 

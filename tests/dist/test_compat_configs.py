@@ -149,7 +149,7 @@ def test_the_schedules_rate_wins() -> None:
 
 
 def half_made(stage: int) -> tuple[str, bool]:
-    """What `initialize` says that fails when the engine is there already, and whether the model is a plain one again."""
+    """What `initialize` says that fails late, and whether the model is a plain one again."""
     from windlass.compat.initialize import initialize
 
     model, before = nn.Linear(4, 4), torch.ones(2, 4)

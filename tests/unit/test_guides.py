@@ -130,13 +130,3 @@ def test_the_table_of_layouts_is_what_the_formulas_give() -> None:
     table = drawer().table()
     assert f"<!-- generated: layouts -->\n\n{table}\n\n<!-- end" in text, "run python tools/draw_parallel_guide.py"
     assert drawer().filled(text.replace(table, "an older one")) == text
-
-
-def test_the_pictures_of_layouts_can_be_drawn(tmp_path: Path) -> None:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
-    text = (ROOT / "docs" / "guides" / "parallel.md").read_text()
-    for name, figure in drawer().pictures():
-        FigureCanvasAgg(figure).print_png(str(tmp_path / name))
-        assert (tmp_path / name).stat().st_size > 10_000
-        assert f"(images/{name})" in text and (ROOT / "docs" / "guides" / "images" / name).is_file()

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -147,24 +144,6 @@ def test_scripts_are_written_where_files_have_no_rights(tmp_path: Path, monkeypa
     monkeypatch.setattr(Path, "chmod", refuse)
     write_scripts(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == set(SCRIPTS)
-
-
-def test_the_script_beside_a_checkpoint_runs(tmp_path: Path) -> None:
-    weights = made(tmp_path, own=True)
-    write_scripts(tmp_path)
-    before = (tmp_path / "zero_to_fp32.py").stat().st_mtime_ns
-    write_scripts(tmp_path)
-    assert (tmp_path / "zero_to_fp32.py").stat().st_mtime_ns == before, "what is there is left alone"
-    assert all(os.access(tmp_path / name, os.X_OK) for name in SCRIPTS)
-    root = str(Path(__file__).resolve().parents[3])
-    command = [sys.executable, "zero_to_fp32.py", ".", "out"]
-    done = subprocess.run(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": root}, check=True)
-    assert done.returncode == 0
-    written = torch.load(tmp_path / "out" / "pytorch_model.bin", weights_only=True)
-    assert torch.equal(written["up.weight"], weights["up.weight"])
-    bare = [sys.executable, "-S", "-E", *command[1:]]  # without what is installed
-    missing = subprocess.run(bare, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert missing.returncode == 1 and "is not installed here; pip install windlass" in missing.stderr
 
 
 def test_universal_is_what_windlass_has_anyway(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,9 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,31 +15,6 @@ from windlass.checkpoint import SavedState, draft, read_full, save
 from windlass.checkpoint.draft import Draft
 
 STATE = SavedState(tensors={"x": torch.ones(3)})
-WRITER = """
-import sys, time
-from pathlib import Path
-from windlass.checkpoint.draft import Draft
-kept = Draft(Path(sys.argv[1]), "t")
-(kept.path / "rank_00000.safetensors").write_text("half")
-print(kept.path.name, flush=True)
-time.sleep(600)
-"""
-
-
-def test_a_draft_is_left_alone_while_its_writer_lives(tmp_path: Path) -> None:
-    other = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
-    try:
-        assert other.stdout is not None
-        name = other.stdout.readline().strip()
-        assert name.startswith(".t.") and name.endswith(".writing")
-        save(tmp_path, "t", STATE)
-        assert sorted(os.listdir(tmp_path)) == sorted([name, "latest", "t"])
-        assert (tmp_path / name / "rank_00000.safetensors").read_text() == "half"
-    finally:
-        other.send_signal(signal.SIGKILL)
-        other.communicate()
-    save(tmp_path, "u", STATE)
-    assert sorted(os.listdir(tmp_path)) == ["latest", "t", "u"]
 
 
 def test_drafts_of_older_versions_and_of_any_tag_are_removed(tmp_path: Path) -> None:

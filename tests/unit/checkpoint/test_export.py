@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -152,33 +150,3 @@ def test_sizes(text: str, size: int) -> None:
 def test_what_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(CheckpointError, match="is no size"):
         size_of(text)
-
-
-# The kernel's own peak of this process (that of getrusage also counts what it was forked from).
-_RISE = """
-import sys, torch
-from pathlib import Path
-from windlass.checkpoint.export import export
-import windlass.cli.export
-def peak():
-    return next(int(l.split()[1]) << 10 for l in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in l)
-Path("/proc/self/clear_refs").write_text("5")
-before = peak()
-export(sys.argv[1], sys.argv[2], dtype=torch.bfloat16)
-print(peak() - before)
-"""
-
-
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs the kernel's peak of memory")
-def test_memory_does_not_grow_with_the_tensors(tmp_path: Path) -> None:
-    """192 MB in three tensors: far less than the largest of them comes to memory at once."""
-    big = torch.arange(16_000_000, dtype=torch.float32)
-    save(tmp_path / "run", "t", SavedState(tensors={f"param/{n}": big for n in "abc"}))
-    done = subprocess.run(
-        [sys.executable, "-c", _RISE, str(tmp_path / "run"), str(tmp_path / "out")],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert int(done.stdout) < 40 << 20
-    assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["c"], big.bfloat16())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from windlass.base.errors import ConfigError
@@ -29,6 +29,7 @@ def test_a_rank_is_its_place(grid: Grid) -> None:
     assert places == sorted(places, key=lambda place: tuple(place[axis] for axis in AXES))
 
 
+@settings(max_examples=30)
 @given(grids, subsets)
 def test_groups_partition_the_world(grid: Grid, axes: tuple[str, ...]) -> None:
     groups = grid.groups(*axes)
@@ -39,6 +40,7 @@ def test_groups_partition_the_world(grid: Grid, axes: tuple[str, ...]) -> None:
         assert all(grid.along(rank, *axes) == group for rank in group)
 
 
+@settings(max_examples=30)
 @given(grids, subsets, subsets)
 def test_groups_of_other_axes_meet_in_one_rank(grid: Grid, some: tuple[str, ...], more: tuple[str, ...]) -> None:
     """A rank is found by its place along some axes and along the others, so each pair of groups meets once."""

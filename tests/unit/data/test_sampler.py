@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DistributedSampler
 
@@ -25,6 +25,7 @@ def drawn(length: int, seed: int, micro: int, world: int, steps: int, consumed: 
     ]
 
 
+@settings(max_examples=40)
 @given(length=st.integers(1, 60), seed=st.integers(0, 2**32), micro=micros, world=worlds)
 def test_every_epoch_is_complete_and_ranks_are_disjoint_in_it(length: int, seed: int, micro: int, world: int) -> None:
     stream = drawn(length, seed, micro, world, steps=3 * length // (micro * world) + 1)
@@ -32,6 +33,7 @@ def test_every_epoch_is_complete_and_ranks_are_disjoint_in_it(length: int, seed:
         assert sorted(stream[epoch * length : (epoch + 1) * length]) == list(range(length))
 
 
+@settings(max_examples=40)
 @given(
     length=st.integers(1, 60),
     before=st.tuples(micros, worlds, st.integers(0, 20)),
@@ -55,6 +57,7 @@ def test_the_rank_itself_does_not_change_how_far_the_stream_moves() -> None:
     assert a.epoch == 0 and StreamSampler(10, 0, 10).epoch == 1
 
 
+@settings(max_examples=40)
 @given(length=st.integers(1, 50), world=worlds, epoch=st.integers(0, 5), shuffle=st.booleans(), drop=st.booleans())
 def test_an_epoch_is_ordered_as_torch_orders_it(length: int, world: int, epoch: int, shuffle: bool, drop: bool) -> None:
     data = torch.utils.data.TensorDataset(torch.arange(length))
@@ -67,6 +70,7 @@ def test_an_epoch_is_ordered_as_torch_orders_it(length: int, world: int, epoch: 
         assert len(list(ours)) == len(ours)
 
 
+@settings(max_examples=40)
 @given(length=st.integers(1, 60), micro=micros, worlds=st.tuples(worlds, worlds), batches=st.integers(0, 10))
 def test_what_remains_of_an_epoch_is_exact_at_another_world_size(
     length: int, micro: int, worlds: tuple[int, int], batches: int

@@ -15,7 +15,7 @@ from windlass.parallel.pipeline.simulation import Costs, bubble, needs, play
 EVEN = Costs()
 
 
-def cases(most_ranks: int = 6, most_micros: int = 11) -> Iterator[tuple[Name, int, int, int]]:
+def cases(most_ranks: int = 5, most_micros: int = 9) -> Iterator[tuple[Name, int, int, int]]:
     """Every schedule at every number of ranks, micro-batches and stages on each rank."""
     for name in SCHEDULES:
         for ranks in range(1, most_ranks + 1):
@@ -47,14 +47,14 @@ def test_actions_begin_after_what_they_need() -> None:
 
 
 def test_no_rank_waits_for_ever_even_if_sends_and_receives_block() -> None:
-    for name, ranks, micros, each in cases(5, 9):
+    for name, ranks, micros, each in cases():
         _rendezvous(programs(orders(name, ranks, micros, each)), ranks)
     for ranks, micros, each in ((2, 3, 1), (3, 5, 2), (4, 8, 3)):
         _rendezvous(programs(forward_orders(ranks, micros, each)), ranks)
 
 
 def test_transfers_pair_up_in_one_order_and_a_send_follows_what_it_sends() -> None:
-    for name, ranks, micros, each in cases(5, 9):
+    for name, ranks, micros, each in cases():
         made = programs(orders(name, ranks, micros, each))
         moved = [one for order in made for one in order if not one.kind.computes]
         sends = [one for one in moved if one.kind.sends]

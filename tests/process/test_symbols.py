@@ -15,7 +15,7 @@ from windlass.compat.entry import State
 from windlass.compat.names import NAMES
 from windlass.compat.place import FOLDER
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 SYMBOLS: dict[str, str] = dict(
     line.split()  # type: ignore[misc]
     for line in (ROOT / "tests/data/deepspeed_symbols.txt").read_text().splitlines()

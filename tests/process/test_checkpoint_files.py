@@ -1,0 +1,92 @@
+"""Files of checkpoints and processes beside this one: a script that runs alone, a writer that lives, a memory peak."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.unit.checkpoint.test_consolidated import made
+from windlass.checkpoint import SavedState, save
+from windlass.checkpoint.scripts import SCRIPTS, write_scripts
+
+STATE = SavedState(tensors={"x": torch.ones(3)})
+WRITER = """
+import sys, time
+from pathlib import Path
+from windlass.checkpoint.draft import Draft
+kept = Draft(Path(sys.argv[1]), "t")
+(kept.path / "rank_00000.safetensors").write_text("half")
+print(kept.path.name, flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_draft_is_left_alone_while_its_writer_lives(tmp_path: Path) -> None:
+    other = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert other.stdout is not None
+        name = other.stdout.readline().strip()
+        assert name.startswith(".t.") and name.endswith(".writing")
+        save(tmp_path, "t", STATE)
+        assert sorted(os.listdir(tmp_path)) == sorted([name, "latest", "t"])
+        assert (tmp_path / name / "rank_00000.safetensors").read_text() == "half"
+    finally:
+        other.send_signal(signal.SIGKILL)
+        other.communicate()
+    save(tmp_path, "u", STATE)
+    assert sorted(os.listdir(tmp_path)) == ["latest", "t", "u"]
+
+
+def test_the_script_beside_a_checkpoint_runs(tmp_path: Path) -> None:
+    weights = made(tmp_path, own=True)
+    write_scripts(tmp_path)
+    before = (tmp_path / "zero_to_fp32.py").stat().st_mtime_ns
+    write_scripts(tmp_path)
+    assert (tmp_path / "zero_to_fp32.py").stat().st_mtime_ns == before, "what is there is left alone"
+    assert all(os.access(tmp_path / name, os.X_OK) for name in SCRIPTS)
+    root = str(Path(__file__).resolve().parents[2])
+    command = [sys.executable, "zero_to_fp32.py", ".", "out"]
+    done = subprocess.run(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": root}, check=True)
+    assert done.returncode == 0
+    written = torch.load(tmp_path / "out" / "pytorch_model.bin", weights_only=True)
+    assert torch.equal(written["up.weight"], weights["up.weight"])
+    bare = [sys.executable, "-S", "-E", *command[1:]]  # without what is installed
+    missing = subprocess.run(bare, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert missing.returncode == 1 and "is not installed here; pip install windlass" in missing.stderr
+
+
+# The kernel's own peak of this process (that of getrusage also counts what it was forked from).
+_RISE = """
+import sys, torch
+from pathlib import Path
+from windlass.checkpoint.export import export
+import windlass.cli.export
+def peak():
+    return next(int(l.split()[1]) << 10 for l in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in l)
+Path("/proc/self/clear_refs").write_text("5")
+before = peak()
+export(sys.argv[1], sys.argv[2], dtype=torch.bfloat16)
+print(peak() - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs the kernel's peak of memory")
+def test_memory_does_not_grow_with_the_tensors(tmp_path: Path) -> None:
+    """192 MB in three tensors: far less than the largest of them comes to memory at once."""
+    big = torch.arange(16_000_000, dtype=torch.float32)
+    save(tmp_path / "run", "t", SavedState(tensors={f"param/{n}": big for n in "abc"}))
+    done = subprocess.run(
+        [sys.executable, "-c", _RISE, str(tmp_path / "run"), str(tmp_path / "out")],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert int(done.stdout) < 40 << 20
+    assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["c"], big.bfloat16())
