@@ -1,5 +1,5 @@
 """What tensor, sequence, expert and pipeline parallelism send, take and make possible: bytes of each axis beside the
-formulas, steps beside data parallelism and torch's own, and the longest sequence under a memory cap.
+formulas, steps beside data parallelism and torch's own, on slow links too, and the longest sequence under a memory cap.
 
 python bench/parallel.py
 """
@@ -24,7 +24,8 @@ from windlass.cli.benches.facts import write_result
 from windlass.cli.benches.screen import screen
 
 _RESULTS = Path(__file__).parent / "results"
-PARTS = ("bytes", *FIELDS, "length")
+AXES = tuple(axis for axis in FIELDS if axis != "link")
+PARTS = ("bytes", *AXES, "link", "length")
 
 
 def main(
@@ -33,6 +34,7 @@ def main(
     steps: Annotated[int, typer.Option(min=1, help="Timed steps of a turn.")] = 3,
     samples: Annotated[int, typer.Option(min=2, help="Sequences of all ranks together, an even number.")] = 4,
     tokens: Annotated[int, typer.Option(min=8, help="Of a sequence, where steps are timed.")] = 256,
+    links: Annotated[str, typer.Option(help="Bytes a second of slow links, for dp beside pp.")] = "100M,25M,10M",
     cap: Annotated[str, typer.Option(help="Memory that a rank may take, where sequences grow.")] = "160M",
     longest: Annotated[int, typer.Option(min=256, help="Tokens that no sequence exceeds.")] = 1 << 15,
     strict: Annotated[bool, typer.Option("--strict", help="Fail where a step takes longer than torch's own.")] = False,
@@ -50,15 +52,19 @@ def main(
     if "bytes" in parts:
         found["bytes"], more = _bytes(console)
         wrong += more
-    for axis in (part for part in parts if part in FIELDS):
-        race = contest.race(axis, Load(samples, tokens), rounds, steps, console.print)
-        console.print(contest.table(race))
-        for line in contest.notes(race):
-            console.print(line, soft_wrap=True, markup=False)  # an error may have brackets
-        found[axis] = contest.plain(race)
-        wrong += [f"{axis}: the losses of {one} differ" for one in race.unequal]
-        wrong += race.slower if strict else []
-    if set(parts) & set(FIELDS):
+    loads = {axis: [Load(samples, tokens)] for axis in parts if axis in AXES}
+    if "link" in parts:
+        loads["link"] = [Load(samples, tokens, parse_bytes(rate.strip(), "--links")) for rate in links.split(",")]
+        os.environ["WINDLASS_TRANSPORT"] = "gloo"  # last of the axes: memory that ranks share is no link
+    for axis, each in loads.items():
+        races = [_race(axis, load, rounds, steps, console) for load in each]
+        found[axis] = contest.plain(races[0]) if axis in AXES else [contest.plain(race) for race in races]
+        wrong += [f"{axis}: the losses of {one} differ" for race in races for one in race.unequal]
+        wrong += [line for race in races for line in race.slower] if strict else []
+    if "link" in loads:
+        console.print(contest.links(races))
+    os.environ.pop("WINDLASS_TRANSPORT", None)
+    if loads:
         found["limit"] = EXPLANATION
         console.print(f"limit: {EXPLANATION}")
     if "length" in parts:
@@ -70,6 +76,14 @@ def main(
         console.print(f"WRONG: {line}", soft_wrap=True, markup=False)
     if wrong:
         raise typer.Exit(1)
+
+
+def _race(axis: str, load: Load, rounds: int, steps: int, console: Console) -> contest.Race:
+    race = contest.race(axis, load, rounds, steps, console.print)
+    console.print(contest.table(race))
+    for line in contest.notes(race):
+        console.print(line, soft_wrap=True, markup=False)  # an error may have brackets
+    return race
 
 
 def parts_of(text: str) -> list[str]:

@@ -22,6 +22,7 @@ REFERENCE = "dp"
 EQUAL_LOSS = 1e-5
 NOT_SLOWER = 1.0
 _FIRST_STEPS = 3
+_COLUMNS = ("ms", "min", "busy ms", "tokens/s", "MiB")
 
 
 @dataclass
@@ -35,6 +36,7 @@ class Outcome:
         failure: why it has no time.
         apart: the furthest its losses are from the reference's; None where there is nothing to compare.
         floor: seconds that a step takes at least.
+        memory: bytes of the rank that takes most, between steps; None where nobody can tell.
     """
 
     name: str
@@ -44,6 +46,7 @@ class Outcome:
     failure: str = ""
     apart: float | None = None
     floor: float | None = None
+    memory: int | None = None
 
     @property
     def medians(self) -> list[float]:
@@ -115,18 +118,25 @@ def race(axis: str, load: Load, rounds: int, steps: int, say: Say) -> Race:
             found.outcomes[name].failure = f"its losses differ by {found.outcomes[name].apart:.1e}"
             squads.pop(name).dismiss()
         say(f"{axis}: {', '.join(squads)} in turns, {rounds} rounds of {steps} steps")
+        if load.link:
+            for squad in squads.values():
+                squad.ask("pace", rate=load.link)
         roofs = squads[BASE].ask("roofs")
         found.roofs = Roofs(*(min(one[key] for one in roofs) for key in ("memory", "adam")))
         for number in range(rounds):
             for name in turn(list(squads), number):
                 _timed(squads[name], found, steps)
+        for name, squad in squads.items():
+            taken = squad.ask("memory")
+            found.outcomes[name].memory = None if None in taken else max(taken)
         compare(found)
     finally:
         for squad in squads.values():
             squad.dismiss()
     for name, one in found.outcomes.items():
         way = FIELDS[axis][name]
-        one.floor = floor(way, SIZES[axis], load, statistics.median(found.compute), found.roofs)
+        if way.sizes is None:
+            one.floor = floor(way, SIZES[axis], load, statistics.median(found.compute), found.roofs)
     return found
 
 
@@ -163,7 +173,8 @@ def compare(found: Race) -> None:
     """Note how far losses are from the reference's."""
     reference = found.outcomes[REFERENCE].losses
     for name, one in found.outcomes.items():
-        if FIELDS[found.axis][name].synchronises and not one.failure:
+        way = FIELDS[found.axis][name]
+        if way.synchronises and way.sizes is None and not one.failure:
             one.apart = furthest(one.losses, reference)
 
 
@@ -190,9 +201,10 @@ def table(found: Race) -> Table:
     """Times beside the compute alone, data parallelism, torch's own and the physical limit."""
     load = found.load
     title = f"{found.axis}: a step of {load.samples} x {load.length} tokens on {RANKS} ranks x 1 thread, fp32, AdamW"
+    title += f", {load.link / 2**20:g} MiB/s between them" if load.link else ""
     made = Table(title=title, title_justify="left")
     made.add_column("", no_wrap=True)
-    for column in ("ms", "min", "busy ms", "x none", "x dp", "x torch's", "spread", "torch's", "limit ms", "of limit"):
+    for column in (*_COLUMNS, "x none", "x dp", "x torch's", "spread", "torch's", "limit ms", "of limit"):
         made.add_column(column, justify="right", no_wrap=True)
     for name, one in found.outcomes.items():
         if not one.rounds:
@@ -204,12 +216,27 @@ def table(found: Race) -> Table:
             f"{one.median * 1e3:.0f}",
             f"{min(seconds for each in one.rounds for seconds in each) * 1e3:.0f}",
             f"{statistics.median(one.busy) * 1e3:.0f}",
+            f"{load.samples * load.length / one.median:.0f}",
+            f"{one.memory / 2**20:.0f}" if one.memory else "",
             *(_said(found.ratio(name, other)) for other in (BASE, REFERENCE, rival)),
             f"{min(ratios):.2f}-{max(ratios):.2f}" if ratios else "",
             rival or "",
             f"{one.floor * 1e3:.0f}" if one.floor else "",
             f"{one.floor / one.median:.0%}" if one.floor else "",
         )
+    return made
+
+
+def links(races: Sequence[Race]) -> Table:
+    """Data parallelism beside a pipeline, on slower and slower links: what was measured, and what the limits say."""
+    made = Table(title="data parallelism over a pipeline, time of a step", title_justify="left")
+    for column in ("MiB/s", "windlass", "torch's", "by the limits"):
+        made.add_column(column, justify="right", no_wrap=True)
+    for one in races:
+        ours, theirs = (one.ratio(*pair) for pair in (("dp", "pp"), ("torch ddp", "torch pp")))
+        least = [one.outcomes[name].floor for name in ("dp", "pp")]
+        bound = least[0] / least[1] if least[0] and least[1] else None
+        made.add_row(f"{one.load.link / 2**20:g}", _said(ours), _said(theirs), _said(bound))
     return made
 
 
@@ -232,6 +259,7 @@ def plain(found: Race) -> dict[str, Any]:
         name: {
             **asdict(one),
             "median_ms": one.median * 1e3 if one.rounds else None,
+            "tokens_per_second": found.load.samples * found.load.length / one.median if one.rounds else None,
             "x_none": found.ratio(name, BASE),
             "x_dp": found.ratio(name, REFERENCE),
             "rival": found.rival(name),

@@ -22,7 +22,8 @@ EXPLANATION = (
     "forward and backward of half the batch by one rank alone, times (m + p - 1) / m where m micro-batches pass p "
     "stages + AdamW on the parameters that a rank updates (28 bytes each, at the rate of torch's fused step) + the "
     "bytes that a rank receives by the formulas of windlass/parallel/volumes.py: four passes through memory each, and "
-    "one where windlass reduces and gathers through shared memory. Rates are a rank's while both do the same."
+    "one where windlass reduces and gathers through shared memory. Rates are a rank's while both do the same. Over a "
+    "slow link: the longer of compute and AdamW, and of these bytes at its rate."
 )
 
 
@@ -36,6 +37,7 @@ class Contestant:
         axes: the section `parallel` of windlass, and the mesh for formulas.
         rivals: whose time it shall not exceed: torch's own, in the same run.
         whole: every rank gets the whole batch, not its half of the samples.
+        sizes: of another model than the others train, whose losses are therefore others; None: the same.
     """
 
     name: str
@@ -43,6 +45,7 @@ class Contestant:
     axes: Mapping[str, Any] = field(default_factory=dict)
     rivals: tuple[str, ...] = ()
     whole: bool = False
+    sizes: Sizes | None = None
 
     @property
     def synchronises(self) -> bool:
@@ -51,6 +54,8 @@ class Contestant:
 
 
 _DP = Contestant("dp", "windlass")
+# What a token passes of the experts' model, without its routers: one network as wide as those experts together.
+_ACTIVE = replace(EXPERTS, intermediate=EXPERTS.intermediate * EXPERTS.chosen, experts=0, chosen=0)
 _FIELDS = {
     "tp": (
         _DP,
@@ -75,6 +80,13 @@ _FIELDS = {
         replace(_DP, rivals=("torch ddp",)),
         Contestant("ep", "windlass", {"ep": 2}, ("torch ddp",)),
         Contestant("torch ddp", "ddp"),
+        Contestant("dense", "windlass", sizes=_ACTIVE),
+    ),
+    "link": (
+        replace(_DP, rivals=("torch ddp",)),
+        Contestant("pp", "windlass-pipeline", {"pp": 2, "schedule": "1f1b"}, ("torch pp",), whole=True),
+        Contestant("torch ddp", "ddp"),
+        Contestant("torch pp", "pipeline", {"pp": 2, "schedule": "1f1b"}, whole=True),
     ),
 }
 FIELDS = {axis: {one.name: one for one in (Contestant(BASE, "alone"), *of)} for axis, of in _FIELDS.items()}
@@ -86,10 +98,17 @@ SIZES = {axis: EXPERTS if axis == "ep" else DENSE for axis in FIELDS}
 
 @dataclass(frozen=True)
 class Load:
-    """The global batch: `samples` sequences of `length` tokens, and for a pipeline micro-batches of one sequence."""
+    """The global batch, and what carries it.
+
+    Attributes:
+        samples: sequences; one is a micro-batch where there is a pipeline.
+        length: tokens of a sequence.
+        link: bytes a second that each connection of ranks takes; 0: as fast as it goes.
+    """
 
     samples: int
     length: int
+    link: int = 0
 
 
 def floor(one: Contestant, sizes: Sizes, load: Load, compute: float, roofs: Roofs) -> float:
@@ -105,11 +124,13 @@ def floor(one: Contestant, sizes: Sizes, load: Load, compute: float, roofs: Roof
     degree = 1 if one.axes.get("sequence") == "ring" else 0
     work = Work(tokens, micros, activation_bytes=FLOAT, parameter_bytes=FLOAT, gradient_bytes=FLOAT, ulysses=degree)
     shape = sizes.shape()
-    shared = ("data", "experts") if one.how.startswith("windlass") else ()
+    shared = ("data", "experts") if one.how.startswith("windlass") and not load.link else ()
     moved = 0
     for pipe in range(grid.pp):
         along = by_axis(volumes(shape, grid, work, pipe))
-        moved = max(moved, sum(nbytes * (1 if axis in shared else _PASSES) for axis, nbytes in along.items()))
+        passes = {axis: 1 if axis in shared or load.link else _PASSES for axis in along}
+        moved = max(moved, sum(nbytes * passes[axis] for axis, nbytes in along.items()))
     updated = max(sum(parameters_here(shape, grid, pipe)) for pipe in range(grid.pp))
     idle = (micros + grid.pp - 1) / micros
-    return compute * idle + _ADAM_BYTES * updated / roofs.adam + moved / roofs.memory
+    own = compute * idle + _ADAM_BYTES * updated / roofs.adam
+    return max(own, moved / load.link) if load.link else own + moved / roofs.memory

@@ -26,7 +26,8 @@ class Racer(Worker):
         pin(rank)
         super().__init__(job, rank, meeting)
         axis, name = job.engine.split("/")
-        self._one, self._sizes = FIELDS[axis][name], SIZES[axis]
+        self._one = FIELDS[axis][name]
+        self._sizes = self._one.sizes or SIZES[axis]
         self._apart: Any = None  # a model that is not trained
         self._load = Load(job.size.batch, job.size.length)
 
@@ -51,6 +52,18 @@ class Racer(Worker):
             told["busy"].append(time.process_time() - busy)
             del loss
         return told
+
+    def pace(self, rate: int) -> int:
+        """As `rig.link.pace`, of the connections that there are by now."""
+        from rig.link import pace
+
+        return pace(rate)
+
+    def memory(self) -> int | None:
+        """Bytes that this rank takes, and its share of what both map."""
+        from windlass.observe.memory import pss
+
+        return pss()
 
     def compute(self, count: int) -> list[float]:
         """Seconds of forward and backward of half the samples, nothing else."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import socket
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +156,53 @@ def test_the_limit_counts_the_bubble_the_update_and_the_bytes() -> None:
     assert theirs == pytest.approx(4 * ours)
 
 
+def test_a_slow_link_is_a_limit_of_its_own() -> None:
+    from rig.contestants import DENSE, FIELDS, Load, floor
+    from rig.floor import Roofs
+
+    load, roofs = Load(4, 256, link=1), Roofs(1e30, 1e30)
+    dp, pp = (floor(FIELDS["link"][name], DENSE, load, 100.0, roofs) for name in ("dp", "pp"))
+    assert dp == 4 * DENSE.shape().parameters and pp == 4 * 256 * DENSE.hidden * 4  # the longer of it and of the work
+    wide = Load(4, 256, link=1 << 60)
+    assert floor(FIELDS["link"]["pp"], DENSE, wide, 100.0, roofs) == pytest.approx(125)
+
+
+def test_a_model_of_another_size_is_timed_and_not_compared() -> None:
+    from rig.contest import Outcome, Race, compare
+    from rig.contestants import EXPERTS, FIELDS, Load
+
+    dense = FIELDS["ep"]["dense"].sizes
+    assert dense is not None and dense.experts == 0
+    per_token = EXPERTS.shape().parameters - dense.shape().parameters
+    idle = (EXPERTS.experts - EXPERTS.chosen) * 3 * EXPERTS.hidden * EXPERTS.intermediate
+    assert per_token == EXPERTS.layers * (idle + EXPERTS.experts * EXPERTS.hidden)  # experts not chosen, and routers
+    found = Race("ep", Load(4, 256), {name: Outcome(name, losses=[8.0]) for name in FIELDS["ep"]})
+    found.outcomes["dense"].losses = [9.0]
+    compare(found)
+    assert found.unequal == [] and found.outcomes["dense"].apart is None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux paces connections")
+def test_connections_that_are_there_are_paced() -> None:
+    from rig.link import pace
+
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as made:
+        assert pace(1 << 20) >= 1 and made.getsockopt(socket.SOL_SOCKET, 47) == 1 << 20
+        with socket.socket(socket.AF_UNIX) as other:
+            pace(0)
+            assert made.getsockopt(socket.SOL_SOCKET, 47) == -1 and other.fileno() >= 0
+
+
+def test_links_are_compared_with_what_their_limits_say() -> None:
+    from rig.contest import Outcome, Race, links
+    from rig.contestants import Load
+
+    named = {"dp": (6.0, 4.0), "pp": (2.0, 1.0), "torch ddp": (9.0, None), "torch pp": (3.0, None)}
+    outcomes = {name: Outcome(name, rounds=[[time]], floor=least) for name, (time, least) in named.items()}
+    table = links([Race("link", Load(4, 256, link=10 << 20), outcomes)])
+    assert [next(iter(column.cells)) for column in table.columns] == ["10", "3.000", "3.000", "4.000"]
+
+
 def test_tables_and_json_hold_everybody() -> None:
     from rig.contest import notes, plain, table
 
@@ -172,7 +221,7 @@ def test_parts_that_are_asked_for() -> None:
     module = script()
     assert module.parts_of("length, bytes") == ["bytes", "length"]
     assert module.parts_of(",".join(module.PARTS)) == list(module.PARTS)
-    with pytest.raises(typer.BadParameter, match=r"steps: there are bytes, tp, sp, pp, ep, length"):
+    with pytest.raises(typer.BadParameter, match=r"steps: there are bytes, tp, sp, pp, ep, link, length"):
         module.parts_of("tp,steps")
 
 
