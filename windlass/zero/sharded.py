@@ -18,7 +18,7 @@ from windlass.base.memory import Ledger, arena
 from windlass.base.pending import Pending
 from windlass.comm.groups import Group
 from windlass.comm.mesh import Mesh
-from windlass.comm.transport import Transport, cut
+from windlass.comm.transport import Transport
 from windlass.optim.elementwise import is_elementwise, prefer_fused, state_bytes
 from windlass.storage.slot import Home
 from windlass.storage.space import page_up
@@ -26,6 +26,7 @@ from windlass.storage.tier import DiskTier
 from windlass.storage.transfer import Extent
 from windlass.zero import registry
 from windlass.zero.access import Released, mark_present
+from windlass.zero.agreement import Agreement
 from windlass.zero.alike import check_alike, check_units
 from windlass.zero.chunk import Chunk, pipelined
 from windlass.zero.construct import Builder, check_devices, effective, make_units, refuse_cut
@@ -39,7 +40,7 @@ from windlass.zero.health import Health
 from windlass.zero.hooks import attach_block, attach_gradients, attach_model
 from windlass.zero.landing import Landing
 from windlass.zero.masters import Masters
-from windlass.zero.norm import Places, Verdict, agree, clip_coefficient
+from windlass.zero.norm import clip_coefficient
 from windlass.zero.order import Order
 from windlass.zero.parking import Parking
 from windlass.zero.partition import Block, plan_units
@@ -173,9 +174,9 @@ class ShardedModel:
         self._closer = finalize(self, _close, mesh, self.ledger, homes.disk)
         self.health.check("initialize could not put the model on disk", loses=True)
         self._attach(blocks)
-        self._summed = False  # gradients are the sum over replicas already
-        self._places = Places(mesh, device)
-        self._copies = any(mesh.world_of(any(unit.sums for unit in self.units)))  # on any rank: all agree twice then
+        self.agreement = Agreement(
+            self.gradients, self.units, policy, mesh, dense.transport.traffic, device, self.health.bad_here
+        )
         self.steps_next: Callable[[], bool] = lambda: False  # whether a step follows the backward that runs
         self.loss_scale: Callable[[], float] = lambda: 1.0  # what is in the gradients now
         # told the norm and the clip coefficient of a step, with reduced gradients in place; on all ranks
@@ -317,7 +318,8 @@ class ShardedModel:
         self.health.refuse("a step")
         self.order.meet("a step")
         trouble = self._await_result()
-        verdict = self._agree([float(trouble is not None), *(flags or [])])
+        verdict = self.agreement.reach([float(trouble is not None), *(flags or [])])
+        self.order.new_step()
         if verdict.flags.pop() > 0:
             self.forget_gradients()
             self._drop_result()
@@ -328,11 +330,11 @@ class ShardedModel:
         self.runtime.release_all()  # what stayed after an evaluation holds the old values
         self._finish_result(trouble, verdict.flags.pop(0))
         norm = verdict.norm / scale
-        if not verdict.finite and (skip_overflow or (bad := self.first_bad())):
+        if not verdict.finite and (skip_overflow or (bad := self.agreement.first_bad())):
             self.forget_gradients()
             return Outcome(norm, applied=False, clip=1.0, flags=verdict.flags, bad="" if skip_overflow else bad)
         if not self.settings.ignore_unused:
-            self._refuse_unused(verdict.used)
+            self.agreement.refuse_unused(verdict.used)
         self.gradients.spread()
         self.take_back()
         clip = clip_coefficient(norm, limit)
@@ -387,41 +389,11 @@ class ShardedModel:
             if not unit.released:
                 unit.take_back()
 
-    def first_bad(self) -> str:
-        """The first parameter in model order whose reduced gradient is not finite; empty if all are, and only the sum
-        of their squares is not. Collective over all ranks."""
-        mine: list[tuple[int, int, int, str]] = []
-        stage = self.mesh.pp.index
-        for slot in self.slots:
-            if slot.holds:
-                gradient = slot.read()
-                for piece in slot.unit.layout.pieces(slot.unit.state_start, slot.unit.state_stop):
-                    part = gradient.narrow(0, piece.offset, piece.numel)
-                    if not bool(torch.isfinite(part).all()):
-                        mine.append((stage, slot.unit.index, piece.index, slot.unit.names[piece.index]))
-        found: list[list[tuple[int, int, int, str]]] = [mine] * self.mesh.world.size
-        if len(found) > 1:
-            dist.all_gather_object(found, mine, group=self.mesh.world.process_group)
-        return min((bad for bads in found for bad in bads), default=(0, 0, 0, ""))[-1]
-
     def forget_gradients(self) -> None:
         """Drop the gradients of this step, and whatever is gathered for graphs that are gone."""
         self.gradients.reset()
-        self._summed = False
+        self.agreement.forget()
         self.runtime.release_all()
-
-    def own_part(self, unit: Unit, reduced: torch.Tensor) -> torch.Tensor:
-        """What this rank's reductions bring of a unit's reduced gradient `[state_stop - state_start]`: a view."""
-        group = unit.family.group
-        return reduced if self.policy.state else cut(reduced, group.index, group.size)
-
-    def sum_copies(self, unit: Unit, part: torch.Tensor) -> torch.Tensor:
-        """Add to `own_part` of a unit, in place, those of ranks that have the same and reduced it among others, unless
-        the step under way did. Collective over them."""
-        if not self._summed:
-            for group in unit.sums:
-                dist.all_reduce(part, group=group.process_group)
-        return part
 
     @contextmanager
     def editing(self, units: list[Unit], *, apart: bool = False) -> Iterator[None]:
@@ -564,74 +536,6 @@ class ShardedModel:
         return min(self.settings.live, (place.budget - place.used) // (2 * largest))
 
     # a step
-
-    def _agree(self, flags: list[float]) -> Verdict:
-        self.gradients.finish()
-        traffic = self.families[0].transport.traffic
-
-        def ask() -> Verdict:
-            more = [*flags, self.health.bad_here(), float(any(self.gradients.unreduced()))]
-            verdict = agree(self.gradients, self.policy, self.mesh, self._places, traffic, flags=more)
-            self._hear_other_stages(verdict)
-            return verdict
-
-        self._summed = False
-        verdict = ask()
-        again = self._copies or verdict.flags.pop() > 0
-        rest = verdict.unreduced
-        used = [any(flags) for flags in verdict.used]
-        if self._copies:  # another replica may have used what none of these ranks did
-            rest = [
-                left or (had and bool(slot.unit.sums) and not slot.holds)
-                for slot, left, had in zip(self.slots, rest, used, strict=True)
-            ]
-        if any(rest):
-            self.gradients.reduce_rest(rest)
-        if self._copies:
-            for slot, had in zip(self.slots, used, strict=True):
-                if had and slot.unit.sums:
-                    self._sum_copies(slot)
-            self._summed = True
-        if again:
-            verdict = ask()
-            verdict.flags.pop()
-        self.order.new_step()
-        return verdict
-
-    def _hear_other_stages(self, verdict: Verdict) -> None:
-        """What several stages of a pipeline hold is used where any of them uses it. Collective over those stages."""
-        for stages, axis in self.mesh.stages.items():
-            numbers = [number for number, slot in enumerate(self.slots) if slot.unit.kind.stages == stages]
-            if numbers:
-                flags = torch.tensor([flag for number in numbers for flag in verdict.used[number]], dtype=torch.float32)
-                heard = iter(axis.all_reduce(flags.to(self.device), dist.ReduceOp.MAX).tolist())
-                for number in numbers:
-                    verdict.used[number][:] = [next(heard) > 0 for _ in verdict.used[number]]
-
-    def _sum_copies(self, slot: GradientSlot) -> None:
-        values, traffic = slot.read(), slot.unit.transport.traffic
-        self.sum_copies(slot.unit, self.own_part(slot.unit, values))
-        slot.write(values)
-        for _ in slot.unit.sums:
-            traffic.add("replicate", 2 * slot.unit.numel // slot.unit.family.group.size, 0)
-
-    def _refuse_unused(self, used: list[list[bool]]) -> None:
-        unused = [
-            name
-            for slot, flags in zip(self.slots, used, strict=True)
-            for name, parameter, had in zip(slot.unit.names, slot.unit.parameters, flags, strict=True)
-            if not had and parameter.requires_grad
-        ]
-        if not self.mesh.only_data:
-            told: list[list[str]] = [[]] * self.mesh.world.size
-            dist.all_gather_object(told, unused, group=self.mesh.world.process_group)
-            unused = list(dict.fromkeys(name for names in told for name in names))
-        if unused:
-            raise ModelError(
-                f"{len(unused)} parameters had no gradient on any rank in this step, {unused[0]!r} first; freeze "
-                f"them, use them "
-                "in the loss, or set zero_optimization.ignore_unused_parameters to true"
-            )
 
     def _await_result(self) -> Exception | None:
         """Wait for the update under way, if there is one: why this rank can't use it, if so."""

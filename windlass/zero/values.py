@@ -68,8 +68,8 @@ def part_grad(parameter: nn.Parameter) -> torch.Tensor | None:
     if facts[0] > 0 or not slot.holds:  # or only another replica has some
         wanted = [other is slot for other in model.slots]
         model.gradients.reduce_rest(wanted)
-    part = model.own_part(place.unit, slot.read())
-    whole = assemble(place, model.sum_copies(place.unit, part.clone()) if place.unit.sums else part)
+    part = model.agreement.own_part(place.unit, slot.read())
+    whole = assemble(place, model.agreement.sum_copies(place.unit, part.clone()) if place.unit.sums else part)
     return whole.div_(model.loss_scale())
 
 

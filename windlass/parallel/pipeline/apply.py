@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from torch import nn
 
@@ -18,7 +17,7 @@ from windlass.parallel.pipeline.module import PipelineModule
 from windlass.parallel.pipeline.stage import Stages
 from windlass.parallel.placement import place, placement_of
 
-_cuts: WeakKeyDictionary[nn.Module, CutModel] = WeakKeyDictionary()
+_STAGES = "_windlass_stages"  # of the model: what is kept in a table beside it would keep it for ever
 
 
 def apply_pipeline_parallel(
@@ -61,7 +60,8 @@ def apply_pipeline_parallel(
         found = cut_model(model, axis.index, axis.size, each=each, method=method, sample=sample)
         for layer in found.layers if interval else ():
             layer.forward = partial(checkpoint, layer.forward)
-        stages = _cuts[model] = found
+        setattr(model, _STAGES, found)
+        stages = found
     for name, ranks in stages.tied.items():
         parameter = model.get_parameter(name)
         place(parameter, replace(placement_of(parameter), stages=ranks))
@@ -70,4 +70,7 @@ def apply_pipeline_parallel(
 
 def stages_of(model: nn.Module) -> Stages | None:
     """The stages that this rank has of a model; None of one that is no part of a pipeline."""
-    return model if isinstance(model, PipelineModule) else _cuts.get(model)
+    if isinstance(model, PipelineModule):
+        return model
+    found = getattr(model, _STAGES, None)
+    return found if isinstance(found, CutModel) else None

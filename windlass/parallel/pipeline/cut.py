@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import nn
@@ -40,8 +39,7 @@ class CutModel:
     dynamic = False
 
     def __init__(self, model: nn.Module, plan: Plan, bounds: list[int], rank: int, ranks: int) -> None:
-        self._model = ref(model)  # which these stages are found by, and go with
-        self.plan, self.bounds = plan, bounds
+        self.model, self.plan, self.bounds = model, plan, bounds
         self.count = len(bounds) - 1
         self.stages = list(range(rank, self.count, ranks))
         self.tied: dict[str, tuple[int, ...]] = {}
@@ -52,13 +50,6 @@ class CutModel:
         self._where: dict[str, set[int]] = {}  # the stages that run each module
         self._layers: list[str] = []  # of this rank
         self._positional = list(inspect.signature(model.forward).parameters)
-
-    @property
-    def model(self) -> nn.Module:
-        """What was cut."""
-        found = self._model()
-        assert found is not None, "whoever runs a stage holds its model"
-        return found
 
     @property
     def layers(self) -> list[nn.Module]:

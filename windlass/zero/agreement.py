@@ -1,0 +1,160 @@
+"""What all ranks agree on before a step, and what they then know of the gradient: its copies, its first bad element."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from windlass.base.errors import ModelError
+from windlass.comm.mesh import Mesh
+from windlass.comm.traffic import Traffic
+from windlass.comm.transport import cut
+from windlass.zero.gradient_slot import GradientSlot
+from windlass.zero.gradients import Gradients
+from windlass.zero.norm import Places, Verdict, agree
+from windlass.zero.policy import Policy
+from windlass.zero.unit import Unit
+
+
+class Agreement:
+    """Reached once a step, in one small reduction; in two where some ranks reduced what others did not, or replicas of
+    a parameter are to be added up. Collective over all ranks when it is made.
+
+    Args:
+        gradients: of this rank.
+        units: of its model, those too that are not trained yet.
+        policy: over which ranks they are cut.
+        mesh: all ranks.
+        traffic: what counts the bytes of it.
+        device: where collectives take what is said.
+        bad: whether a disk of this rank failed by now, as a number.
+    """
+
+    def __init__(
+        self,
+        gradients: Gradients,
+        units: list[Unit],
+        policy: Policy,
+        mesh: Mesh,
+        traffic: Traffic,
+        device: torch.device,
+        bad: Callable[[], float],
+    ) -> None:
+        self._gradients, self._policy, self._mesh = gradients, policy, mesh
+        self._traffic, self._device, self._bad = traffic, device, bad
+        self._places = Places(mesh, device)
+        self._copies = any(mesh.world_of(any(unit.sums for unit in units)))  # on any rank: all agree twice then
+        self._summed = False  # gradients are the sum over replicas already
+
+    def reach(self, flags: list[float]) -> Verdict:
+        """Reduce what is left, add up replicas, and agree. Collective over all ranks.
+
+        Args:
+            flags: numbers to add up over ranks on the same trip; in the verdict that of bad disks follows them.
+        """
+        self._gradients.finish()
+        self._summed = False
+        verdict = self._ask(flags)
+        again = self._copies or verdict.flags.pop() > 0
+        rest = verdict.unreduced
+        used = [any(of_unit) for of_unit in verdict.used]
+        if self._copies:  # another replica may have used what none of these ranks did
+            rest = [
+                left or (had and bool(slot.unit.sums) and not slot.holds)
+                for slot, left, had in zip(self._gradients.slots, rest, used, strict=True)
+            ]
+        if any(rest):
+            self._gradients.reduce_rest(rest)
+        if self._copies:
+            for slot, had in zip(self._gradients.slots, used, strict=True):
+                if had and slot.unit.sums:
+                    self._sum_in_place(slot)
+            self._summed = True
+        if again:
+            verdict = self._ask(flags)
+            verdict.flags.pop()
+        return verdict
+
+    def forget(self) -> None:
+        """The gradients that were agreed on are gone."""
+        self._summed = False
+
+    def own_part(self, unit: Unit, reduced: torch.Tensor) -> torch.Tensor:
+        """What this rank's reductions bring of a unit's reduced gradient `[state_stop - state_start]`: a view."""
+        group = unit.family.group
+        return reduced if self._policy.state else cut(reduced, group.index, group.size)
+
+    def sum_copies(self, unit: Unit, part: torch.Tensor) -> torch.Tensor:
+        """Add to `own_part` of a unit, in place, those of ranks that have the same and reduced it among others, unless
+        the step under way did. Collective over them."""
+        if not self._summed:
+            for group in unit.sums:
+                dist.all_reduce(part, group=group.process_group)
+        return part
+
+    def first_bad(self) -> str:
+        """The first parameter in model order whose reduced gradient is not finite; empty if all are, and only the sum
+        of their squares is not. Collective over all ranks."""
+        mine: list[tuple[int, int, int, str]] = []
+        stage = self._mesh.pp.index
+        for slot in self._gradients.slots:
+            if slot.holds:
+                gradient = slot.read()
+                for piece in slot.unit.layout.pieces(slot.unit.state_start, slot.unit.state_stop):
+                    part = gradient.narrow(0, piece.offset, piece.numel)
+                    if not bool(torch.isfinite(part).all()):
+                        mine.append((stage, slot.unit.index, piece.index, slot.unit.names[piece.index]))
+        found: list[list[tuple[int, int, int, str]]] = [mine] * self._mesh.world.size
+        if len(found) > 1:
+            dist.all_gather_object(found, mine, group=self._mesh.world.process_group)
+        return min((bad for bads in found for bad in bads), default=(0, 0, 0, ""))[-1]
+
+    def refuse_unused(self, used: list[list[bool]]) -> None:
+        """Collective where not all ranks are data ranks of the same.
+
+        Args:
+            used: as `Verdict.used`.
+
+        Raises:
+            ModelError: a parameter had no gradient on any rank.
+        """
+        unused = [
+            name
+            for slot, flags in zip(self._gradients.slots, used, strict=True)
+            for name, parameter, had in zip(slot.unit.names, slot.unit.parameters, flags, strict=True)
+            if not had and parameter.requires_grad
+        ]
+        if not self._mesh.only_data:
+            told: list[list[str]] = [[]] * self._mesh.world.size
+            dist.all_gather_object(told, unused, group=self._mesh.world.process_group)
+            unused = list(dict.fromkeys(name for names in told for name in names))
+        if unused:
+            raise ModelError(
+                f"{len(unused)} parameters had no gradient on any rank in this step, {unused[0]!r} first; freeze them, "
+                "use them in the loss, or set zero_optimization.ignore_unused_parameters to true"
+            )
+
+    def _ask(self, flags: list[float]) -> Verdict:
+        more = [*flags, self._bad(), float(any(self._gradients.unreduced()))]
+        verdict = agree(self._gradients, self._policy, self._mesh, self._places, self._traffic, flags=more)
+        self._hear_other_stages(verdict)
+        return verdict
+
+    def _hear_other_stages(self, verdict: Verdict) -> None:
+        """What several stages of a pipeline hold is used where any of them uses it. Collective over those stages."""
+        for stages, axis in self._mesh.stages.items():
+            numbers = [number for number, slot in enumerate(self._gradients.slots) if slot.unit.kind.stages == stages]
+            if numbers:
+                flags = torch.tensor([flag for number in numbers for flag in verdict.used[number]], dtype=torch.float32)
+                heard = iter(axis.all_reduce(flags.to(self._device), dist.ReduceOp.MAX).tolist())
+                for number in numbers:
+                    verdict.used[number][:] = [next(heard) > 0 for _ in verdict.used[number]]
+
+    def _sum_in_place(self, slot: GradientSlot) -> None:
+        values, traffic = slot.read(), slot.unit.transport.traffic
+        self.sum_copies(slot.unit, self.own_part(slot.unit, values))
+        slot.write(values)
+        for _ in slot.unit.sums:
+            traffic.add("replicate", 2 * slot.unit.numel // slot.unit.family.group.size, 0)
