@@ -208,6 +208,8 @@ class Pool:
             RankError: a rank raised (the first to do so is told in full).
             RankTimeout: some rank did not answer within `timeout` seconds.
         """
+        if world > self.size:
+            raise ValueError(f"{world} ranks, and the pool has {self.size} processes")
         self._start()
         self._count += 1
         store = os.path.join(self._folder.name, f"store-{self._count}")
@@ -352,11 +354,15 @@ def _free_port() -> int:
 _pool: Pool | None = None
 
 
-def shared_pool() -> Pool:
-    """The one pool of this test session; it ends with the interpreter."""
+def shared_pool(ranks: int = POOL_SIZE) -> Pool:
+    """The one pool of this test session, of so many processes at least; it ends with the interpreter."""
     global _pool
+    if _pool is not None and _pool.size < ranks:
+        atexit.unregister(_pool.end)
+        _pool.end()
+        _pool = None
     if _pool is None:
-        _pool = Pool()
+        _pool = Pool(max(ranks, POOL_SIZE))
         atexit.register(_pool.end)
     return _pool
 
@@ -376,4 +382,4 @@ def run_ranks(
     variables = dict(env or {})
     if transport is not None:
         variables["WINDLASS_TRANSPORT"] = transport
-    return shared_pool().run(function, world, *args, env=variables, timeout=timeout)
+    return shared_pool(world).run(function, world, *args, env=variables, timeout=timeout)

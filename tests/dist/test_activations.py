@@ -107,7 +107,8 @@ def homes_for(name: str, transport: str) -> list[str]:
 @pytest.mark.filterwarnings("ignore:.*tmpfs.*")
 @pytest.mark.parametrize("name", NETS)
 @pytest.mark.parametrize(
-    ("ranks", "transport"), [(2, "shm"), (2, "gloo"), pytest.param(1, "gloo", marks=pytest.mark.slow)]
+    ("ranks", "transport"),
+    [(2, "gloo"), *(pytest.param(*other, marks=pytest.mark.slow) for other in ((2, "shm"), (1, "gloo")))],
 )
 def test_checkpointed_under_the_engine_is_plain(name: str, ranks: int, transport: str, tmp_path: Path) -> None:
     """Between ranks over gloo only at stage 3, where a forward that is run again gathers."""

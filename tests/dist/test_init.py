@@ -273,7 +273,7 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_it_trains_as_a_model_built_whole(ranks: int, transport: str) -> None:
     recipe = Recipe(ranks, steps=2, optimizer="AdamW", optimizer_params=RECIPE.optimizer_params)
     settings = [Setting(s.stage, persistence=s.persistence, zero=s.zero, transport=transport) for s in SETTINGS]
@@ -537,7 +537,7 @@ def peak_of(megabytes: int, layers: int) -> dict[str, float]:
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="proportional memory is Linux's")
-@pytest.mark.parametrize("transport", [pytest.param("shm", marks=pytest.mark.slow), "gloo"])
+@pytest.mark.slow  # `test_from_pretrained` and `test_born_parts` hold the same of models that are read, and cut
 def test_memory_rises_by_a_ranks_share_and_two_tensors(transport: str) -> None:
     ranks = 3
     for seen in fresh_ranks(peak_of, ranks, 96, 24, transport=transport):

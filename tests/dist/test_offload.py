@@ -98,6 +98,7 @@ def test_awkward_models_from_other_homes(name: str, transport: str, tmp_path: An
     hold(name, recipe, [Setting(stage=s, transport=transport, zero=homes(a, b, tmp_path)) for s, a, b in cases], LATE)
 
 
+@pytest.mark.parametrize("transport", [pytest.param("shm", marks=pytest.mark.slow), "gloo"])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_sixteen_bits_from_other_homes(precision: str, transport: str, tmp_path: Any) -> None:
     recipe = Recipe(ranks=2, accumulation=3, steps=3, precision=precision)

@@ -211,6 +211,7 @@ SAME = [
 ]
 
 
+@pytest.mark.parametrize("transport", [pytest.param("shm", marks=pytest.mark.slow), "gloo"])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_taken_up_in_the_same_homes_bitwise(ranks: int, transport: str, tmp_path: Any) -> None:
     if ranks == 1 and transport == "shm":

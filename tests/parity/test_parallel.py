@@ -1,5 +1,5 @@
 """The whole product: every axis and every pair of axes, at every stage, from the device and from the host, of every
-kind of model, with tied embeddings and without."""
+kind of model, with tied embeddings and without; three axes at once, and ranks that are no power of two."""
 
 from __future__ import annotations
 
@@ -32,7 +32,21 @@ def _cases() -> list[Case]:
     return cases
 
 
+MORE = [
+    Case("llama", (("pp", 2), ("sp", 2), ("tp", 2)), stage=3, accumulation=2),
+    Case("gpt2", (("pp", 2), ("sp", 2), ("tp", 2)), stage=1, accumulation=2, tied=True, sequence="ring"),
+    Case("mixtral", (("pp", 2), ("ep", 2), ("tp", 2)), stage=2, accumulation=2, host=True),
+    Case("mixtral", (("ep", 2), ("sp", 2), ("tp", 2)), stage=3),
+    Case("llama", (("pp", 2), ("tp", 2)), stage=3, accumulation=2, world=8, born=True),
+    Case("llama", (("pp", 3),), stage=2, accumulation=3),
+    Case("uneven", (("tp", 3),), stage=3),
+    Case("llama", (("sp", 3),), stage=3, sequence="ring"),
+    Case("llama", (("sp", 3),), stage=2),
+    Case("mixtral", (("ep", 2),), stage=3, world=6),
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("case", _cases(), ids=str)
+@pytest.mark.parametrize("case", [*_cases(), *MORE], ids=str)
 def test_it_trains_as_one_process(case: Case) -> None:
     check(case)
