@@ -55,8 +55,9 @@ def main(
     loads = {axis: [Load(samples, tokens)] for axis in parts if axis in AXES}
     if "link" in parts:
         loads["link"] = [Load(samples, tokens, parse_bytes(rate.strip(), "--links")) for rate in links.split(",")]
-        os.environ["WINDLASS_TRANSPORT"] = "gloo"  # last of the axes: memory that ranks share is no link
     for axis, each in loads.items():
+        if axis not in AXES:
+            os.environ["WINDLASS_TRANSPORT"] = "gloo"  # memory that ranks share is no link; the axes before took it
         races = [_race(axis, load, rounds, steps, console) for load in each]
         found[axis] = contest.plain(races[0]) if axis in AXES else [contest.plain(race) for race in races]
         wrong += [f"{axis}: the losses of {one} differ" for race in races for one in race.unequal]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import overload
 
 import torch
@@ -37,9 +37,6 @@ class MasterGroups(Sequence[torch.Tensor]):
     def __getitem__(self, index: int | slice) -> torch.Tensor | list[torch.Tensor]:
         groups = self._optimizer.param_groups[index]
         return _flat(groups) if isinstance(groups, dict) else [_flat(group) for group in groups]
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return (_flat(group) for group in self._optimizer.param_groups)
 
 
 def _flat(group: dict[str, list[torch.nn.Parameter]]) -> torch.Tensor:
