@@ -212,7 +212,8 @@ def transformer(name: str) -> nn.Module:
         )
         return transformers.GPT2LMHeadModel(config)
     if name == "mixtral":
-        config = transformers.MixtralConfig(**base, num_local_experts=4, num_experts_per_tok=2)
+        balance = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+        config = transformers.MixtralConfig(**base, **balance, num_local_experts=4, num_experts_per_tok=2)
         return transformers.MixtralForCausalLM(config)
     if name == "falcon":
         config = transformers.FalconConfig(

@@ -21,6 +21,9 @@ from tests.dist.pipelines import (
     unlike,
 )
 from tests.oracle import relative_error
+from windlass.comm.grid import Grid
+from windlass.parallel.model_shape import from_transformers
+from windlass.parallel.volumes import Work, volumes
 
 BOUND = 1e-6
 _expected = cache(expected)
@@ -87,6 +90,20 @@ def test_only_hidden_states_cross_a_cut_of_a_transformer() -> None:
     width = transformer("llama").config.hidden_size
     once = 4 * tokens * width
     assert found == [{"gradients": once}, {"activations": once, "gradients": once}, {"activations": once}]
+
+
+@pytest.mark.parametrize("setting", [Setting("1f1b", 4), Setting("interleaved", 4, 2)])
+def test_logits_of_routers_go_along_as_the_formula_says(setting: Setting) -> None:
+    found = [one[0].moved for one in run_ranks(steps, 2, "mixtral", [setting], True)]
+    tokens = sum(text(micro)["input_ids"].numel() for micro in range(4))
+    shape = from_transformers(transformer("mixtral").config.to_dict())
+    work = Work(tokens, activation_bytes=4, chunks=setting.each)  # as if in one micro-batch
+    for pipe, moved in enumerate(found):
+        said = {one.what: one.nbytes for one in volumes(shape, Grid(pp=2), work, pipe) if one.axis == "pp"}
+        logits, back = said.get("logits of routers", 0), said.get("gradients of logits of routers", 0)
+        assert bool(logits) == (pipe == 1 or setting.each == 2) and bool(back) == (pipe == 0 or setting.each == 2)
+        assert moved.get("activations", 0) == said.get("activations", 0) + logits
+        assert moved.get("gradients", 0) == said.get("gradients of activations", 0) + back
 
 
 def test_shapes_are_told_once_for_each_shape_of_a_micro_batch() -> None:

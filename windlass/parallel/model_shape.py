@@ -28,6 +28,7 @@ class ModelShape:
         tied: the head is the embedding.
         experts: of a layer; 0: one feed-forward network.
         chosen: experts that each token goes to.
+        balanced: there is a loss over the routers of all layers.
     """
 
     hidden: int
@@ -41,6 +42,7 @@ class ModelShape:
     tied: bool = False
     experts: int = 0
     chosen: int = 0
+    balanced: bool = False
 
     def __post_init__(self) -> None:
         for name in ("hidden", "layers", "heads", "vocabulary"):
@@ -153,6 +155,7 @@ def from_transformers(config: Mapping[str, Any]) -> ModelShape:
         tied=bool(config.get("tie_word_embeddings", True)),
         experts=experts,
         chosen=first("num_experts_per_tok", "top_k", default=2) if experts else 0,
+        balanced=bool(experts and config.get("output_router_logits")),
     )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from windlass.comm.grid import Grid
 from windlass.parallel.model_shape import ModelShape
@@ -68,6 +69,8 @@ def volumes(model: ModelShape, grid: Grid, work: Work, pipe: int = 0) -> list[Vo
     ends = (pipe == 0, pipe == grid.pp - 1)
     found += tensor_volumes(layers, shared, tokens, grid.tp, work, *ends, chosen=model.chosen)
     found += pipeline_volumes(shared, grid.pp, work, *ends)
+    if model.balanced:
+        found += router_volumes(model, tokens * work.activation_bytes, grid.pp, work, pipe)
     found += sequence_volumes(model, layers, grid.sp, grid.tp, work)
     if model.experts:
         found += expert_volumes(layers, tokens * model.chosen, model.hidden, grid.ep, work)
@@ -168,6 +171,22 @@ def pipeline_volumes(shared: int, ranks: int, work: Work, first: bool, last: boo
         before, after = work.chunks - int(first), work.chunks - int(last)
         yield Volume("pp", "pass_on", "activations", before * shared * work.micro_batches)
         yield Volume("pp", "pass_on", "gradients of activations", after * shared * work.micro_batches)
+
+
+def router_volumes(model: ModelShape, each: int, ranks: int, work: Work, pipe: int) -> Iterable[Volume]:
+    """What the loss that balances the routers of all layers adds where these lie on several stages: their logits, one
+    for each expert and token, go along with activations to the last stage.
+
+    Args:
+        each: bytes of one expert's logits of one layer, for a micro-batch.
+    """
+    parts = ranks * work.chunks
+    before = list(accumulate((layers_here(model.layers, parts, part) for part in range(parts)), initial=0))
+    mine = range(pipe, parts, ranks)
+    once = each * model.experts * work.micro_batches
+    yield Volume("pp", "pass_on", "logits of routers", once * sum(before[part] for part in mine))
+    back = sum(before[part + 1] for part in mine if part + 1 < parts)
+    yield Volume("pp", "pass_on", "gradients of logits of routers", once * back)
 
 
 def sequence_volumes(model: ModelShape, layers: int, ranks: int, tensor: int, work: Work) -> Iterable[Volume]:

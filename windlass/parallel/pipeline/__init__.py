@@ -1,7 +1,7 @@
 """Layers spread over the ranks along pp.
 
 Reading order. Arithmetic alone: action, schedule, simulation, programs, balance. A rank's stages: stage; here, specs,
-row, module; absent, tracing, timing, cut; leftovers, apply. What runs: parcel, passing, split, run, shared.
+row, module; absent, routers, tracing, timing, cut; leftovers, apply. What runs: parcel, passing, split, run, shared.
 """
 
 from windlass.parallel.pipeline.apply import apply_pipeline_parallel, stages_of

@@ -1,10 +1,10 @@
 """Cuts an unmodified causal language model into stages: each keeps its layers, and its own forward runs on every rank.
 
 [Note: one forward on every stage] Masks, positions and rotary embeddings are computed on every stage, from the
-micro-batch that all ranks of a pipeline read alike; only hidden states cross a cut. Where a module of another stage
-would be, something stands that has no parameters (`absent`). The first stage looks tokens up, the last one has norm,
-head and loss. Names in the state dict are those of the whole model: an embedding that is also the head has both of them
-in the first stage and in the last.
+micro-batch that all ranks of a pipeline read alike; only hidden states cross a cut, and logits of routers where a loss
+is over those of all layers (`routers`). Where a module of another stage would be, something stands that has no
+parameters (`absent`). The first stage looks tokens up, the last one has norm, head and loss. Names in the state dict
+are those of the whole model: an embedding that is also the head has both of them in the first stage and in the last.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch import nn
 from windlass.base.errors import ConfigError, ModelError
 from windlass.parallel.pipeline.absent import AbsentInput, AbsentLayer, AbsentOutput, Now, name_too
 from windlass.parallel.pipeline.balance import cut, weights_of
+from windlass.parallel.pipeline.routers import Heard, hearing
 from windlass.parallel.pipeline.stage import Ended
 from windlass.parallel.pipeline.tracing import Plan, plan_of, undisturbed
 from windlass.parallel.sequence.apply import sequence_parallel_of
@@ -68,13 +69,14 @@ class CutModel:
         last = stage == self.count - 1
         if not (last and loss):
             arguments.pop("labels", None)
-        with self._arranged(stage, given):
+        hidden, before = given if isinstance(given, tuple) else (given, ())
+        with self._arranged(stage, hidden), hearing(Heard(before, self.plan.routers if last else 0)) as heard:
             output = call(**self._own_share(arguments, last))
             passed = self._now.passed
         if not last:
             if passed is None:
                 raise ModelError(f"the forward of stage {stage} ended without a call of layer {self.bounds[stage + 1]}")
-            return passed
+            return (passed, heard.logits) if heard.logits else passed
         return Ended(_loss_of(output, batch) if loss else None, output)
 
     def _own_share(self, arguments: dict[str, Any], last: bool) -> dict[str, Any]:

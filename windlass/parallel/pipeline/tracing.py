@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch import nn
 
 from windlass.base.errors import ModelError
 from windlass.parallel.pipeline.absent import Form, Rule, first_tensor, formed, hidden_of
+from windlass.parallel.pipeline.routers import Heard, hearing, listen
 
 _ROWS, _TOKENS = 2, 3
 
@@ -36,6 +37,7 @@ class Plan:
         everywhere: those that are not called; whoever wants their parameters may want them on any stage.
         arguments: with which the forward was looked at.
         hidden: what the first layer was given then.
+        routers: whose logits a loss may be over.
     """
 
     path: str
@@ -46,6 +48,7 @@ class Plan:
     everywhere: list[str] = field(default_factory=list)
     arguments: dict[str, Any] = field(default_factory=dict, repr=False)
     hidden: torch.Tensor = field(default_factory=lambda: torch.empty(0), repr=False)
+    routers: int = 0
 
 
 class _Impossible(Exception):
@@ -92,16 +95,14 @@ def plan_of(model: nn.Module, sample: Mapping[str, Any] | None = None) -> Plan:
     config = getattr(model, "config", None)
     if getattr(config, "is_encoder_decoder", False):
         raise ModelError(_refusal(model, {}, "it has an encoder and a decoder, which are two rows of layers"))
-    if getattr(config, "output_router_logits", False):
-        reason = "config.output_router_logits asks for a loss over the routers of all layers; set it False"
-        raise ModelError(_refusal(model, {}, reason))
     for name in ("layerdrop", "layer_drop"):
         if getattr(config, name, 0):
             raise ModelError(_refusal(model, {}, f"config.{name} leaves layers out by chance; set it 0"))
+    routers = listen(model)
     reasons: dict[str, str] = {}
     for path, layers in _candidates(model):
         try:
-            return _traced(model, path, layers, sample)
+            return replace(_traced(model, path, layers, sample), routers=routers)
         except _Impossible as reason:
             reasons[f"{path} ({len(layers._modules)} of {type(next(layers.children())).__name__})"] = str(reason)
     raise ModelError(_refusal(model, reasons, "" if reasons else "it has none"))
@@ -243,8 +244,8 @@ def _rule(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Rule | 
 
 @contextmanager
 def undisturbed(model: nn.Module, learning: list[nn.Module]) -> Iterator[None]:
-    """For a forward that leaves no traces: in evaluation mode, with random numbers put back. Parameters of `learning`
-    need gradients meanwhile, so that it shows what depends on them."""
+    """For a forward that leaves no traces: in evaluation mode, with random numbers put back and no loss over routers.
+    Parameters of `learning` need gradients meanwhile, so that it shows what depends on them."""
     modes = [(module, module.training) for module in model.modules()]
     own = [p for module in learning for p in module.parameters(recurse=False)]
     frozen = [p for p in own if p.is_floating_point() and not p.requires_grad]
@@ -253,7 +254,7 @@ def undisturbed(model: nn.Module, learning: list[nn.Module]) -> Iterator[None]:
         model.eval()
         for parameter in frozen:
             parameter.requires_grad_(True)
-        with torch.random.fork_rng(devices), torch.enable_grad():
+        with torch.random.fork_rng(devices), torch.enable_grad(), hearing(Heard()):
             yield
     finally:
         for parameter in frozen:

@@ -32,7 +32,16 @@ _GPT: dict[str, Any] = {"vocab_size": 40, "n_embd": 16, "n_layer": 4, "n_head": 
 _GPT |= {"bos_token_id": 0, "eos_token_id": 0, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 _FAMILIES: dict[str, dict[str, Any]] = {
     "llama": _LLAMA,
-    "mixtral": {**_LLAMA, "num_local_experts": 4},
+    "mixtral": {**_LLAMA, "num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 0.7},
+    "qwen2_moe": {
+        **_LLAMA,
+        "num_experts": 4,
+        "moe_intermediate_size": 8,
+        "shared_expert_intermediate_size": 8,
+        "mlp_only_layers": [0, 1],  # the first of two stages has no router
+        "output_router_logits": True,
+        "router_aux_loss_coef": 0.7,
+    },
     "gemma2": {**_LLAMA, "head_dim": 4, "attention_dropout": 0.0},
     "gemma3_text": {**_LLAMA, "head_dim": 4},
     "qwen3_moe": {**_LLAMA, "num_experts": 4, "moe_intermediate_size": 8, "num_experts_per_tok": 2, "head_dim": 4},
@@ -93,6 +102,25 @@ def _in_stages(model: nn.Module, ranks: int, each: int, batch: Any) -> tuple[lis
         found = cuts[stage % ranks]
         given = found.run(found.model, stage, given, batch)
     return cuts, given
+
+
+def test_a_batch_may_ask_for_the_loss_over_routers() -> None:
+    model = _model("qwen3_moe", router_aux_loss_coef=0.9)
+    without = model(**_batch()).loss
+    wanted = model(**_batch(), output_router_logits=True)
+    assert wanted.loss > 1.1 * without
+    for batch, expected in ((_batch(), without), ({**_batch(), "output_router_logits": True}, wanted.loss)):
+        _, ended = _in_stages(model, 2, 1, batch)
+        assert torch.allclose(ended.loss, expected, rtol=1e-6)
+    assert torch.allclose(ended.output.aux_loss, wanted.aux_loss, rtol=1e-6)
+
+
+def test_a_loss_over_some_of_the_routers_is_none() -> None:
+    model = _model("mixtral")
+    part = cut_model(copy.deepcopy(model), 1, 2)
+    hidden = torch.randn(2, 7, 16)
+    with pytest.raises(ModelError, match="over 4 of them, and the logits of 2 came to the last stage"):
+        part.run(part.model, 1, hidden, _batch())
 
 
 @pytest.mark.parametrize("family", _FAMILIES)
@@ -262,8 +290,10 @@ def test_models_that_can_not_be_cut_say_why() -> None:
         cut_model(T5ForConditionalGeneration(small), 0, 2)
     with pytest.raises(ModelError, match="Linear can't be cut into stages: .*: it has none"):
         cut_model(nn.Linear(2, 2), 0, 2)
-    with pytest.raises(ModelError, match="output_router_logits asks for a loss over the routers of all layers"):
-        cut_model(_model("mixtral", output_router_logits=True), 0, 2)
+    unheard = _model("llama")
+    unheard.config.output_router_logits = True
+    with pytest.raises(ModelError, match="output_router_logits asks for a loss over the routers of all layers, and it"):
+        cut_model(unheard, 0, 2)
     with pytest.raises(ModelError, match="layerdrop leaves layers out by chance"):
         cut_model(_model("opt", layerdrop=0.1), 0, 2)
     with pytest.raises(ConfigError, match=r"4 layers \(model.layers\) for 6 stages \(3 ranks, 2 on each\).* at most 2"):

@@ -1,0 +1,73 @@
+"""The seam at which the loss that balances the routers of a model of transformers is computed.
+
+Such a model puts the logits of all its routers, `[tokens, experts]` of each, through one function of its module. It is
+replaced, once a module, by an object that asks whoever cut the model what to do with the logits first: a stage of a
+pipeline sends its own on (`pipeline/routers`), a part of a sequence is put together with the others
+(`sequence/routers`). Where nobody says anything it is the function.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+NAME = "load_balancing_loss_func"
+Logits = tuple[torch.Tensor, ...]
+
+Collected = Callable[[Logits], Logits | None]
+"""Given the logits that this forward heard, those that the loss is of; None: another stage computes it."""
+
+Joined = Callable[[Logits, torch.Tensor | None], tuple[Logits, torch.Tensor | None]]
+"""Given the logits and the attention mask of a part of the tokens, those of all."""
+
+
+class RouterLoss:
+    """Stands for `load_balancing_loss_func`.
+
+    Args:
+        function: of gate_logits first, and attention_mask among the others.
+
+    Attributes:
+        collect: set by who cuts models into stages.
+        join: set by who cuts sequences.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        self.collect: Collected | None = None
+        self.join: Joined | None = None
+        self._signature = inspect.signature(function)
+        functools.update_wrapper(self, function)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As the function; 0 where another stage computes it."""
+        bound = self._signature.bind(*args, **kwargs)
+        first = next(iter(self._signature.parameters))
+        logits = bound.arguments[first]
+        if self.collect is not None and (logits is None or isinstance(logits, tuple)):
+            logits = self.collect(logits or ())
+            if logits is None:
+                return torch.zeros(())
+        if self.join is not None and isinstance(logits, tuple) and logits:
+            logits, mask = self.join(logits, bound.arguments.get("attention_mask"))
+            if mask is not None:
+                bound.arguments["attention_mask"] = mask
+        bound.arguments[first] = logits
+        return self.function(*bound.args, **bound.kwargs)
+
+
+def router_loss_of(model: Any) -> RouterLoss | None:
+    """What stands for the function in the module that defines `model`; None where there is none."""
+    module = sys.modules[type(model).__module__]
+    function = getattr(module, NAME, None)
+    if function is None:
+        return None
+    if not isinstance(function, RouterLoss):
+        function = RouterLoss(function)
+        setattr(module, NAME, function)
+    return function
