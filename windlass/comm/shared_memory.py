@@ -191,7 +191,7 @@ class Counters:
             waited = time.monotonic() - start
             if waited > 0.002:
                 pause = min(0.001, waited / 64)
-            time.sleep(pause)
+            os.sched_yield() if pause == 0.0 else time.sleep(pause)
             if waited - checked > 0.5:
                 checked = waited
                 self._check_peers(counter, value, what, waited)

@@ -8,6 +8,7 @@ accelerator is CUDA's, and that devices are numbered as local ranks are (devices
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -161,6 +162,7 @@ def main(out: Path, cases: list[Case]) -> None:
     """Run all cases; rank 0 writes what they told."""
     told = {}
     for case in cases:
+        gc.freeze()  # what is there stays; accelerate collects garbage often, and walking through all imports takes long
         told[case.name] = train(case, out)
         folder = out / f"{case.name}-{case.ranks}"
         if case.config is not None and case.config.get("checkpoint") and os.environ.get("RANK", "0") == "0":
