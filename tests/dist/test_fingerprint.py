@@ -52,7 +52,7 @@ def one_bit(value: torch.Tensor) -> torch.Tensor:
 def after_changes(layout: Layout, folder: str) -> dict[str, str]:
     """The fingerprint after one bit of each tensor was changed, and back again."""
     import windlass
-    from windlass.zero.values import state_keys
+    from windlass.zero.wholes import whole_states
 
     row = Row(layout, layout, "frozen", micro_batches=2)
     engine = engine_for(row, layout, folder, 0)
@@ -63,7 +63,7 @@ def after_changes(layout: Layout, folder: str) -> dict[str, str]:
         windlass.zero.set_full_param(parameter, one_bit(value))
         found[name] = engine.fingerprint()
         windlass.zero.set_full_param(parameter, value)
-        for key in state_keys(parameter) if parameter.requires_grad else ():
+        for key in whole_states(parameter) if parameter.requires_grad else ():
             state = windlass.zero.full_state(parameter, key)
             assert state is not None
             windlass.zero.set_full_state(parameter, key, one_bit(state.float()))

@@ -124,13 +124,12 @@ def steps(engine: Any, case: Case, first: int, last: int) -> list[float]:
 
 def snapshot(engine: Any) -> dict[str, Any]:
     """Whole masters and optimizer states, and all that is counted."""
-    from windlass.zero import full_state
-    from windlass.zero.values import state_keys
+    from windlass.zero.wholes import whole_states
 
     found: dict[str, Any] = {f"param {name}": value for name, value in whole_params(engine.module).items()}
     for name, parameter in engine.module.named_parameters():
         if parameter.requires_grad:
-            found |= {f"{key} {name}": full_state(parameter, key) for key in state_keys(parameter)}
+            found |= {f"{key} {name}": torch.as_tensor(value) for key, value in whole_states(parameter).items()}
     found["counts"] = torch.tensor([engine.global_steps, engine.micro_steps, engine.loss_scale(), *engine.get_lr()])
     return found
 

@@ -11,8 +11,8 @@ from windlass.base.errors import ModelError, WindlassError
 from windlass.optim.elementwise import prefer_fused
 from windlass.zero.sharded import ShardedModel
 from windlass.zero.update import check_parameters
-from windlass.zero.values import set_plain_state, state_keys
-from windlass.zero.wholes import set_full_state, whole_state
+from windlass.zero.values import set_plain_state
+from windlass.zero.wholes import set_full_state, whole_states
 
 _OWN = ("fused", "foreach")  # of a group: how it is computed, which this run decides by itself
 
@@ -91,7 +91,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             numbers = []
             for parameter in group["params"]:
-                found = {key: whole_state(parameter, key) for key in state_keys(parameter)}
+                found = whole_states(parameter)
                 if found:
                     state[number] = found
                 numbers.append(number)

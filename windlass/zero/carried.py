@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from windlass.zero.registry import require
-from windlass.zero.values import part_param, part_state, set_part_param, set_part_state, set_plain_state, state_keys
+from windlass.zero.values import part_param, part_states, set_part_param, set_part_state, set_plain_state
 
 if TYPE_CHECKING:
     from windlass.zero.sharded import ShardedModel
@@ -40,9 +40,7 @@ class Carried:
                 group = unit.family.mesh.data
                 for parameter in unit.parameters if model.masters.of(unit) else ():
                     owner = len(self._parcels) % group.size
-                    parcel = _Parcel(part_param(parameter))
-                    for key in state_keys(parameter):
-                        parcel.states[key] = part_state(parameter, key)
+                    parcel = _Parcel(part_param(parameter), part_states(parameter))
                     for average in self._averages:
                         if average.updates:
                             parcel.averages[average.name] = average.part_param(parameter)

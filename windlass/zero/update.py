@@ -23,6 +23,7 @@ from windlass.zero.chunk import Chunk, Tenancy, batches
 from windlass.zero.layout import Piece
 from windlass.zero.masters import Masters
 from windlass.zero.turn import Turn
+from windlass.zero.unit import Unit
 
 
 class Segment:
@@ -104,9 +105,9 @@ class ElementwiseUpdate:
         native = isinstance(self._inner, CPUOptimizer) and type(self._inner) is not type(self.optimizer)
         return native and (dtype != torch.float32 or home is Home.DEVICE)
 
-    def tenancies(self) -> Iterator[Tenancy]:
-        """Whose optimizer states this rank has: one for each piece that it steps."""
-        for chunk in self.chunks:
+    def tenancies(self, unit: Unit | None = None) -> Iterator[Tenancy]:
+        """Whose optimizer states this rank has, of one unit or all: one for each piece that it steps."""
+        for chunk in self.chunks if unit is None else self._masters.of(unit):
             for segment in self._of_chunk[id(chunk)]:
                 piece = segment.piece
                 shape = torch.Size([piece.numel])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -73,19 +74,32 @@ def part_grad(parameter: nn.Parameter) -> torch.Tensor | None:
     return whole.div_(model.loss_scale())
 
 
-def part_state(parameter: nn.Parameter, key: str) -> Any:
-    """The optimizer state `key`, a tensor or what else the rule keeps (a number, a name, a list); None before the first
-    step."""
+def part_states(parameter: nn.Parameter, *wanted: str) -> dict[str, Any]:
+    """The whole optimizer states of these names, or all that any rank has: tensors, or what else the rule keeps (a
+    number, a name, a list). Empty before the first step."""
     place = _finished(parameter)
-    found: list[Any] = [None] * place.unit.family.group.size
     with place.model.masters.at_hand([place.unit], among=_among(place)):
-        mine = [
-            (start, value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value)
-            for start, _, state in _state(place)
-            if (value := _read(place, state, key)) is not None
-        ]
-    dist.all_gather_object(found, mine, group=place.unit.family.group.process_group)
-    parts = sorted((part for entry in found for part in entry), key=lambda part: part[0])
+        mine = [(start, _told(place, state, wanted)) for start, _, state in _state(place)]
+    found: list[list[tuple[int, dict[str, Any]]]] = [mine]
+    group = place.unit.family.group
+    if group.size > 1:
+        found = [[]] * group.size
+        dist.all_gather_object(found, mine, group=group.process_group)
+    keys = dict.fromkeys(key for entry in found for _, values in entry for key in values)
+    return {key: _put_together(place, key, found) for key in keys}
+
+
+def _told(place: Place, state: dict[str, Any], wanted: Collection[str]) -> dict[str, Any]:
+    """What peers are told of one piece's state: what was asked for, or all but the scales of codes."""
+    scales = [f"{key}_scale" for key in _coded(place)]
+    read = {key: _read(place, state, key) for key in wanted or state if key in state and (wanted or key not in scales)}
+    return {key: one.detach().cpu().clone() if isinstance(one, torch.Tensor) else one for key, one in read.items()}
+
+
+def _put_together(place: Place, key: str, found: list[list[tuple[int, dict[str, Any]]]]) -> Any:
+    """One state of what every rank has of it, by where it starts in the parameter."""
+    of_ranks = [[(at, values[key]) for at, values in entry if values.get(key) is not None] for entry in found]
+    parts = sorted((part for entry in of_ranks for part in entry), key=lambda part: part[0])
     if not parts:
         return None
     shape = place.unit.shapes[place.index]
@@ -99,24 +113,13 @@ def part_state(parameter: nn.Parameter, key: str) -> Any:
     if isinstance(place.model.update, WholeUpdate):  # its owner has all of it, whatever it is
         return first.to(place.model.device)
     if not place.model.policy.state:
-        parts = found[0]
+        parts = of_ranks[0]
     if sum(value.numel() for _, value in parts) != shape.numel():
         raise ModelError(
             f"state {key!r} of {place.name!r} belongs to pieces of it and has no whole (scales of 8-bit states, say); "
             "use another state_dtype where optimizer states are to be read whole"
         )
     return torch.cat([value.reshape(-1) for _, value in parts]).view(shape).to(place.model.device)
-
-
-def state_keys(parameter: nn.Parameter) -> list[str]:
-    """Names of the optimizer states that any rank has of `parameter`."""
-    place = _finished(parameter)
-    scales = {f"{key}_scale" for key in _coded(place)}
-    with place.model.masters.at_hand([place.unit], among=_among(place)):
-        mine = [key for _, _, state in _state(place) for key in state if key not in scales]
-    found: list[list[str]] = [[]] * place.unit.family.group.size
-    dist.all_gather_object(found, mine, group=place.unit.family.group.process_group)
-    return list(dict.fromkeys(key for keys in found for key in keys))
 
 
 def set_part_param(parameter: nn.Parameter, value: torch.Tensor) -> None:
@@ -170,7 +173,7 @@ def set_part_state(parameter: nn.Parameter, key: str, value: torch.Tensor) -> No
 
 
 def set_plain_state(parameter: nn.Parameter, key: str, value: Any) -> None:
-    """Set the optimizer state `key` to something that is no tensor, as `part_state` gave it."""
+    """Set the optimizer state `key` to something that is no tensor, as `part_states` gave it."""
     place = _updated(parameter)
     if isinstance(value, int | float) and isinstance(place.model.update, ElementwiseUpdate):
         value = torch.tensor(float(value))  # old checkpoints of torch have plain counts, which its rules no longer take
@@ -319,8 +322,8 @@ def _state(place: Place) -> list[tuple[int, int, dict[str, Any]]]:
         return []
     return [
         (tenancy.start, tenancy.stop, update.residence.states[tenancy.tenant])
-        for tenancy in update.tenancies()
-        if tenancy.chunk.unit is place.unit and tenancy.index == place.index
+        for tenancy in update.tenancies(place.unit)
+        if tenancy.index == place.index
     ]
 
 

@@ -25,6 +25,7 @@ from windlass.zero.chunk import Chunk, Tenancy, batches
 from windlass.zero.family import Family
 from windlass.zero.residence import Residence
 from windlass.zero.turn import Turn
+from windlass.zero.unit import Unit
 from windlass.zero.update import clone_optimizer, formats_of, state_dtype
 
 
@@ -110,12 +111,12 @@ class WholeUpdate:
         """As `ElementwiseUpdate.refuses`."""
         return False
 
-    def tenancies(self) -> Iterator[Tenancy]:
+    def tenancies(self, unit: Unit | None = None) -> Iterator[Tenancy]:
         """As `ElementwiseUpdate.tenancies`; an owner has the whole of a parameter's state, in the parameter's shape."""
         for owned in self.owned:
-            if owned.here:
-                unit = owned.chunk.unit
-                numel, shape = unit.layout.numels[owned.index], unit.shapes[owned.index]
+            of = owned.chunk.unit
+            if owned.here and (unit is None or unit is of):
+                numel, shape = of.layout.numels[owned.index], of.shapes[owned.index]
                 yield Tenancy(owned.chunk, owned.tensor, owned.index, 0, numel, shape)
 
     def formats(self) -> dict[int, dict[str, Format]]:

@@ -37,13 +37,18 @@ def full_grad(parameter: nn.Parameter) -> torch.Tensor | None:
 
 def full_state(parameter: nn.Parameter, key: str) -> torch.Tensor | None:
     """The whole optimizer state `key` (`exp_avg`, `momentum_buffer`, `step`, ...); None before the first step."""
-    found = whole_state(parameter, key)
+    found = whole_states(parameter, key).get(key)
     return found if found is None or isinstance(found, torch.Tensor) else torch.tensor(found)
 
 
-def whole_state(parameter: nn.Parameter, key: str) -> Any:
-    """As `full_state`, but what a rule keeps that is no tensor (a number, a name, a list) is given as it is."""
-    found, place = values.part_state(parameter, key), require(parameter)
+def whole_states(parameter: nn.Parameter, *keys: str) -> dict[str, Any]:
+    """The whole optimizer states of these names, or all there are; what a rule keeps that is no tensor (a number, a
+    name, a list) is given as it is."""
+    place = require(parameter)
+    return {key: _whole(place, value) for key, value in values.part_states(parameter, *keys).items()}
+
+
+def _whole(place: Place, found: Any) -> Any:
     if isinstance(found, torch.Tensor) and tuple(found.shape) == _placement(place).local_shape and found.dim():
         return _joined(place, found)
     return found

@@ -167,7 +167,7 @@ def main(out: Path, cases: list[dict[str, Any]]) -> None:
     """Run all; rank 0 writes what they told."""
     told = {}
     for given in cases:
-        gc.freeze()  # what is there stays; accelerate collects garbage often, and walking through all imports takes long
+        gc.freeze()  # accelerate collects garbage often, and walking through all imports takes long
         two = given.pop("two", False)
         case = Case(**given)
         told[case.name] = (run_two if two else run)(case, out)

@@ -180,7 +180,7 @@ def main(out: Path, cases: list[Case]) -> None:
     """Run all cases; rank 0 writes what they told, and what the saved adapters are."""
     told: dict[str, dict[str, Any]] = {}
     for case in cases:
-        gc.freeze()  # what is there stays; accelerate collects garbage often, and walking through all imports takes long
+        gc.freeze()  # accelerate collects garbage often, and walking through all imports takes long
         AcceleratorState._reset_state(reset_partial_state=True)
         unset_hf_deepspeed_config()
         folder = out / f"{case.name}-{case.ranks}"

@@ -162,7 +162,7 @@ def main(out: Path, cases: list[Case]) -> None:
     """Run all cases; rank 0 writes what they told."""
     told = {}
     for case in cases:
-        gc.freeze()  # what is there stays; accelerate collects garbage often, and walking through all imports takes long
+        gc.freeze()  # accelerate collects garbage often, and walking through all imports takes long
         told[case.name] = train(case, out)
         folder = out / f"{case.name}-{case.ranks}"
         if case.config is not None and case.config.get("checkpoint") and os.environ.get("RANK", "0") == "0":

@@ -149,7 +149,7 @@ def main(out: Path, cases: list[Case]) -> None:
     """Run all cases; rank 0 writes what they told."""
     told = {}
     for case in cases:
-        gc.freeze()  # what is there stays; accelerate collects garbage often, and walking through all imports takes long
+        gc.freeze()  # accelerate collects garbage often, and walking through all imports takes long
         told[case.name] = train(case, out)
         gc.collect()
     if os.environ.get("RANK", "0") == "0":

@@ -126,7 +126,7 @@ def arguments(case: Case, out: Path, steps: int) -> TrainingArguments:
 
 def train(case: Case, out: Path, start: Path) -> dict[str, Any]:
     """Run a case; losses by step, and what else it asks for."""
-    gc.freeze()  # what is there stays; accelerate collects garbage often, and walking through all imports takes long
+    gc.freeze()  # accelerate collects garbage often, and walking through all imports takes long
     AcceleratorState._reset_state(reset_partial_state=True)
     set_seed(3)
     losses = Losses()
