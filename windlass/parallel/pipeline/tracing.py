@@ -98,6 +98,10 @@ def plan_of(model: nn.Module, sample: Mapping[str, Any] | None = None) -> Plan:
     for name in ("layerdrop", "layer_drop"):
         if getattr(config, name, 0):
             raise ModelError(_refusal(model, {}, f"config.{name} leaves layers out by chance; set it 0"))
+    for path, module in model.named_modules():
+        if getattr(module, "is_kv_shared_layer", False):
+            reason = f"{path} computes with keys and values that an earlier layer left, which may be on another stage"
+            raise ModelError(_refusal(model, {}, reason))
     routers = listen(model)
     reasons: dict[str, str] = {}
     for path, layers in _candidates(model):

@@ -45,6 +45,14 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "gemma2": {**_LLAMA, "head_dim": 4, "attention_dropout": 0.0},
     "gemma3_text": {**_LLAMA, "head_dim": 4},
     "qwen3_moe": {**_LLAMA, "num_experts": 4, "moe_intermediate_size": 8, "num_experts_per_tok": 2, "head_dim": 4},
+    "gemma4_text": {
+        **_LLAMA,
+        "head_dim": 4,
+        "global_head_dim": 4,
+        "hidden_size_per_layer_input": 0,
+        "num_kv_shared_layers": 0,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
     "cohere": _LLAMA,
     "gpt2": _GPT,
     "gpt_neox": {**_LLAMA, "attention_dropout": 0.0, "hidden_dropout": 0.0},
@@ -294,6 +302,9 @@ def test_models_that_can_not_be_cut_say_why() -> None:
     unheard.config.output_router_logits = True
     with pytest.raises(ModelError, match="output_router_logits asks for a loss over the routers of all layers, and it"):
         cut_model(unheard, 0, 2)
+    shares = _model("gemma4_text", num_kv_shared_layers=2)
+    with pytest.raises(ModelError, match=r"layers.2.self_attn computes with keys and values that an earlier layer left"):
+        cut_model(shares, 0, 2)
     with pytest.raises(ModelError, match="layerdrop leaves layers out by chance"):
         cut_model(_model("opt", layerdrop=0.1), 0, 2)
     with pytest.raises(ConfigError, match=r"4 layers \(model.layers\) for 6 stages \(3 ranks, 2 on each\).* at most 2"):
