@@ -46,7 +46,7 @@ def allowed(row: dict[str, Any]) -> bool:
     return not ("once" in traits and row.get("accumulation", 1) > 1)
 
 
-def recipe_of(row: dict[str, Any]) -> Recipe:
+def recipe_of(row: dict[str, Any], steps: int = 5) -> Recipe:
     """What the row trains."""
     return Recipe(
         ranks=row["ranks"],
@@ -55,6 +55,7 @@ def recipe_of(row: dict[str, Any]) -> Recipe:
         optimizer=row["optimizer"],
         optimizer_params=SGD if row["optimizer"] == "SGD" else adamw(specimen(row["model"]), row["precision"]),
         clipping=row["clipping"],
+        steps=steps,
     )
 
 

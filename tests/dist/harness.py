@@ -17,9 +17,9 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing import get_context
+from multiprocessing import forkserver, get_context
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -128,15 +128,10 @@ def _worker(connection: Connection, log: str, path: list[str]) -> None:
     faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides; it closes the pipe
     sys.path[:] = path
-    gc.disable()  # a fifth of what imports take would go into looking for garbage among them
     import torch
-    import torch._dynamo  # as every optimizer does
-    import torch.distributed  # noqa: F401  (imported once, here, so that no test pays for it)
 
-    import windlass
+    import tests.dist.warm  # noqa: F401  (there already where this was forked)
 
-    windlass.initialize  # noqa: B018  (imported when it is asked for)
-    gc.enable()
     torch.set_num_threads(1)
     modules = 0
     connection.send_bytes(pickle.dumps("ready"))
@@ -172,7 +167,7 @@ def _packed(outcome: Outcome) -> bytes:
 class Worker:
     """One process of the pool and the pipe to it."""
 
-    process: SpawnProcess
+    process: BaseProcess
     connection: Connection
     log: Path
     read: int = 0  # how much of the log earlier jobs wrote
@@ -185,10 +180,14 @@ class Worker:
 
 
 class Pool:
-    """`size` processes that keep torch imported; each job gets its own process group and rendezvous file."""
+    """`size` processes that keep torch imported; each job gets its own process group and rendezvous file.
 
-    def __init__(self, size: int = POOL_SIZE) -> None:
-        self.size = size
+    Args:
+        apart: they share no memory, as ranks of users don't; else they are forked.
+    """
+
+    def __init__(self, size: int = POOL_SIZE, *, apart: bool = False) -> None:
+        self.size, self.apart = size, apart
         self._workers: list[Worker] = []
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
         self._count = 0
@@ -281,14 +280,15 @@ class Pool:
         if self._workers and all(worker.process.is_alive() for worker in self._workers):
             return
         self.close()
-        context = get_context("spawn")
+        context = get_context("spawn" if self.apart else "forkserver")
         with _quiet_environment():
             for index in range(self.size):
                 ours, theirs = context.Pipe()
                 log = Path(self._folder.name) / f"worker-{index}-{self._count}.log"
                 log.touch()
                 process = context.Process(target=_worker, args=(theirs, str(log), list(sys.path)), daemon=True)
-                process.start()
+                with _forked_from(index):
+                    process.start()
                 theirs.close()
                 self._workers.append(Worker(process, ours, log))
         for worker in self._workers:
@@ -313,6 +313,23 @@ class Pool:
         """End the workers for good and remove their logs."""
         self.close()
         self._folder.cleanup()
+
+
+_servers = (forkserver.ForkServer(), forkserver.ForkServer())
+for _server in _servers:
+    _server.set_forkserver_preload(["tests.dist.warm"])
+
+
+@contextlib.contextmanager
+def _forked_from(index: int) -> Any:
+    """Ranks come from two servers in turn: what is forked from one has the same seed of hashes, and the order of a set
+    is to differ between ranks as it does for users."""
+    before = forkserver.connect_to_new_process
+    forkserver.connect_to_new_process = _servers[index % 2].connect_to_new_process
+    try:
+        yield
+    finally:
+        forkserver.connect_to_new_process = before
 
 
 @contextlib.contextmanager

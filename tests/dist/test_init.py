@@ -503,7 +503,7 @@ def test_arguments_that_cannot_be_honoured_are_refused_by_name() -> None:
 
 def fresh_ranks(function: Callable[..., Any], ranks: int, *args: Any, transport: str) -> list[Any]:
     """In processes of their own: those of the warm pool have memory of earlier tests to spare."""
-    pool = Pool(ranks)
+    pool = Pool(ranks, apart=True)
     try:
         return pool.run(function, ranks, *args, env={"WINDLASS_TRANSPORT": transport}, timeout=120)
     finally:

@@ -39,10 +39,11 @@ class Channel:
     def close(self) -> None:
         """Tell the other side that nothing more will come."""
         with self._lock:
-            if not self.closed:
-                self.closed = True
+            self.closed = True
+            descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:  # once: its number may be another file's by now
             with contextlib.suppress(OSError):
-                os.close(self._descriptor)
+                os.close(descriptor)
 
 
 class Lines:

@@ -303,7 +303,9 @@ def test_models_that_can_not_be_cut_say_why() -> None:
     with pytest.raises(ModelError, match="output_router_logits asks for a loss over the routers of all layers, and it"):
         cut_model(unheard, 0, 2)
     shares = _model("gemma4_text", num_kv_shared_layers=2)
-    with pytest.raises(ModelError, match=r"layers.2.self_attn computes with keys and values that an earlier layer left"):
+    with pytest.raises(
+        ModelError, match=r"layers.2.self_attn computes with keys and values that an earlier layer left"
+    ):
         cut_model(shares, 0, 2)
     with pytest.raises(ModelError, match="layerdrop leaves layers out by chance"):
         cut_model(_model("opt", layerdrop=0.1), 0, 2)
