@@ -69,9 +69,8 @@ def moved_by(case: Case) -> tuple[int, Moved]:
     moved = {name: dict(axis.traffic.bytes_moved) for name, axis in engine.mesh.axes.items() if axis.size > 1}
     report = engine.report()
     moved["data"] = dict(report["bytes_moved"])
-    if case.grid.dp_replicate > 1:  # counted in elements, twice: as a reduction and as a gather
-        elements, replicas = report["payload"].get("replicate", 0), case.grid.dp_replicate
-        moved["data"]["replicate"] = elements * case.work.gradient_bytes * (replicas - 1) // replicas
+    if case.grid.dp_replicate == 1:  # sums over tp of what sees a part of a gradient, norms: no formula has them
+        moved["data"].pop("replicate", None)
     pipe = engine.mesh.pp.index
     engine.destroy()
     return pipe, moved

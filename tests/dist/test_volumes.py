@@ -61,15 +61,17 @@ def test_payload_is_exact(row: dict[str, Any]) -> None:
             assert [report["payload_elements"] for report in reports] == [wanted] * 3, name
 
 
-def test_bytes_of_the_data_axis_are_the_formulas(stage: int) -> None:
+@pytest.mark.parametrize(("stage", "replicas"), [*((stage, 1) for stage in range(4)), (1, 2), (2, 2), (3, 2)])
+def test_bytes_of_the_data_axis_are_the_formulas(stage: int, replicas: int) -> None:
     """`parallel.volumes` says what a rank receives; what is sent has its padding too."""
     recipe = Recipe(ranks=4, accumulation=3, optimizer_params=SGD)
-    setting = Setting(stage=stage, transport="gloo", zero=FROZEN_KNOBS)
+    zero = FROZEN_KNOBS + ((("mics_shard_size", 4 // replicas),) if replicas > 1 else ())
+    setting = Setting(stage=stage, transport="gloo", zero=zero)
     for reports in run_ranks(reported, 4, "four_blocks", recipe, setting, 2, transport="gloo"):
         for report in reports:
             padded = elements("four_blocks") + report["padding_elements"]
             work = Work(1, micro_batches=3, stage=stage, parameter_bytes=4)
-            wanted = {one.operation: one.nbytes for one in data_volumes("data", padded, 4, 1, work) if one.nbytes}
+            wanted = {one.operation: one.nbytes for one in data_volumes("data", padded, 4, replicas, work) if one.nbytes}
             assert report["bytes_moved"] == wanted
 
 

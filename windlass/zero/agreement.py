@@ -154,7 +154,8 @@ class Agreement:
 
     def _sum_in_place(self, slot: GradientSlot) -> None:
         values, traffic = slot.read(), slot.unit.transport.traffic
-        self.sum_copies(slot.unit, self.own_part(slot.unit, values))
+        part = self.sum_copies(slot.unit, self.own_part(slot.unit, values))
         slot.write(values)
-        for _ in slot.unit.sums:
-            traffic.add("replicate", 2 * slot.unit.numel // slot.unit.family.group.size, 0)
+        for group in slot.unit.sums:
+            elements = 2 * slot.unit.numel // slot.unit.family.group.size
+            traffic.add("replicate", elements, 2 * part.nbytes * (group.size - 1) // group.size)
