@@ -78,6 +78,7 @@ def test_hello_world_learns_as_plain_pytorch_and_goes_on(tmp_path: Path) -> None
     assert losses(plain)[24] < 0.7 * losses(plain)[1]
 
 
+@pytest.mark.slow
 def test_the_classifier_learns_as_plain_pytorch() -> None:
     """Law: losses of a step and accuracies are plain PyTorch's, at stage 2 on 2 ranks."""
     plain = plainly(CLASSIFIER, *_CLASSIFIER)
