@@ -71,7 +71,8 @@ def test_bytes_of_the_data_axis_are_the_formulas(stage: int, replicas: int) -> N
         for report in reports:
             padded = elements("four_blocks") + report["padding_elements"]
             work = Work(1, micro_batches=3, stage=stage, parameter_bytes=4)
-            wanted = {one.operation: one.nbytes for one in data_volumes("data", padded, 4, replicas, work) if one.nbytes}
+            said = data_volumes("data", padded, 4, replicas, work)
+            wanted = {one.operation: one.nbytes for one in said if one.nbytes}
             assert report["bytes_moved"] == wanted
 
 
