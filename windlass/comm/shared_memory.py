@@ -191,7 +191,10 @@ class Counters:
             waited = time.monotonic() - start
             if waited > 0.002:
                 pause = min(0.001, waited / 64)
-            os.sched_yield() if pause == 0.0 else time.sleep(pause)
+            if pause:
+                time.sleep(pause)
+            else:
+                os.sched_yield()
             if waited - checked > 0.5:
                 checked = waited
                 self._check_peers(counter, value, what, waited)

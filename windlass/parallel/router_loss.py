@@ -62,12 +62,15 @@ class RouterLoss:
 
 
 def router_loss_of(model: Any) -> RouterLoss | None:
-    """What stands for the function in the module that defines `model`; None where there is none."""
-    module = sys.modules[type(model).__module__]
-    function = getattr(module, NAME, None)
-    if function is None:
-        return None
-    if not isinstance(function, RouterLoss):
-        function = RouterLoss(function)
-        setattr(module, NAME, function)
-    return function
+    """What stands for the function in the module that defines `model`, or a class that it is made from; None where
+    there is none."""
+    for kind in type(model).__mro__:
+        module = sys.modules[kind.__module__]
+        function = getattr(module, NAME, None)
+        if isinstance(function, RouterLoss):
+            return function
+        if function is not None:
+            found = RouterLoss(function)
+            setattr(module, NAME, found)
+            return found
+    return None

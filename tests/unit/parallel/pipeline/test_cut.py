@@ -123,6 +123,19 @@ def test_a_batch_may_ask_for_the_loss_over_routers() -> None:
     assert torch.allclose(ended.output.aux_loss, wanted.aux_loss, rtol=1e-6)
 
 
+def test_a_users_class_has_the_loss_of_the_one_it_is_made_from() -> None:
+    from transformers import MixtralForCausalLM
+
+    class Mine(MixtralForCausalLM):
+        pass
+
+    torch.manual_seed(0)
+    model = Mine(_config("mixtral"))
+    wanted = model(**_batch()).loss
+    _, ended = _in_stages(model, 2, 1, _batch())
+    assert torch.allclose(ended.loss, wanted, rtol=1e-6)
+
+
 def test_a_loss_over_some_of_the_routers_is_none() -> None:
     model = _model("mixtral")
     part = cut_model(copy.deepcopy(model), 1, 2)
