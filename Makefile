@@ -28,10 +28,10 @@ help:
 demo: $(VENV)/.demo
 	$(BIN)/windlass train --config examples/demo.json --model tiny --data stdlib --nproc 2 --steps 900 --prompt "def " --out runs/demo --overwrite
 
-# Three at a time on two cores, each with a pool of ranks of its own: ranks wait for one another a third of their time.
-# Who has nothing left takes half of what another has left. (tests/parity has nothing that is quick.)
+# Two at a time, each with a pool of ranks of its own: ranks wait for one another. Who has nothing left takes half of
+# what the other has left. (tests/parity has nothing that is quick.)
 test: $(VENV)/.test
-	$(BIN)/python -m pytest --ignore=tests/parity -n 3 --dist worksteal --durations=20
+	$(BIN)/python -m pytest --ignore=tests/parity -n 2 --dist worksteal --durations=20
 
 check: lint
 	$(BIN)/python -m pytest tests/unit -q -n 2 --dist worksteal

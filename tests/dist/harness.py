@@ -9,7 +9,6 @@ import gc
 import os
 import pickle
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -22,6 +21,8 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+
+from tests.ports import free_port
 
 POOL_SIZE = 4
 START_SECONDS = 120.0  # importing torch on a slow, shared machine
@@ -212,7 +213,7 @@ class Pool:
         self._start()
         self._count += 1
         store = os.path.join(self._folder.name, f"store-{self._count}")
-        port = _free_port()
+        port = free_port()
         ranks = self._workers[:world]
         for rank, worker in enumerate(ranks):
             worker.read = worker.log.stat().st_size
@@ -359,13 +360,6 @@ def _rank_error(failed: list[int], outcomes: dict[int, Outcome], ranks: list[Wor
 
 def _follows(text: str) -> bool:
     return any(words in text for words in ("Connection closed by peer", "Connection reset by peer", "Broken pipe"))
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 _pool: Pool | None = None

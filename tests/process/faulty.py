@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -23,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 import windlass
+from tests.ports import free_port
 from windlass import watchdog
 from windlass.base import log
 
@@ -140,9 +140,7 @@ def run_all(base: Path, runs: list[str]) -> None:
     begin, children = time.monotonic(), {}
     for run in runs:
         (base / run).mkdir()
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         for rank in range(RANKS):
             children[_fork(base / run, run, rank, port)] = (run, rank)
     while children:

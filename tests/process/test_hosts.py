@@ -134,6 +134,8 @@ def test_no_way_to_end_leaves_anything_on_any_host(machines: Machines, tmp_path:
     }
     try:
         until(lambda: all(len(run.pids("rank")) == 2 for run in runs.values()), "ranks start")
+        spoken = [f"[rank {rank} node-".encode() for rank in (0, 1)]
+        until(lambda: all(one in run.err.read_bytes() for run in runs.values() for one in spoken), "ranks are heard")
         begin = time.monotonic()
         for name, way in WAYS.items():
             way.act(runs[name], machines)

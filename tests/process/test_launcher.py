@@ -8,13 +8,14 @@ import os
 import pty
 import re
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from tests.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 RUN = [sys.executable, "-m", "windlass", "run"]
@@ -56,12 +57,6 @@ def told(folder: Path) -> list[dict[str, object]]:
     return [json.loads(path.read_text()) for path in sorted(folder.glob("tells.*"))]
 
 
-def free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
-
-
 def test_output_is_labelled_and_filed(program: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path) -> None:
     done = program(*RUN, "-n", "2", "--log-dir", "logs", "--watch", "script.py", "fail")
     assert done.returncode == 9
@@ -82,7 +77,7 @@ def test_output_is_labelled_and_filed(program: Callable[..., subprocess.Complete
 
 
 def test_the_deepspeed_command(program: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path) -> None:
-    port = free_port()
+    port = str(free_port())
     words = ["--num_gpus", "2", "--master_port", port, "--enable_each_rank_log", "logs", "--save_pid"]
     done = program(*DEEPSPEED, *words, "script.py", "fail", "--local", "x")
     assert done.returncode == 9 and done.stdout == ""
@@ -192,7 +187,7 @@ def _both(tmp_path: Path, *flags: str) -> list[str]:
 @pytest.mark.slow
 def test_nodes_that_start_by_themselves_meet(tmp_path: Path) -> None:
     expected = [f"{rank} {rank % 2} 10.0" for rank in range(4)]
-    assert _both(tmp_path, "--master-addr", "127.0.0.1", "--master-port", free_port()) == expected
+    assert _both(tmp_path, "--master-addr", "127.0.0.1", "--master-port", str(free_port())) == expected
     endpoint = f"127.0.0.1:{free_port()}"
     assert _both(tmp_path, "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", "x") == expected
 
@@ -246,7 +241,7 @@ def test_mpi_starts_ranks(
     (tmp_path / "hosts").write_text("localhost slots=2\n")
     (tmp_path / "meets.py").write_text(MEETS)
     root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "LOCAL_MEANING": "kept"}
-    flags = ["--hostfile", "hosts", "--launcher", launcher, "--force_multi", "--master_port", free_port()]
+    flags = ["--hostfile", "hosts", "--launcher", launcher, "--force_multi", "--master_port", str(free_port())]
     if launcher == "openmpi":
         flags += ["--launcher_args", "--oversubscribe"]
     done = program(*RUN, *flags, "meets.py", environ=root)

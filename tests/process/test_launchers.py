@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
 
 import pytest
+
+from tests.ports import free_port
 
 SCRIPT = """
 import os, torch
@@ -40,9 +41,7 @@ def pods(rank: int) -> dict[str, str]:
 
 @pytest.mark.parametrize("variables", [open_mpi, slurm, pods])
 def test_two_processes_meet(variables: Callable[[int], dict[str, str]]) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1] if variables is not slurm else 29500  # Slurm's is reckoned from the job
+    port = free_port() if variables is not slurm else 29500  # Slurm's is reckoned from the job
     plain = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
     ranks = [
         subprocess.Popen(

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.ports import free_port
 from windlass.cli.main import main
 from windlass.launch.outcome import Outcome
 from windlass.launch.run import LaunchError, launch, start, threads_per_rank
@@ -122,9 +123,7 @@ def test_a_busy_default_port_is_no_obstacle(script: Callable[[str], str], tmp_pa
 
 
 def test_a_chosen_port_is_used(script: Callable[[str], str], tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     assert start([script(REPORT)], 2, master_port=port).code == 0
     assert {report["MASTER_PORT"] for report in reports(tmp_path)} == {str(port)}
 
