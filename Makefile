@@ -2,25 +2,31 @@
 
 PYTHON ?= python3
 VENV := .venv
-NEWEST := .venv-newest
 BIN := $(VENV)/bin
 # What is never imported need not be compiled to bytecode: that saves a good part of the installation's time.
 INSTALL := $(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check -c constraints.txt
-INPUTS := pyproject.toml constraints.txt CMakeLists.txt $(wildcard windlass/kernels/native/*)
+# `make HASHED=1` installs exactly what requirements.lock names, and pip checks the hash of every file. CI does so. Without it a
+# local build of torch, which has another hash than the public one, can be used.
+LOCKED := $(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check --require-hashes --no-deps -r requirements.lock
+INPUTS := pyproject.toml constraints.txt requirements.lock CMakeLists.txt $(wildcard windlass/kernels/native/*)
 
 # Where the environment tells Python to keep no bytecode (images often do), each of the many processes below would compile
 # all that it imports: torch takes three times as long then.
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check lint parity clients-newest bench bench-infinity chaos clean
+.PHONY: help demo test check lint parity fuzz lock clients-newest clients-matrix clients-quick bench bench-infinity chaos clean
 
 help:
 	@echo "make demo    train a small Llama on real text over two ranks; about five minutes with the installation"
 	@echo "make test    every test that needs no GPU and no rival, without the long products"
 	@echo "make check   style, types, import contract, unit tests: what a commit has to pass"
 	@echo "make parity  the full products of the laws (long)"
+	@echo "make fuzz    damaged and forged files for every reader, for an hour (WINDLASS_FUZZ_SECONDS=36000 for ten)"
 	@echo "make clients-newest  tests of transformers, accelerate, peft, trl and lightning, of their newest versions"
+	@echo "make clients-matrix  the same with transformers 4.57, 5.0, 5.8 and the newest (long); clients-5.8.1: one of them"
+	@echo "make clients-quick   one test of the oldest and the newest: what CI adds"
+	@echo "make lock    requirements.lock anew, from pyproject.toml and constraints.txt (needs uv)"
 	@echo "make bench   speed and memory beside plain PyTorch (long)"
 	@echo "make chaos   kills ranks and launchers while they train and save, 50 times (some minutes)"
 	@echo "make bench-infinity  half a billion parameters under a third of the memory that their states take (some minutes)"
@@ -44,19 +50,32 @@ lint: $(VENV)/.dev
 
 parity: $(VENV)/.test
 	$(BIN)/python -m pytest -m slow; slow=$$?; \
-	$(MAKE) clients-newest && exit $$slow
+	$(MAKE) clients-matrix && exit $$slow
 
-# The pins are what is tested at every change; this is what a user gets who installs clients today.
-clients-newest: $(NEWEST)/.test
-	$(NEWEST)/bin/python -m pip list --format=freeze | grep -iE '^(transformers|accelerate|peft|trl|lightning)=='
-	$(NEWEST)/bin/python -m pytest tests/compat -n 2 --dist worksteal
+# `make test` does the same for some seconds. A case that is found is kept, and its seed is told.
+fuzz: export WINDLASS_FUZZ_SECONDS ?= 3600
+fuzz: $(VENV)/.test
+	$(BIN)/python -m pytest tests/fuzz -m "" -s
 
-$(NEWEST)/.test: $(INPUTS)
-	test -x $(NEWEST)/bin/python || $(PYTHON) -m venv $(NEWEST)
-	grep '^torch==' constraints.txt > $(NEWEST)/torch.txt
-	$(NEWEST)/bin/python -m pip install -qq --disable-pip-version-check -c $(NEWEST)/torch.txt torch
-	$(NEWEST)/bin/python -m pip install -qq --disable-pip-version-check -c $(NEWEST)/torch.txt --upgrade -e '.[test]'
+# The pins are what is tested at every change. Each environment below lies over .venv and has of its own what another version of
+# transformers needs, which takes seconds to install. The newest versions are what a user gets who installs clients today.
+clients-newest clients-4.57.6 clients-5.0.0 clients-5.8.1: clients-%: .venv-clients/%/.test
+	.venv-clients/$*/bin/python -m pip list --format=freeze | grep -iE '^(transformers|accelerate|peft|trl|lightning)=='
+	.venv-clients/$*/bin/python -m pytest tests/compat -n 2 --dist worksteal
+
+clients-matrix: clients-4.57.6 clients-5.0.0 clients-5.8.1 clients-newest
+
+# The oldest and the newest, on the few tests of which each starts one run: for CI.
+clients-quick: .venv-clients/4.57.6/.test .venv-clients/newest/.test
+	for version in 4.57.6 newest; do .venv-clients/$$version/bin/python -m pytest -q -m slow tests/compat/test_versions.py || exit 1; done
+
+.venv-clients/%/.test: $(VENV)/.test tools/layered_environment.py
+	$(BIN)/python tools/layered_environment.py $(VENV) $(@D) $(if $(filter newest,$*),--upgrade,transformers==$*)
 	@touch $@
+
+lock:
+	printf 'scikit-build-core>=0.11\nnanobind>=2.4\n' | uv pip compile --quiet --universal --python-version 3.11 --extra dev --generate-hashes --no-annotate \
+	    --custom-compile-command 'make lock' --constraint constraints.txt --output-file requirements.lock pyproject.toml -
 
 bench: $(VENV)/.test
 	$(BIN)/python bench/train.py
@@ -68,16 +87,16 @@ chaos: $(VENV)/.test
 	$(BIN)/python bench/chaos.py
 
 clean:
-	rm -rf $(VENV) $(NEWEST)
+	rm -rf $(VENV) .venv-clients
 
 # torch first and by its exact version: what needs torch then finds it, and no other build is fetched.
 $(VENV)/.torch: $(INPUTS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "windlass needs Python 3.11 or newer; name one: make PYTHON=python3.12 ...")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo 'installing into $(VENV), once'
-	$(INSTALL) torch
+	$(if $(HASHED),$(LOCKED),$(INSTALL) torch)
 	@touch $@
 
 $(VENV)/.demo $(VENV)/.test $(VENV)/.dev: $(VENV)/.%: $(VENV)/.torch
-	$(INSTALL) -e '.[$*]'
+	$(INSTALL) $(if $(HASHED),--no-deps --no-build-isolation )-e '.[$*]'
 	@touch $@

@@ -81,7 +81,7 @@ class Raw:
     def _by_ring(self, write: bool) -> None:
         assert self._ring is not None
         block, start = self._block, self._memory.data_ptr()
-        spans = [(0, i * block, start + i % self._places * block, block) for i in range(self._blocks)]
+        spans = [(0, i * block, start + i % self._places * block, block, 0) for i in range(self._blocks)]
         request = self._ring.submit(write, spans)
         assert request is not None
         while not request.wait(1.0):

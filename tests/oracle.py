@@ -21,6 +21,7 @@ class Recipe:
     `precision`: "fp32", or "bf16" or "fp16" for a 16-bit model with fp32 accumulation and fp32 master weights.
     `delayed_from`: from this step on the model gets what a step made only at the end of the next one; None: at once.
     `finished_after`: steps of those after which it gets that at once all the same.
+    `summed`: a step's gradient is the sum over ranks of each rank's mean over its micro-batches.
     """
 
     ranks: int = 2
@@ -32,6 +33,7 @@ class Recipe:
     clipping: float = 1.0
     delayed_from: int | None = None
     finished_after: tuple[int, ...] = ()
+    summed: bool = False
 
     def delays(self, step: int) -> bool:
         """Whether what this step makes is for the step after the next."""
@@ -104,7 +106,7 @@ def train(
             for rank in range(recipe.ranks):
                 _restore(model, before)
                 losses[rank].append(_micro_batch(model, specimen, recipe, Place(step, micro, rank)))
-                _move_gradients(named, sums, recipe.ranks * recipe.accumulation)
+                _move_gradients(named, sums, recipe.accumulation * (1 if recipe.summed else recipe.ranks))
                 if rank == 0:
                     kept = {name: buffer.clone() for name, buffer in model.named_buffers()}
             _restore(model, kept)
@@ -138,7 +140,8 @@ def _move_gradients(named: list[tuple[str, nn.Parameter]], sums: list[Tensor | N
     for index, (_, parameter) in enumerate(named):
         if parameter.grad is None:
             continue
-        share = parameter.grad.float() / parts
+        gradient = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
+        share = gradient.float() / parts
         total = sums[index]
         sums[index] = share if total is None else total + share
         parameter.grad = None

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from windlass.base.errors import CheckpointError, ModelError
+from windlass.base.json_text import parse_json
+from windlass.base.remote_code import needs_remote_code, remote_code_refused
 from windlass.zero import Init
 from windlass.zero.born_files import header
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
-def from_pretrained(cls: Any, path: str | Path, *, config: Any = None, **kwargs: Any) -> Any:
+def from_pretrained(
+    cls: Any, path: str | Path, *, config: Any = None, trust_remote_code: bool = False, **kwargs: Any
+) -> Any:
     """`cls.from_pretrained(path, **kwargs)`, of which each rank reads only its own part. Collective.
 
     The result is what `windlass.initialize` takes; its values are those of the unsharded call with rank 0's seed, also
@@ -25,11 +28,12 @@ def from_pretrained(cls: Any, path: str | Path, *, config: Any = None, **kwargs:
         config: the configuration that `initialize` will get: dict, path or base64 text. It says where pieces are kept
             (`offload_param`); stage and optimizer do not matter here. The model's own configuration goes by
             `model_config=` here, since this name is taken.
+        trust_remote_code: run Python files that come with the model.
         kwargs: of `cls.from_pretrained`: `dtype`, `ignore_mismatched_sizes`, ...
 
     Raises:
         CheckpointError: a file is missing, cut short or damaged, or a tensor has another shape than in the model.
-        ModelError: `cls` has no `from_pretrained`.
+        ModelError: `cls` has no `from_pretrained`, or the model needs its own code.
     """
     if not callable(getattr(cls, "from_pretrained", None)):
         raise ModelError(f"{cls!r} has no from_pretrained; pass a model class of transformers, as AutoModelForCausalLM")
@@ -41,7 +45,12 @@ def from_pretrained(cls: Any, path: str | Path, *, config: Any = None, **kwargs:
     elif directory.is_absolute() or str(path).startswith("."):
         raise CheckpointError(f"{path} is no directory; name one with config.json and safetensors files")
     with Init(config_dict_or_path=config):
-        return cls.from_pretrained(path, **kwargs)
+        try:
+            return cls.from_pretrained(path, trust_remote_code=trust_remote_code, **kwargs)
+        except ValueError as error:
+            if needs_remote_code(error):
+                raise ModelError(remote_code_refused(path)) from error
+            raise
 
 
 def _check(directory: Path, *, needs_config: bool) -> None:
@@ -59,6 +68,6 @@ def _check(directory: Path, *, needs_config: bool) -> None:
 
 def _files_of(index: Path) -> list[str]:
     try:
-        return sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        return sorted(set(parse_json(index.read_bytes())["weight_map"].values()))
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise CheckpointError(f"{index} is no index of safetensors files ({error}); fetch the model again") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from functools import partial
@@ -19,6 +20,7 @@ from windlass.base.dtypes import parse_dtype
 from windlass.base.errors import ConfigError, ModelError, StorageError
 from windlass.base.freed_memory import freed_memory_returned
 from windlass.base.log import logger, set_level_of_config
+from windlass.base.text import abridged
 from windlass.collectives.comms_log import comms_logger
 from windlass.comm.bootstrap import DEFAULT_TIMEOUT, default_timeout, init_distributed
 from windlass.comm.grid import Grid
@@ -138,6 +140,8 @@ def build(
     settings_of = load(source)
     settings_of.ensure_supported()
     set_level_of_config(settings_of.log_level)
+    if settings_of.comments:
+        logger.info(f"{settings_of.name}: left out as comments: {abridged(settings_of.comments)}")
     if "activation_checkpointing" in settings_of.model_fields_set and not activations.is_configured():
         activations.configure(deepspeed_config=settings_of)
     if dist_init_required is False and not dist.is_initialized():
@@ -152,7 +156,9 @@ def build(
     mpu = mpu if mpu is not None else _mpu_of(model)
     by_script, by_model = _said_by_script(mpu, mesh_param, world), _said_by_model(model)
     axes = settings_of.axes(world, source, {**by_script, **by_model})
-    progress = Progress(settings_of.resolve_batch(world, source, axes))
+    progress = Progress(
+        settings_of.resolve_batch(world, source, axes), managed=settings_of.managed_gradient_accumulation
+    )
     device = local_device()
     _check_hardware(settings_of, device)
     _supersede(model, trained=supersedes)
@@ -359,7 +365,7 @@ def _shard(
     widest = torch.float64 if any(p.dtype == torch.float64 for p in model.parameters()) and not mixed else None
     accumulate = widest or parse_dtype(table.accumulate)
     wire = widest or parse_dtype(table.reduce)
-    before, after = _factors(config, wire, mesh.dense.data.size)
+    before, after = _factors(config, wire, mesh)
     settings = Settings(
         policy=policy,
         rules=Rules(
@@ -368,8 +374,12 @@ def _shard(
             merge_below=zero.merge_below,
             split_above=max(zero.stage3_max_live_parameters, 1 << 20),
             blocks=tuple(zero.blocks or ()),
+            lowered=_lowered(model, config),
         ),
+        lowered_wire=parse_dtype(table.compute) if config.torch_autocast.enabled else None,
         compute=parse_dtype(table.parameter) if mixed else None,
+        master=parse_dtype(table.master) if table.master != "fp32" else None,
+        state=parse_dtype(table.state) if table.master != "fp32" else None,
         accumulate=accumulate,
         wire=wire,
         before=before,
@@ -399,6 +409,27 @@ def _shard(
         if homes.disk is not None:
             homes.disk.close()
         raise
+
+
+def _lowered(model: nn.Module, config: Config) -> frozenset[int]:
+    """Ids of the parameters whose gradients travel in the autocast dtype.
+
+    Raises:
+        ConfigError: a name is that of no class that is imported.
+    """
+    section = config.torch_autocast
+    kinds: set[Any] = set()
+    for name in (section.lower_precision_safe_modules or ()) if section.enabled else ():
+        package, _, own = name.rpartition(".")
+        kind = getattr(sys.modules.get(package), own, None)  # of the model's modules, so it is imported
+        if not isinstance(kind, type):
+            raise ConfigError(
+                f"torch_autocast.lower_precision_safe_modules: {name!r} is no class of an imported module; write the "
+                'full name of a class, such as "torch.nn.Linear"'
+            )
+        kinds.add(kind)
+    modules = [module for module in model.modules() if type(module) in kinds]
+    return frozenset(id(parameter) for module in modules for parameter in module.parameters(recurse=False))
 
 
 def _rebuild(
@@ -482,12 +513,16 @@ def _staging_bytes(config: Config) -> int:
     return min(free, max(_AT_ONCE, state.buffer_count) * zero.sub_group_size * _STAGED)
 
 
-def _factors(config: Config, wire: torch.dtype, world: int) -> tuple[float, float]:
-    """Factors of a gradient before and after the sum over ranks; together 1 / world.
+def _factors(config: Config, wire: torch.dtype, mesh: Mesh) -> tuple[float, float]:
+    """Factors of a gradient before and after the sum over ranks; together 1 / world, or 1 / ranks along sp where
+    gradients are summed (those ranks have the loss of the same sequence).
 
     Sums in 16 bits divide after, unless the configuration says otherwise: small gradients would vanish before. In
     float32 the order is free, and before costs nothing.
     """
+    world = mesh.dense.data.size
+    if config.gradient_allreduce_op == "sum":
+        return mesh.grid.readers / world, 1.0
     divide = config.gradient_predivide_factor
     if config.prescale_gradients:
         return 1.0 / divide if divide != 1.0 else 1.0 / world, divide / world if divide != 1.0 else 1.0

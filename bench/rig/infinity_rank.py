@@ -67,7 +67,7 @@ def main(folder: str) -> None:
         use_cache=False,
     )
     with windlass.zero.Init(config_dict_or_path=config, remote_device="nvme"):
-        model = AutoModelForCausalLM.from_config(llama)
+        model = AutoModelForCausalLM.from_config(llama, trust_remote_code=False)
     (getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable)()
     watch.mark("initialize")
     engine, *_ = windlass.initialize(model=model, config=config)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.dist.pipelines import freeze, is_row, row, row_batch, text, transformer
+from windlass.base.errors import PeerError
 
 STEPS = 3
 
@@ -176,6 +177,83 @@ def train(case: Case) -> Came:
     engine.destroy()
     dist.barrier()
     return came
+
+
+FAULTS = ("forward", "first forward", "backward", "loss", "memory", "loader", "ended", "form", "evaluation")
+"""Where a rank raises what its script catches; each once, between steps that succeed."""
+
+
+class _Hurt(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        raise ValueError("no such gradient")
+
+
+def _broken(engine: Any, case: Case, fault: str, stage: int, batches: list[Any]) -> Any:
+    """Make this rank raise at one micro-batch of the batch to come; returns what undoes it."""
+    calls = 0
+
+    def forward(module: Any, given: Any, output: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if fault in ("forward", "evaluation") and calls == 2:
+            raise ValueError("no such label")
+        if fault == "first forward" and calls == 1:
+            raise ValueError("no such label")
+        if fault == "memory" and calls == 1:
+            raise torch.OutOfMemoryError("out of memory")
+        if fault == "backward" and calls == 2:
+            return _Hurt.apply(output)
+        return None
+
+    if fault == "form" and stage == 0:
+        handle = engine.module.register_forward_hook(lambda module, given, output: (output, 1))
+        return handle.remove
+    if fault in ("loss", "form"):
+        before, engine.module.loss_fn = engine.module.loss_fn, lambda out, y: out
+        return lambda: setattr(engine.module, "loss_fn", before)
+    if fault in ("loader", "ended"):
+        if fault == "ended":
+            batches.clear()
+        else:
+            batches[1] = torch.ones(1)
+        return lambda: None
+    inner = next(module for module in engine.module.modules() if type(module).__name__ == "Block")
+    handle = inner.register_forward_hook(forward)
+    return handle.remove
+
+
+def survive(case: Case, faults: tuple[str, ...], faulty: int) -> tuple[list[list[str]], Came]:
+    """Steps, and before each one a batch that rank `faulty` fails in; every rank catches what it raises."""
+    engine = start(case)
+    _, reader = engine.readers
+    came, told = Came(), []
+    for step in range(STEPS):
+        for fault in faults:
+            batches = [micro_batch(case, 7, micro, reader) for micro in range(case.micros)]
+            undo = _broken(engine, case, fault, engine.stage_id, batches) if dist.get_rank() == faulty else lambda: None
+            try:
+                engine.eval_batch(iter(batches)) if fault == "evaluation" else engine.train_batch(iter(batches))
+                told.append([fault, "nothing", ""])
+            except Exception as error:
+                out = isinstance(error, torch.OutOfMemoryError)
+                kind = "PeerError" if isinstance(error, PeerError) else type(error).__name__
+                text = "\n".join([str(error), *getattr(error, "__notes__", [])])
+                told.append([fault, f"{kind}{' out of memory' * out}", text])
+            undo()
+        batches = [micro_batch(case, step, micro, reader) for micro in range(case.micros)]
+        came.losses.append(float(engine.train_batch(iter(batches))))
+        came.norms.append(float(engine.grad_norm()))
+    batches = [micro_batch(case, STEPS, micro, reader) for micro in range(case.micros)]
+    came.evaluated = float(engine.eval_batch(iter(batches)))
+    assert engine.global_steps == STEPS
+    came.params = {name: value.clone() for name, value in engine.full_state_dict().items()}
+    engine.destroy()
+    return told, came
 
 
 def manners(kind: str) -> dict[str, Any]:

@@ -288,7 +288,7 @@ class Pool:
                 log = Path(self._folder.name) / f"worker-{index}-{self._count}.log"
                 log.touch()
                 process = context.Process(target=_worker, args=(theirs, str(log), list(sys.path)), daemon=True)
-                with _forked_from(index):
+                with contextlib.nullcontext() if self.apart else _forked_from(index):
                     process.start()
                 theirs.close()
                 self._workers.append(Worker(process, ours, log))

@@ -33,7 +33,10 @@ RECIPE = Recipe(ranks=2, accumulation=ACCUMULATION, steps=3)
 def by_hand(name: str, setting: Setting, way: str) -> RankTrace:
     """Accumulate three micro-batches under a configuration that says one, in the way that users do."""
     subject, rank = specimen(name), dist.get_rank()
-    engine = start(subject, ds_config(replace(RECIPE, accumulation=1), setting))
+    config = ds_config(replace(RECIPE, accumulation=1), setting)
+    if way == "step":
+        config["managed_gradient_accumulation"] = False
+    engine = start(subject, config)
     run_backward = backward_of(engine, setting.plain_backward)
 
     def backward(loss: Any, retain_graph: bool = False) -> None:
@@ -45,7 +48,10 @@ def by_hand(name: str, setting: Setting, way: str) -> RankTrace:
         for micro in range(ACCUMULATION):
             last = micro == ACCUMULATION - 1
             batch = subject.batch(Place(step, micro, rank))
-            if way == "boundary":
+            if way == "step":
+                assert not engine.is_gradient_accumulation_boundary()
+                losses.append(float(subject.train(engine, batch, backward)))
+            elif way == "boundary":
                 engine.set_gradient_accumulation_boundary(last)
                 assert engine.is_gradient_accumulation_boundary() == last
                 losses.append(float(subject.train(engine, batch, backward)))
@@ -59,6 +65,9 @@ def by_hand(name: str, setting: Setting, way: str) -> RankTrace:
         engine.step()
         trace.losses.append(losses)
         trace.norms.append(float(engine.grad_norm()))
+        assert engine.global_steps == step + 1
+        if way == "step" and "once" not in subject.traits and name != "two_losses":
+            assert engine.global_samples == (step + 1) * ACCUMULATION * engine.train_batch_size()
     return finished(engine, trace)
 
 
@@ -66,7 +75,7 @@ HANDS = pairwise(
     {
         "name": ["tied", "unused_by_micro", "layer_reuse", "checkpoint_reentrant", "two_losses"],
         "stage": [3, 2, 1, 0],
-        "way": ["no_sync", "boundary"],
+        "way": ["no_sync", "boundary", "step"],
         "transport": ["gloo", "shm"],
         "plain": [False, True],
     }

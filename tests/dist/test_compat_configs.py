@@ -170,7 +170,7 @@ def half_made(stage: int) -> tuple[str, bool]:
 @pytest.mark.parametrize("stage", [0, 3])
 def test_what_initialize_raises_late_is_what_is_told(stage: int) -> None:
     for said, plain in run_ranks(half_made, 2, stage):
-        assert "warmup_num_steps must be a positive integer, got 0" in said and plain
+        assert "warmup_num_steps: 0 does not fit" in said and plain
 
 
 def decays() -> list[float]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import math
 from typing import Any
 
@@ -198,3 +200,80 @@ def test_models_are_built_under_init_as_without_the_stand_in() -> None:
     """Names are lent to `state_dict()` alone: whoever detaches a weight to write to it, or makes another of it, has
     values."""
     assert run_ranks(_built_beside_names, 2) == [{}, {}]
+
+
+def _coalesced(stages: list[int]) -> None:
+    from windlass.compat import optimizer_kinds as kinds
+    from windlass.compat.initialize import initialize
+    from windlass.compat.leaves import get_z3_leaf_modules
+    from windlass.compat.messages import logger
+    from windlass.compat.refusal import NotBuiltError
+    from windlass.zero import full_param
+
+    batches = torch.randn(3, 2, 6, generator=torch.Generator().manual_seed(1 + dist.get_rank()))
+    for stage in stages:
+        ends = []
+        for coalesces in (False, True):
+            engine, optimizer, _, _ = initialize(model=_net(), config=_config(stage))
+            context = engine.coalesce_grad_reduction() if coalesces else contextlib.nullcontext()
+            with context:
+                for number, batch in enumerate(batches):
+                    engine.set_gradient_accumulation_boundary(number == len(batches) - 1)
+                    engine.backward(engine(batch).square().mean())
+                if coalesces:
+                    with pytest.raises(AssertionError, match="no_sync"):
+                        engine.step()
+                    with pytest.raises(AssertionError, match="nested"), engine.coalesce_grad_reduction():
+                        pass
+            engine.step()
+            assert engine.global_steps == 1
+            ends.append([full_param(parameter).clone() for parameter in engine.module.parameters()])
+            groups = optimizer.fp16_groups if stage == 3 else optimizer.bit16_groups
+            assert [list(map(id, group)) for group in groups] == [list(map(id, engine.module.parameters()))]
+            assert list(optimizer.averaged_gradients) == [0] and len(optimizer.averaged_gradients[0]) == 4
+            assert isinstance(optimizer, kinds.ZeROOptimizer) and not isinstance(optimizer, kinds.BF16_Optimizer)
+            assert isinstance(optimizer, kinds.DeepSpeedZeroOptimizer_Stage3) == (stage == 3)
+            assert isinstance(optimizer, kinds.DeepSpeedZeroOptimizer) == (stage < 3)
+            engine.destroy()
+        for whole, coalesced in zip(*ends, strict=True):
+            torch.testing.assert_close(coalesced, whole)
+    marked = _config(3, log_level="error")
+    marked["zero_optimization"]["leaf_module"] = {"classes": "Tanh", "names": ["2", "nobody"]}
+    before, own = logger.level, logging.getLogger("windlass").level
+    engine = initialize(model=_net(), config=marked)[0]
+    assert get_z3_leaf_modules(engine.module) == [engine.module[1], engine.module[2]]
+    assert logger.level == logging.ERROR
+    logger.setLevel(before)
+    logging.getLogger("windlass").setLevel(own)
+    engine.destroy()
+    engine, optimizer, _, _ = initialize(model=_net(), config=_config(0, bf16={"enabled": True}))
+    assert isinstance(optimizer, kinds.FP16_Optimizer) and not isinstance(optimizer, kinds.ZeROOptimizer)
+    assert engine._get_ckpt_name("dir", "tag") == "dir/tag/mp_rank_00_model_states.pt"
+    assert engine._get_optimizer_ckpt_name("dir", "tag", 1) == "dir/tag/expp_rank_1_mp_rank_00_optim_states.pt"
+    with pytest.raises(AssertionError, match="scalar"):
+        engine.scale(torch.ones(2))
+    with pytest.raises(NotBuiltError, match="stage 1, 2 or 3"), engine.coalesce_grad_reduction():
+        pass
+    engine.destroy()
+
+
+def test_coalesced_backwards_equal_backwards_one_by_one() -> None:
+    """Law: gradients that are reduced once, after several backward passes, make the same step."""
+    run_ranks(_coalesced, 2, [1, 2, 3])
+
+
+def _scattered() -> None:
+    from windlass.compat.coalesced import reduce_scatter_coalesced
+
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    tensors = [torch.arange(size, dtype=torch.float32).view(shape) for size, shape in ((6, (2, 3)), (3, (3,)), (1, ()))]
+    parts = reduce_scatter_coalesced([tensor * (rank + 1) for tensor in tensors])
+    for tensor, part in zip(tensors, parts, strict=True):
+        size = -(-tensor.numel() // ranks)
+        mean = tensor.view(-1) * (ranks + 1) / 2
+        torch.testing.assert_close(part, mean[rank * size : (rank + 1) * size])
+
+
+def test_reduce_scatter_of_several_tensors() -> None:
+    """Law: each rank gets its part of the mean, the last ones shorter or empty parts."""
+    run_ranks(_scattered, 2)

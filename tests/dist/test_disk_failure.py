@@ -62,7 +62,7 @@ class GoneDevice:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    def submit(self, write: bool, spans: Sequence[tuple[int, int, int, int]]) -> Any:
+    def submit(self, write: bool, spans: Sequence[tuple[int, ...]]) -> Any:
         if write in self._writes and spans:
             return self._kind((errno.EIO, spans[0][0], spans[0][1], 0))
         return self._engine.submit(write, spans)
@@ -90,12 +90,21 @@ class Breaker:
 
 
 def begin(
-    folder: str, gradients: str = "cpu", param: str = "nvme", optimizer: str = "AdamW", among: int = -1
+    folder: str,
+    gradients: str = "cpu",
+    param: str = "nvme",
+    optimizer: str = "AdamW",
+    among: int = -1,
+    accumulation: int = 1,
 ) -> tuple[Any, Any]:
     subject = specimen("four_blocks")
     cut = (("stage3_max_reuse_distance", 0), ("mics_shard_size", among))
     zero = (*homes("nvme", param, folder, gradients=gradients), *cut)
-    recipe = Recipe(optimizer=optimizer, optimizer_params=ADAMW if optimizer == "AdamW" else (("lr", 1e-3),))
+    recipe = Recipe(
+        accumulation=accumulation,
+        optimizer=optimizer,
+        optimizer_params=ADAMW if optimizer == "AdamW" else (("lr", 1e-3),),
+    )
     return subject, start(subject, ds_config(recipe, Setting(stage=3 if param == "nvme" else 2, zero=zero)))
 
 
@@ -191,8 +200,14 @@ def half_a_step(folder: str, how: str, param: str, optimizer: str) -> dict[str, 
     said["forward"] = attempt(lambda: subject.train(engine, batch, engine.backward))
     said["again"] = attempt(engine.step)
     said["save"] = attempt(lambda: engine.save_checkpoint(f"{folder}/saved"))
-    said["load"] = attempt(lambda: engine.load_checkpoint(f"{folder}/saved"))
     said["read"] = attempt(lambda: windlass.zero.full_param(parameter))
+    if how != "cut":
+        breaker.smash(how)
+        said["broken"] = attempt(lambda: engine.load_checkpoint(f"{folder}/saved"))
+        breaker.mend()
+    said["load"] = attempt(lambda: engine.load_checkpoint(f"{folder}/saved"))
+    step(subject, engine, 1)
+    found = whole_params(engine.module)
     said["destroy"] = attempt(engine.destroy)
     dist.barrier()
     said["left"] = " ".join(sorted(os.listdir(folder)))
@@ -202,6 +217,8 @@ def half_a_step(folder: str, how: str, param: str, optimizer: str) -> dict[str, 
     _, again = begin(f"{folder}/other", param=param, optimizer=optimizer)
     again.load_checkpoint(f"{folder}/saved")
     said["steps"] = str(again.global_steps)
+    step(subject, again, 1)
+    said["same"] = str(all(torch.equal(value, found[name]) for name, value in whole_params(again.module).items()))
     again.destroy()
     return said
 
@@ -223,9 +240,11 @@ def test_nobody_goes_on_from_half_a_step(
         assert said["step"].startswith("StorageError: this step was made in part: rank 0: ")
         for word in (reason, "master weights and optimizer states of", str(tmp_path), "load the last checkpoint"):
             assert word in said["step"]
-        for call, kind in (("forward", "Storage"), ("again", "Storage"), ("load", "Storage"), ("read", "Storage"),
+        for call, kind in (("forward", "Storage"), ("again", "Storage"), ("read", "Storage"),
                            ("save", "Checkpoint")):  # fmt: skip
             assert said[call].startswith(f"{kind}Error: ") and "made in part" in said[call] and reason in said[call]
+        assert how == "cut" or said["broken"].startswith("StorageError: ")
+        assert said["load"] == "" and said["same"] == "True", said
         assert said["destroy"] == "" and said["shapes"] == ""
         assert said["left"] == "saved" and said["latest"].strip() == "global_step1" and said["steps"] == "1"
 

@@ -49,6 +49,16 @@ def test_scaling_before_or_after_the_reduction(scale: tuple[Knob, ...], transpor
     hold_all("mlp", recipe, [Setting(stage=s, transport=transport, config=scale) for s in range(4)])
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_gradients_may_be_summed_over_ranks_and_not_averaged(ranks: int, transport: str) -> None:
+    config = (("gradient_allreduce_op", "sum"),)
+    recipe = Recipe(ranks=ranks, accumulation=2, steps=3, summed=True, clipping=0.0)
+    hold_all("tied", recipe, [Setting(stage=s, transport=transport, config=config) for s in range(4)])
+    wire = (*config, ("communication_data_type", "bf16"))
+    settings = [Setting(stage=s, transport=transport, config=wire) for s in (0, 3)]
+    hold_all("mlp", Recipe(ranks=ranks, steps=3, summed=True, clipping=0.5), settings, exact=False)
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_gradients_may_travel_in_16_bits(dtype: str, transport: str) -> None:
     config = (("communication_data_type", dtype),)
@@ -117,3 +127,11 @@ def unused_is_an_error(stage: int) -> str:
 def test_unused_parameters_are_named_when_they_are_not_to_be_ignored(stage: int) -> None:
     for said in run_ranks(unused_is_an_error, 2, stage):
         assert "forgotten" in said or "blocks.1" in said
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_sparse_gradients_of_embeddings_are_added_up_like_dense_ones(ranks: int) -> None:
+    recipe = Recipe(ranks=ranks, accumulation=2, steps=3)
+    zero = (("contiguous_gradients", False),)
+    settings = [Setting(stage=stage, config=(("sparse_gradients", True),)) for stage in range(4)]
+    hold_all("sparse_lookups", recipe, [*settings, Setting(stage=2, zero=zero), Setting(stage=3, zero=zero)])

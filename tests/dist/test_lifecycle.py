@@ -40,6 +40,51 @@ def test_all_ranks_start_from_rank_0(name: str, stage: int) -> None:
             assert torch.equal(found["buffers"][key], value), key
 
 
+def failing_update(settings: list[Setting]) -> list[list[str]]:
+    """What a rank hears of four steps, of which rank 1's optimizer raises in the second."""
+    import windlass
+
+    told = []
+    for setting in settings:
+        subject = specimen("mlp")
+        model, steps = oracle.build(subject), 0
+
+        def unwell(*_: Any) -> None:
+            nonlocal steps
+            steps += 1
+            if steps == 2 and dist.get_rank() == 1:
+                raise ValueError("no such rate")
+
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        optimizer.register_step_pre_hook(unwell)
+        config = ds_config(Recipe(), setting)
+        config.pop("optimizer", None)
+        engine = windlass.initialize(model=model, optimizer=optimizer, config=config)[0]
+        heard = []
+        for step in range(4):
+            try:
+                subject.train(engine, subject.batch(Place(step, 0, dist.get_rank())), engine.backward)
+                engine.step()
+                heard.append("")
+            except Exception as error:
+                heard.append(f"{type(error).__name__}: {error}")
+        told.append(heard)
+        engine.destroy()
+    return told
+
+
+@pytest.mark.parametrize("transport", ["shm", "gloo"])
+def test_an_optimizer_that_raises_on_one_rank_is_told_to_all_at_the_next_step(transport: str) -> None:
+    settings = [Setting(stage=stage) for stage in range(4)]
+    for rank, told in enumerate(run_ranks(failing_update, 2, settings, transport=transport)):
+        for heard in told:
+            assert heard[0] == ""
+            assert heard[1] == ("ValueError: no such rate" if rank == 1 else "")
+            assert heard[2].startswith("UpdateError: this step was not made"), heard
+            assert "rank 1: its optimizer raised ValueError: no such rate" in heard[2]
+            assert heard[3].startswith("StorageError: a forward is refused"), heard
+
+
 def second_initialize(setting: Setting) -> str:
     import windlass
 

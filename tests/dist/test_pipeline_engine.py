@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.dist.engines_of_pipelines import (
+    FAULTS,
     Came,
     Case,
     expected_of,
@@ -17,6 +18,7 @@ from tests.dist.engines_of_pipelines import (
     read_apart,
     resume,
     save,
+    survive,
     too_small,
     train,
     unfreeze,
@@ -104,6 +106,53 @@ def test_a_run_goes_on_in_another_layout(before: Case, after: Case, tmp_path: Pa
 )
 def test_stages_beside_other_axes(case: Case) -> None:
     _hold(case, 4)
+
+
+@pytest.mark.parametrize(
+    ("case", "faulty", "ranks"),
+    [
+        (Case(name="row"), 0, 2),
+        (Case(name="row", stage=2, schedule="zero-bubble"), 1, 2),
+        (Case(name="row", stage=3, gather="micro-batch"), 2, 4),
+        (Case(name="row", stage=2, schedule="interleaved", chunks=2, gather="micro-batch"), 1, 4),
+        (Case(name="row ragged", stage=1, schedule="gpipe"), 1, 4),
+    ],
+    ids=str,
+)
+def test_an_error_of_one_stage_is_raised_by_all_and_the_next_batch_follows(case: Case, faulty: int, ranks: int) -> None:
+    stage = faulty // (ranks // case.pp)
+    faults = tuple(
+        fault
+        for fault in FAULTS
+        if (fault != "loss" or stage == case.pp - 1) and (fault != "form" or (stage == 0 and case.name == "row"))
+    )
+    found = run_ranks(survive, ranks, case, faults, faulty, timeout=120.0)
+    wanted = expected_of(case, ranks // case.pp)
+    places = {"forward": f"the forward of micro-batch 1 in stage {stage} raised ValueError: no such label"}
+    places |= {
+        "evaluation": places["forward"],
+        "first forward": f"the forward of micro-batch 0 in stage {stage} raised ValueError: no such label",
+        "memory": f"the forward of micro-batch 0 in stage {stage} raised OutOfMemoryError: out of memory",
+        "backward": f"in stage {stage} raised ValueError: no such gradient",
+        "loss": f"in stage {stage} raised ModelError: the last stage returned a loss of shape",
+        "loader": "reading micro-batches raised ModelError",
+        "ended": "reading micro-batches raised StopIteration",
+        "form": f"of micro-batch 0 in stage {stage} raised",
+    }
+    kinds = {"memory": "OutOfMemoryError", "loss": "ModelError", "loader": "ModelError", "ended": "PeerError"}
+    for rank, (told, came) in enumerate(found):
+        for fault, kind, text in told:
+            if rank == faulty:
+                assert kind.split()[0] == kinds.get(fault, "ValueError") or fault == "form", (fault, kind, text)
+            else:
+                assert kind == f"PeerError{' out of memory' * (fault == 'memory')}", (rank, fault, kind, text)
+            assert f"rank {faulty}: " in text and places[fault] in text, (rank, fault, text)
+            assert "the next batch may follow" in text
+        assert came.losses == pytest.approx(wanted.losses, rel=BOUND)
+        assert came.norms == pytest.approx(wanted.norms, rel=BOUND)
+        assert came.evaluated == pytest.approx(wanted.evaluated, rel=BOUND)
+    error, where = relative_error(found[0][1].params, wanted.params)
+    assert error <= BOUND, f"{case}: {where} off by {error:.2e}"
 
 
 @pytest.mark.parametrize("kind", ["windlass", "deepspeed"])

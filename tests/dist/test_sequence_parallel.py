@@ -53,6 +53,13 @@ def build(name: str, **changes: Any) -> Any:
     if name == "modernbert":
         more = {"local_attention": 6, "global_attn_every_n_layers": 2, "pad_token_id": 0}
         return hf.ModernBertForMaskedLM(hf.ModernBertConfig(**{**small, **more, **changes}))
+    quiet = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob", "attention_dropout", "dropout"), 0.0)
+    if name == "opt":  # counts positions by the mask
+        return hf.OPTForCausalLM(hf.OPTConfig(**{**small, **quiet, "ffn_dim": 48, "word_embed_proj_dim": 32}))
+    if name == "biogpt":  # counts all, though its embedding could count by the mask
+        return hf.BioGptForCausalLM(hf.BioGptConfig(**{**small, **quiet, "layerdrop": 0.0, "activation_dropout": 0.0}))
+    if name == "roberta":  # counts ids that are no padding, from 2
+        return hf.RobertaForCausalLM(hf.RobertaConfig(**{**small, **quiet, "is_decoder": True}))
     assert name == "gpt2"
     return hf.GPT2LMHeadModel(
         hf.GPT2Config(
@@ -83,6 +90,7 @@ def batch(kind: str, length: int, samples: int = 2) -> dict[str, Tensor]:
         found["position_ids"] = torch.stack(rows)
     elif kind in ("left", "right", "holes"):
         mask = torch.ones_like(ids)
+        ids[0, :2] = 1  # RoBERTa's padding
         if kind == "left":
             mask[0, :4] = 0
         elif kind == "right":
@@ -184,6 +192,8 @@ def test_models_of_other_kinds(world: int, way: str) -> None:
         ("gemma2", {}, "plain", 15),
         ("modernbert", {}, "plain", 17),
         ("modernbert", {}, "right", 17),
+        *((name, {}, kind, 13) for name in ("opt", "roberta") for kind in ("plain", "left", "holes")),
+        ("biogpt", {}, "left", 13),
     ]
     run_ranks(law, world, way, models)
 
@@ -196,7 +206,8 @@ def test_the_loss_that_balances_routers_is_that_of_whole_sequences(world: int, w
 
 @pytest.mark.parametrize(("world", "way"), [(4, "ulysses"), (4, "ring"), (4, "both"), (3, "ring, unbalanced")])
 def test_fewer_tokens_than_ranks(world: int, way: str) -> None:
-    run_ranks(law, world, way, [("llama", {}, "plain", 3), ("llama", {}, "plain", 5), ("gpt2", {}, "plain", 2)])
+    run_ranks(law, world, way, [(name, {}, "plain", 3) for name in ("llama", "opt", "roberta")])
+    run_ranks(law, world, way, [("llama", {}, "plain", 5), ("gpt2", {}, "plain", 2)])
 
 
 # ----------------------------------------------------------------------------------------------------- dropped weights
@@ -545,7 +556,10 @@ def refused() -> list[str]:
     tell(lambda: bert(**given))
     opt = hf.OPTConfig(ffn_dim=16, hidden_size=16, num_attention_heads=2, num_hidden_layers=1, vocab_size=40)
     opt.attention_dropout = 0.0
-    model = apply(hf.OPTForCausalLM(opt))
+    model = hf.OPTForCausalLM(opt)
+    places = model.model.decoder.embed_positions
+    places.__class__ = type("OtherEmbedding", (type(places),), {})
+    apply(model)
     tell(lambda: model(**given))
     return said
 
@@ -568,7 +582,7 @@ REFUSALS = [
     r"ModelError: labels has the shape \[2, 7\], but the sequences have 8 tokens",
     r"ModelError: a batch with the keys \['labels'\] has neither input_ids",
     "ModelError: BertForMaskedLM computes its loss without model.loss_function",
-    "ModelError: model.decoder.embed_positions finds out positions from what it sees",
+    "ModelError: model.decoder.embed_positions derives positions in a way that is not known here",
 ]
 
 

@@ -9,13 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from tests import oracle
 from tests.dist.harness import RankError
 from tests.dist.laws import SGD, Setting, adamw, ds_config, specimen
 from tests.dist.test_offload import LATE, homes
-from tests.dist.verified import verify
+from tests.dist.verified import verify, verify_training
 from tests.hf_models import HF_ZOO
-from tests.models import ZOO
+from tests.models import ZOO, Place
 from tests.oracle import Recipe
 
 ADAMW = Recipe(accumulation=2, steps=3, optimizer="AdamW", optimizer_params=(("lr", 1e-3),), clipping=0.1)
@@ -162,8 +164,54 @@ def test_autocast(stage: int) -> None:
     assert "bf16" in found["tolerances"]["forward"]
 
 
+@pytest.mark.parametrize(
+    ("precision", "config"),
+    [
+        ("fp32", (("gradient_allreduce_op", "sum"), ("managed_gradient_accumulation", False))),
+        ("bf16", (("bf16", {"enabled": True, "bf16_master_weights_and_grads": True}),)),
+        (
+            "bf16",
+            (("bf16", {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}),),
+        ),
+    ],
+    ids=["sum", "bf16 masters", "bf16 states"],
+)
+def test_other_sums_and_masters(precision: str, config: Any) -> None:
+    recipe = Recipe(2, 1, 3, precision, "AdamW", (("lr", 1e-3), ("eps", 1e-4)))
+    assert_equal(verdict("mlp", 1, recipe, config=config))
+
+
 def test_the_bound_of_a_sum_does_not_hide_a_lost_part() -> None:
     """The allowance of the reduce phase is rounding: a part of 1e-5 of a gradient that is lost exceeds it."""
     from windlass.verify.tolerance import Tolerance
 
     assert Tolerance(torch.float32, torch.float32, torch.float32, 1 << 20, 64).reduce < 1e-5
+
+
+def train_with_drops(door: str, config: dict[str, Any]) -> None:
+    """A script that rejects a batch in every step."""
+    import windlass
+
+    subject, rank = specimen("tied"), dist.get_rank()
+    engine, optimizer = windlass.initialize(model=oracle.build(subject, rank), config=config)[:2]
+    for step in range(3):
+        engine.backward(engine(**subject.batch(Place(step, 0, rank))))
+        if door == "optimizer":
+            optimizer.zero_grad()
+        loss = engine(**subject.batch(Place(step, 1, rank)))
+        if door == "module":  # between forward and backward
+            engine.module.zero_grad()
+        if door == "one":
+            engine.module.embed.weight.grad = None
+        engine.backward(loss)
+        engine.step()
+
+
+@pytest.mark.parametrize("door", ["optimizer", "module", "one"])
+def test_dropped_gradients_are_dropped_in_the_plain_copy(door: str) -> None:
+    config = ds_config(Recipe(optimizer_params=SGD), Setting(2))
+    if door == "one":
+        with pytest.raises(RankError, match="'embed.weight' was dropped and others kept"):
+            verify_training(train_with_drops, door, config)
+    else:
+        assert_equal(verify_training(train_with_drops, door, config)[0])

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from tests.models.plain import Block
-from tests.models.specimen import WIDTH, mse
+from tests.models.specimen import VOCABULARY, WIDTH, cross_entropy, mse
 
 
 class OddShapes(nn.Module):
@@ -40,6 +40,21 @@ class OddBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         extra = self.odd.sum() * self.one + self.none.sum()
         return x + self.gate * torch.tanh(self.inner(x) + extra)
+
+
+class SparseTables(nn.Module):
+    """Embeddings whose gradients are sparse: one that is looked up twice, one that few tokens use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(VOCABULARY, WIDTH, sparse=True)
+        self.coarse = nn.Embedding(VOCABULARY, WIDTH, sparse=True)
+        self.block = Block()
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.table(ids) + self.table(ids.roll(1, -1)) + self.coarse(ids // 8)
+        return cross_entropy(self.head(self.block(x)), ids)
 
 
 class OtherMethod(nn.Module):

@@ -15,7 +15,15 @@ from tests.models.plain import FourBlocks, mlp
 from tests.models.recomputed import Checkpointed, CheckpointedPairs
 from tests.models.shared import LayerReuse, Siamese, Sibling, SiblingBlock, Tied
 from tests.models.specimen import Specimen, many_rows, one_loss, rows, tokens
-from tests.models.strange import Containers, InPlace, OddShapes, OtherMethod, RootParameter, WeightNorm
+from tests.models.strange import (
+    Containers,
+    InPlace,
+    OddShapes,
+    OtherMethod,
+    RootParameter,
+    SparseTables,
+    WeightNorm,
+)
 from tests.models.trained import (
     Fragile,
     TwoHeads,
@@ -79,6 +87,7 @@ ZOO: dict[str, Specimen] = {
         _specimen("batch_norm", Normalised, many_rows, one_loss, "chaotic", "fp32"),
         _specimen("buffer_in_forward", BufferInForward, rows, one_loss, "once"),
         _specimen("odd_shapes", OddShapes),
+        _specimen("sparse_lookups", SparseTables, tokens),
         _specimen("other_method", OtherMethod),
         _specimen("in_place", InPlace),
         _specimen("cross_attention", CrossAttention, tokens, one_loss),

@@ -35,6 +35,15 @@ LEFT_S = 10.0  # so long after the others a rank may stay
 
 def train(engine: Any) -> None:
     """Two steps."""
+    if hasattr(engine.module, "lm_head"):
+        ids = torch.randint(0, 32, (2, 6), generator=torch.Generator().manual_seed(0))
+        for _ in range(2):
+            try:
+                engine.backward(engine(input_ids=ids, labels=ids).loss)
+                engine.step()
+            except ValueError as error:
+                print(f"caught {error}")
+        return
     for _ in range(2):
         engine.backward(engine(torch.randn(2, 8)).square().mean())
         engine.step()
@@ -49,6 +58,8 @@ def main(fault: str, faulty: int) -> None:
         "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
         "watchdog": {"report_after_s": REPORT_AFTER_S, "timeout_s": TIMEOUT_S.get(fault, 300.0)},
     }
+    if fault in ("caught", "alike"):
+        model, config["parallel"] = _llama(), {"tp": RANKS}
     engine, *_ = windlass.initialize(model=model, config=config)
     if fault == "early" and dist.get_rank() == faulty:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -57,12 +68,25 @@ def main(fault: str, faulty: int) -> None:
     dist.all_gather_object(pids, os.getpid())
     rank = dist.get_rank()
     time.sleep(2 * REPORT_AFTER_S / 10)  # a beat, so that the others know where it was
-    if rank == faulty:
+    if rank == faulty or fault == "alike":
         go_wrong(fault, engine, pids)
     elif fault in ("eval", "gather"):
         dist.barrier()
     train(engine)
     print("finished")
+
+
+def _llama() -> torch.nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=32, **sizes))
+
+
+def _once(module: torch.nn.Module, given: Any) -> None:
+    if not getattr(module, "raised", False):
+        module.raised = True
+        raise ValueError("no such token")
 
 
 def go_wrong(fault: str, engine: Any, pids: list[int]) -> None:
@@ -74,6 +98,8 @@ def go_wrong(fault: str, engine: Any, pids: list[int]) -> None:
     elif fault == "gather":
         with windlass.zero.GatheredParameters(engine.module[0].weight):
             pass
+    elif fault in ("caught", "alike"):  # in a layer between two collectives along tp
+        engine.module.model.layers[1].register_forward_pre_hook(_once)
     elif fault == "return":
         sys.exit(0)
     elif fault in ("raise", "hook"):

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.unit.checkpoint.test_consolidated import made
+from windlass.base.errors import CheckpointError
 from windlass.checkpoint import SavedState, save
 from windlass.checkpoint.scripts import SCRIPTS, write_scripts
 
@@ -34,14 +35,15 @@ def test_a_draft_is_left_alone_while_its_writer_lives(tmp_path: Path) -> None:
         assert other.stdout is not None
         name = other.stdout.readline().strip()
         assert name.startswith(".t.") and name.endswith(".writing")
-        save(tmp_path, "t", STATE)
-        assert sorted(os.listdir(tmp_path)) == sorted([name, "latest", "t"])
+        with pytest.raises(CheckpointError, match=f"another job is saving .*: process {other.pid} "):
+            save(tmp_path, "t", STATE)
+        assert os.listdir(tmp_path) == [name]
         assert (tmp_path / name / "rank_00000.safetensors").read_text() == "half"
     finally:
         other.send_signal(signal.SIGKILL)
         other.communicate()
-    save(tmp_path, "u", STATE)
-    assert sorted(os.listdir(tmp_path)) == ["latest", "t", "u"]
+    save(tmp_path, "t", STATE)
+    assert sorted(os.listdir(tmp_path)) == ["latest", "t"]
 
 
 def test_the_script_beside_a_checkpoint_runs(tmp_path: Path) -> None:

@@ -67,19 +67,24 @@ def check(fault: str, ranks: list[Rank], transport: str, faulty: int) -> None:
     else:
         assert not any("finished" in rank.text for rank in ranks)
         assert ranks[well].code == ENDED_BY_WATCHDOG, ranks
-        operation = r"(gather|reduce|barrier|step|forward|agreed order: [^(]+?)( \(\w+\))?"
-        assert re.search(rf"{operation} +(-|\d\.weight.*\(\d\)) +{LINE}\w", table[str(well)]), table
+        operation = r"(gather|reduce|barrier|step|forward|agreed order: [^(]+?|a collective along tp)( \(\w+\))?"
+        where = r"\S+\.py:\d+ in \w+: " if fault == "caught" else LINE  # in a layer of transformers
+        assert re.search(rf"{operation} +(-|\d\.weight.*\(\d\)) +{where}\w", table[str(well)]), table
     if fault == "save":  # the engine itself notices, and both ranks raise
         assert "a collective failed on ranks 0-1: " in headline
         assert "ranks wait for each other in different places" in headline and f"rank {faulty} is at" in headline
         assert re.search(rf"save +- +{LINE}engine\.save_checkpoint", table[str(faulty)]), table
         assert ranks[faulty].code == ENDED_BY_WATCHDOG
+    elif fault == "caught":
+        assert "ranks are in different collectives and will never meet" in headline
+        assert f"rank {faulty} has left theirs: its forward raised ValueError: no such token" in headline
+        assert "caught no such token" in ranks[faulty].text and ranks[faulty].code == ENDED_BY_WATCHDOG
     elif fault in ("eval", "gather"):
         assert "ranks are in different collectives and will never meet" in headline
         assert ranks[faulty].code == ENDED_BY_WATCHDOG
         what = {
             "eval": r"forward without gradients \(evaluation\) +- +" + LINE + "engine.eval_batch",
-            "gather": r"parameters gathered whole \(GatheredParameters\) +- +" + LINE + "with windlass",
+            "gather": r"parameters gathered whole \(GatheredParameters\) +[\w.]+ \(\d+\) +" + LINE + "with windlass",
         }
         assert re.search(what[fault], table[str(faulty)]), table
     elif fault in ("raise", "told", "hook"):
@@ -108,6 +113,15 @@ def test_each_fault_is_told_by_its_cause(tmp_path: Path) -> None:
     faults = ["save", "eval", "gather", "return", "raise", "kill", "stop", "slow"]
     for fault, ranks in run(tmp_path, faults, "gloo", 1).items():
         check(fault, ranks, "gloo", 1)
+
+
+@pytest.mark.slow
+def test_an_error_that_is_caught_inside_what_ranks_compute_together(tmp_path: Path) -> None:
+    """On one rank of two along tp it ends the run, and does not shift collectives; on both they go on."""
+    found = run(tmp_path, ["caught", "alike"], "gloo", 1)
+    check("caught", found["caught"], "gloo", 1)
+    for rank in found["alike"]:
+        assert rank.code == 0 and "finished" in rank.text and "caught no such token" in rank.text, rank
 
 
 @pytest.mark.slow

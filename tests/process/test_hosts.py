@@ -287,7 +287,7 @@ def test_a_lost_host_is_left_out_of_the_next_start(machines: Machines, tmp_path:
     os.kill(int(agent.read_text()), signal.SIGKILL)
     assert run.wait() == 0, run.err.read_text()
     assert (run.folder / "1.0of1").exists()
-    assert "started again on 1 ranks (restart 1 of 1)" in run.err.read_text()
+    assert "started again on 1 rank (restart 1 of 1)" in run.err.read_text()
 
 
 @pytest.mark.slow

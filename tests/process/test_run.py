@@ -97,7 +97,8 @@ def test_a_rank_killed_by_a_signal(script: Callable[[str], str]) -> None:
     )
     outcome = start([script(source)], 2)
     assert outcome.code == 128 + signal.SIGKILL
-    assert [str(failure) for failure in outcome.failures] == ["rank 0 was ended by SIGKILL"]
+    assert len(outcome.failures) == 1
+    assert str(outcome.failures[0]).startswith("rank 0 was ended by SIGKILL")
 
 
 def test_a_busy_default_port_is_no_obstacle(script: Callable[[str], str], tmp_path: Path) -> None:

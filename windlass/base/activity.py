@@ -15,6 +15,7 @@ class Activity:
         broken: the latest error that left a wait, by its id (whoever kept it would keep what its frames hold, too), and
             that wait.
         under_way: the oldest collective that runs apart from the host (NCCL), its wait, and what tells its end.
+        left: what raised in a call that ranks make together, and was caught; empty once they go on together.
         evaluating: the last forward was one in evaluation mode.
     """
 
@@ -23,6 +24,7 @@ class Activity:
         self.last: During | None = None
         self.broken: tuple[int, During] | None = None
         self.under_way: tuple[object, During | None] | None = None
+        self.left = ""
         self.evaluating = False
         self.moved = (
             0  # counts what travelled within waits, so that a long one which gets on is known from one that hangs
@@ -67,19 +69,23 @@ class During:
     Args:
         operation: in the words of the vocabulary.
         names: of the parameters, if it is about some.
+
+    Attributes:
+        around: the mark that this one lies in.
     """
 
-    __slots__ = ("_around", "names", "operation")
+    __slots__ = ("around", "names", "operation")
 
     def __init__(self, operation: str, names: Sequence[str] = ()) -> None:
         self.operation, self.names = operation, names
+        self.around: During | None = None
 
     def __enter__(self) -> None:
-        self._around = activity.enter(self)
+        self.around = activity.enter(self)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        activity.leave(self._around)
+        activity.leave(self.around)
         if error is not None and (activity.broken is None or activity.broken[0] != id(error)):
             activity.broken = id(error), self

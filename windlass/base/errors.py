@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from windlass.base.text import printable
+
 
 class WindlassError(Exception):
     """Base of every error raised on purpose. The command line prints its text without a traceback."""
+
+    def __str__(self) -> str:
+        """Return the message in printable characters: names, keys and other hosts' output are quoted in it."""
+        return printable(super().__str__())
 
 
 class ConfigError(WindlassError, ValueError):
@@ -32,8 +38,16 @@ class CommunicationError(WindlassError, RuntimeError):
     """Ranks that cannot talk to each other: a peer died, a wait timed out, a transport was refused."""
 
 
+class PeerError(WindlassError, RuntimeError):
+    """Another rank raised in what all ranks do together; the text has its rank, where it was, and its error."""
+
+
 class ReleasedParameterError(WindlassError, RuntimeError):
     """A parameter whose values are spread over ranks was used where they are not gathered."""
+
+
+class GradientAccessError(ModelError, RuntimeError):
+    """A gradient that is sharded over ranks was read or changed through a parameter's `.grad`."""
 
 
 class DeviceMemoryError(WindlassError, RuntimeError):
@@ -50,3 +64,7 @@ class UpdateError(WindlassError, RuntimeError):
 
 class StorageError(WindlassError, RuntimeError):
     """The disk tier cannot hold or return what it was given: no space, no permission, a short read, a lost device."""
+
+
+class DamageError(StorageError):
+    """The disk tier returned other bytes than were written to it: flipped bits, an old block, a file cut short."""

@@ -6,6 +6,7 @@ import logging
 import os
 
 from windlass.base.errors import ConfigError
+from windlass.base.text import printable
 
 VARIABLE = "WINDLASS_LOG_LEVEL"
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
@@ -45,11 +46,11 @@ def _may_speak(record: logging.LogRecord) -> bool:
 
 
 class _Formatter(logging.Formatter):
-    """Names the rank where it is not 0."""
+    """Names the rank where it is not 0, and makes messages printable."""
 
     def format(self, record: logging.LogRecord) -> str:
         who = f"[rank {_rank()}] " if _rank() else ""
-        return f"windlass: {who}{super().format(record)}"
+        return f"windlass: {who}{printable(super().format(record))}"
 
 
 def _configure() -> None:

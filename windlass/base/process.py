@@ -11,6 +11,12 @@ ENDED_BY_WATCHDOG = 86
 """Exit code of a rank that its watchdog ended: the cause is in the report, and as a rule with another rank."""
 
 
+def refuse_world_writable() -> None:
+    """Have files that this process and its children create not be writable by every user, even under umask 000."""
+    before = os.umask(0o077)
+    os.umask(before | 0o002)
+
+
 def is_alive(pid: int) -> bool:
     """Whether a process runs, or could: one that ended and that nobody has asked for its exit code does not."""
     if sys.platform != "linux":

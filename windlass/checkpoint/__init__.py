@@ -5,12 +5,13 @@ directory (names on disk, `latest`, temporary name and rename), draft (what is b
 (`checkpoint.json`), checksum, tensor_file (one safetensors file), rank_file (what a rank writes, at once or from a
 copy), agree (one error for all ranks), shards, open_files, sources and storage (planner, what is read, storage under
 `torch.distributed.checkpoint`), transfer (the two calls into it), save, background (a save while training goes on),
-load, retention (which former ones go). In one process: bag, torch_file, deepspeed_cuts, deepspeed_plain and
-deepspeed_files (others' files as an index), stored (one checkpoint, tensor by tensor), read, streamed_file and export
-(Hugging Face's files), plain_torch, catalogue (what lies in a directory); fingerprint (a hash of tensors in any cut).
-For others: pickled and torch_file_writer (a file for `torch.load`, streamed), deepspeed_flat, deepspeed_told and
-deepspeed_out (DeepSpeed's files beside ours), consolidated_files, consolidated and scripts (`zero_to_fp32`),
-to_windlass (`ds_to_universal`), clones.
+load, retention (which former ones go), engine_data (the schema of what an engine saves beside tensors). In one
+process: keys, bag, unpickle, zip_records, torch_file (a file of `torch.save`, without executing it), deepspeed_cuts,
+deepspeed_plain and deepspeed_files (others' files as an index), stored (one checkpoint, tensor by tensor), read,
+streamed_file and export (Hugging Face's files), plain_torch, catalogue (what lies in a directory); fingerprint (a hash
+of tensors in any cut). For others: pickled and torch_file_writer (a file for `torch.load`, streamed), deepspeed_flat,
+deepspeed_told and deepspeed_out (DeepSpeed's files beside ours), consolidated_files, consolidated and scripts
+(`zero_to_fp32`), to_windlass (`ds_to_universal`), clones.
 """
 
 from windlass.checkpoint.directory import read_latest, tags

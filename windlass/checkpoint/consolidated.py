@@ -274,7 +274,7 @@ def _weights(path: Path, exclude_frozen: bool) -> dict[str, Weight]:
         widened = like.is_floating_point() and (is_buffer or name in trained)
         dtype = torch.float32 if widened else dtype_in_use(stored, where)
         found[name] = Weight(name, dtype, tuple(like.shape), stored, where)
-    for alias, name in stored.plain.get("tied", {}).items():
+    for alias, name in stored.said.get("tied", {}).items():
         if name in found and alias not in found:
             found[alias] = found[name]
     return found
@@ -282,9 +282,9 @@ def _weights(path: Path, exclude_frozen: bool) -> dict[str, Weight]:
 
 def _trained(stored: Stored, held: Mapping[str, str]) -> set[str]:
     """Names of the parameters that are trained; in checkpoints that do not say, those of the optimizer's groups."""
-    if (frozen := stored.plain.get("frozen")) is not None:
+    if (frozen := stored.said.get("frozen")) is not None:
         return set(held) - set(frozen)
-    return {name for group in stored.plain.get("groups", []) for name in group["parameters"]}
+    return {name for group in stored.said.get("groups", []) for name in group["parameters"]}
 
 
 def _require_zero(path: Path) -> None:

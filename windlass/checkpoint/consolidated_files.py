@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from windlass.base.whole_file import temporary_beside
 from windlass.checkpoint.directory import disk_errors, require_space
 from windlass.checkpoint.pickled import Planned
 from windlass.checkpoint.stored import Stored
@@ -106,7 +106,7 @@ def write_weights(
 
 def _whole(path: Path, write: Callable[[Path], object]) -> None:
     """A file that has its name once it is whole."""
-    temporary = path.with_name(f".{path.stem}.{os.getpid()}.part")
+    temporary = temporary_beside(path)
     try:
         write(temporary)
         with disk_errors(path, 0):

@@ -14,7 +14,7 @@ from windlass.base.errors import CheckpointError
 from windlass.checkpoint.fragment import boxes
 from windlass.checkpoint.index import Chunk, TensorRecord
 from windlass.checkpoint.tensor_file import code_of
-from windlass.checkpoint.torch_file import StoredTensor, entry_within
+from windlass.checkpoint.torch_file import StoredTensor, crc32_within, entry_within
 from windlass.checkpoint.torch_file import literal as entry_of_bytes
 
 
@@ -69,24 +69,25 @@ class Cuts:
                 raise CheckpointError(f"{self.path}: {name!r} is {dtype} on one rank and {flat.dtype} on another")
             if not flat.is_contiguous():
                 raise CheckpointError(
-                    f"{self.path}: {name!r} was saved with strides {flat.stride()}, and only tensors that lie in one "
+                    f"{self.path}: {name!r} was saved with strides {flat.strides}, and only tensors that lie in one "
                     "piece are read; save it from contiguous parameters"
                 )
             if math.prod(shape) == 0:
-                chunks.append(_chunk((0,) * len(shape), shape, flat.path, entry_within(flat, 0, 0)))
+                chunks.append(_chunk((0,) * len(shape), shape, flat.path, entry_within(flat, 0, 0), 0))
             for box in boxes(shape, start, stop):
-                entry = entry_within(flat, at + box.start - start, at + box.stop - start)
-                chunks.append(_chunk(box.offsets, box.sizes, flat.path, entry))
+                first, last = at + box.start - start, at + box.stop - start
+                entry, crc32 = entry_within(flat, first, last), crc32_within(flat, first, last)
+                chunks.append(_chunk(box.offsets, box.sizes, flat.path, entry, crc32))
         covered = sum(math.prod(chunk.sizes) for chunk in chunks)
         self.check(covered == math.prod(shape), f"{covered} of {math.prod(shape)} elements of {name!r}")
-        self.tensors[name] = TensorRecord.model_construct(shape=shape, dtype=code_of(dtype), chunks=tuple(chunks))
+        self.tensors[name] = TensorRecord(shape, code_of(dtype), tuple(chunks))
 
     def literal(self, name: str, tensor: torch.Tensor) -> None:
         """A tensor that is none in the files, but a plain number or bytes."""
         file = next(iter(sorted(self.path.glob("*model_states.pt"))))
         shape = tuple(tensor.shape)
-        chunk = _chunk((0,) * len(shape), shape, file, entry_of_bytes(tensor))
-        self.tensors[name] = TensorRecord.model_construct(shape=shape, dtype=code_of(tensor.dtype), chunks=(chunk,))
+        chunk = _chunk((0,) * len(shape), shape, file, entry_of_bytes(tensor), None)
+        self.tensors[name] = TensorRecord(shape, code_of(tensor.dtype), (chunk,))
 
     def check(self, fits: Any, what: str) -> None:
         """Raises CheckpointError unless what the files say fits together."""
@@ -97,5 +98,5 @@ class Cuts:
             )
 
 
-def _chunk(offsets: tuple[int, ...], sizes: tuple[int, ...], file: Path, entry: str) -> Chunk:
-    return Chunk.model_construct(offsets=offsets, sizes=sizes, file=file.name, entry=entry, crc32=None)
+def _chunk(offsets: tuple[int, ...], sizes: tuple[int, ...], file: Path, entry: str, crc32: int | None) -> Chunk:
+    return Chunk(offsets, sizes, file.name, entry, crc32)

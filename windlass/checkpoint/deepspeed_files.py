@@ -25,7 +25,7 @@ from windlass.checkpoint import plain
 from windlass.checkpoint.deepspeed_cuts import Cuts
 from windlass.checkpoint.deepspeed_plain import told_by
 from windlass.checkpoint.directory import METADATA
-from windlass.checkpoint.index import FORMAT, FORMAT_VERSION, Index, read_index
+from windlass.checkpoint.index import FORMAT, FORMAT_VERSION, Index, check_files, check_index, read_index
 from windlass.checkpoint.torch_file import StoredTensor, read_torch_file
 
 Order = Sequence[Sequence[str]]
@@ -47,12 +47,17 @@ def index_of(path: Path, order: Order | None = None) -> Index:
     if (path / METADATA).is_file():
         return read_index(path)
     try:
-        return _Reading(path, order).index()
-    except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
+        index = _Reading(path, order).index()
+    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
         raise CheckpointError(
-            f"{path} does not have the layout that DeepSpeed 0.19 writes ({type(error).__name__}: {error}); a file is "
-            "damaged, or of another version. Load it with what wrote it"
+            f"{path} does not have the layout that DeepSpeed 0.19 writes ({type(error).__name__}: {error!s:.200}); a "
+            "file is damaged, or of another version. Load it with what wrote it"
         ) from error
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+    check_index(index, path)
+    check_files(index, path)
+    return index
 
 
 def names_in_order(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
@@ -262,7 +267,7 @@ class _Reading:
             here["step"] = own["step"]
         for key, value in here.items():
             kinds = self.kinds.setdefault(name, {})
-            if isinstance(value, bool) or not isinstance(value, (int, float, torch.Tensor)):
+            if isinstance(value, bool) or not isinstance(value, (int, float, StoredTensor)):
                 kinds[key] = "value"
                 self.values.setdefault(name, {})[key] = value
             elif isinstance(value, StoredTensor) and value.dim():
@@ -316,7 +321,7 @@ class _Reading:
             "tied": tied,
             "dtypes": dtypes,
         }
-        encoded, found = plain.encode(told, "plain/")
+        encoded, found = plain.encode(told, "plain/", (torch.Tensor, StoredTensor))
         for name, tensor in found.items():
             if isinstance(tensor, StoredTensor):
                 self.cuts.whole(name, tensor)

@@ -138,7 +138,7 @@ class FlatGroup:
 
         Others are left out with a warning: DeepSpeed steps flat groups, and knows none a parameter.
         """
-        kinds: dict[str, dict[str, str]] = stored.plain.get("states", {})
+        kinds: dict[str, dict[str, str]] = stored.said.get("states", {})
         keys = dict.fromkeys(key for name in self.shapes for key in kinds.get(name, {}))
         found: dict[str, Any] = {}
         for key in keys:
@@ -174,9 +174,9 @@ class FlatGroup:
 
 
 def _step_of(stored: Stored, name: str) -> int:
-    form = stored.plain.get("states", {}).get(name, {}).get(_STEP, "")
+    form = stored.said.get("states", {}).get(name, {}).get(_STEP, "")
     if form == "value":
-        return int(stored.plain["values"][name][_STEP])
+        return int(stored.said["values"][name][_STEP])
     return int(stored.whole(f"state/{name}/{_STEP}").item()) if form.startswith("whole") else 0
 
 

@@ -88,7 +88,7 @@ class _Writing:
 
     def model_states(self) -> dict[str, Any]:
         """What is in the file of model states."""
-        target, plain = self._target, self._stored.plain
+        target, plain = self._target, self._stored.said
         whole = target.stage < 3
         tied = {alias: name for alias, name in plain.get("tied", {}).items() if alias not in self._held}
         frozen = [n for n, where in self._held.items() if where.startswith("param/") and n not in target.trained]
@@ -119,7 +119,7 @@ class _Writing:
         return {**{key: plainly(value) for key, value in client.items()}, **own}
 
     def _module(self, tied: Mapping[str, str]) -> dict[str, Any]:
-        extra = self._stored.plain.get("extra", {})
+        extra = self._stored.said.get("extra", {})
         found: dict[str, Any] = OrderedDict()
         for name in self._target.module:
             kept = tied.get(name, name)
@@ -150,7 +150,7 @@ class _Writing:
     def _groups(self) -> Iterator[FlatGroup]:
         """What is flat by itself: the optimizer's groups, at stage 3 cut into sub-groups."""
         target = self._target
-        for number, group in enumerate(self._stored.plain.get("groups", [])):
+        for number, group in enumerate(self._stored.said.get("groups", [])):
             names = [name for name in group["parameters"] if name in self._held]
             if target.stage or target.half:
                 names = [name for name in names if name in target.trained]
@@ -172,7 +172,7 @@ class _Writing:
         target = self._target
         masters = [self._masters(group) for group in self.groups]
         scaling: dict[str, Any] = {
-            "loss_scaler": loss_scaler(target.scaling, self._stored.plain, target.half),
+            "loss_scaler": loss_scaler(target.scaling, self._stored.said, target.half),
             "dynamic_loss_scale": bool(target.scaling["dynamic"]),
             "overflow": False,
         }
@@ -214,7 +214,7 @@ class _Writing:
         for number in dict.fromkeys(group.number for group in self.groups):
             mine = [at for at, group in enumerate(self.groups) if group.number == number]
             steps = max(self.groups[at].step(self._stored) for at in mine)
-            made.append(hyper(self._stored.plain["groups"][number]["values"], mine, steps))
+            made.append(hyper(self._stored.said["groups"][number]["values"], mine, steps))
         return made
 
     def _slices(self, group: FlatGroup) -> dict[str, Named]:
@@ -233,13 +233,13 @@ class _Writing:
         if target.half and target.flat_optimizer:
             base = {"state": dict(enumerate(map(self._states, self.groups))), "param_groups": self._flat_hyper()}
             flats = [self._masters(group) for group in self.groups]
-            facts = own_scaling(target.scaling, stored.plain) if target.half == "fp16" else {}
+            facts = own_scaling(target.scaling, stored.said) if target.half == "fp16" else {}
             return {**facts, "optimizer_state_dict": base, "fp32_groups_flat": flats, "clip_grad": float(target.clip)}
         states: dict[int, Any] = {}
         groups, masters, number = [], [], 0
         for group in self.groups:
             numbers = []
-            names = group.shapes if target.half else stored.plain["groups"][group.number]["parameters"]
+            names = group.shapes if target.half else stored.said["groups"][group.number]["parameters"]
             for name in names:
                 numbers.append(number)
                 number += 1
@@ -249,13 +249,13 @@ class _Writing:
                 alone = FlatGroup(group.number, in_a_row({name: shape}, 1, align=1))
                 if found := alone.states(stored, alone.lies.spans(0), shape):
                     states[numbers[-1]] = found
-            values = stored.plain["groups"][group.number]["values"]
+            values = stored.said["groups"][group.number]["values"]
             groups.append(hyper(values, numbers, group.step(stored)))
             masters.append([self._master(name) for name in group.shapes])
         base = {"state": states, "param_groups": groups}
         if not target.half:
             return base
-        return {**own_scaling(target.scaling, stored.plain), "optimizer_state_dict": base, "fp32_groups": masters}
+        return {**own_scaling(target.scaling, stored.said), "optimizer_state_dict": base, "fp32_groups": masters}
 
     def _master(self, name: str) -> Planned:
         where = self._held[name]

@@ -7,10 +7,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from windlass.base.errors import CheckpointError
 from windlass.base.log import logger
 from windlass.checkpoint import plain
 from windlass.checkpoint.bag import Array, LossScaler, Namespace
+from windlass.checkpoint.torch_file import StoredTensor
 
 # What the engine itself writes beside the caller's `client_state`.
 _OWN = frozenset(
@@ -48,7 +51,7 @@ def told_by(first: Mapping[str, Any], saved: list[dict[str, Any]], path: Path) -
 def _loss_scale(first: Mapping[str, Any], saved: list[dict[str, Any]]) -> dict[str, Any]:
     """As `windlass.optim.loss_scale` keeps it: good steps are those since the last overflow or doubling."""
     scaler = saved[0].get("loss_scaler") if saved else None
-    facts = scaler.__dict__ if isinstance(scaler, LossScaler) else first.get("optimizer") or {}
+    facts = scaler.attributes if isinstance(scaler, LossScaler) else first.get("optimizer") or {}
     if "cur_scale" not in facts:
         return {"scale": 1.0}
     if "last_overflow_iter" not in facts:
@@ -68,7 +71,7 @@ def _client(first: Mapping[str, Any], path: Path) -> dict[str, Any]:
             continue
         try:
             value = _opened(value)
-            plain.encode(value, "")
+            plain.encode(value, "", (torch.Tensor, StoredTensor))
         except CheckpointError as error:
             logger.warning("%s: %r of the client state is left out: %s", path, key, error)
             continue
@@ -78,7 +81,7 @@ def _client(first: Mapping[str, Any], path: Path) -> dict[str, Any]:
 
 def _opened(value: Any) -> Any:
     if isinstance(value, Namespace):
-        return argparse.Namespace(**{key: _opened(item) for key, item in value.__dict__.items() if key != "given"})
+        return argparse.Namespace(**{key: _opened(item) for key, item in value.attributes.items()})
     if isinstance(value, Array):
         return value.made()
     if isinstance(value, dict):

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from windlass.base.errors import CheckpointError
 from windlass.base.log import logger
+from windlass.base.regular_file import open_regular
+from windlass.base.whole_file import SUFFIX, write_whole
 
 METADATA = "checkpoint.json"
 LATEST = "latest"
+_LONGEST_LATEST = 4096  # bytes; a tag has 200 at most
+_PATIENCE = 60.0  # seconds for another job to name its checkpoint
 
 # [Note: a checkpoint appears whole or not at all]
 # Data is written under a hidden name (draft.py); every file and then the directory is fsynced, `checkpoint.json` last
@@ -44,10 +50,14 @@ def read_latest(directory: str | os.PathLike[str], name: str = LATEST) -> str | 
     """
     path = Path(directory) / name
     try:
-        tag = path.read_text(encoding="utf-8").strip()
+        with open_regular(path, Path(directory)) as file:
+            tag = file.read(_LONGEST_LATEST).decode("utf-8").strip()
     except FileNotFoundError:
         return None
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        reason = error.strerror or error
+        raise CheckpointError(f"{path} cannot be read ({reason}); write a tag into it, or pass the tag") from error
+    except UnicodeDecodeError as error:
         raise CheckpointError(f"{path} cannot be read ({error}); write a tag into it, or pass the tag") from error
     try:
         return check_tag(tag)
@@ -56,15 +66,63 @@ def read_latest(directory: str | os.PathLike[str], name: str = LATEST) -> str | 
 
 
 def write_latest(directory: Path, tag: str, name: str = LATEST) -> None:
-    """Makes `latest` (or the file `name`) name `tag`, at once and durably."""
-    temporary = directory / f".{name}.writing"
-    with disk_errors(temporary, len(tag)):
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(tag)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, directory / name)
+    """Make `latest` (or the file `name`) name `tag`, at once and durably."""
+    path = directory / name
+    with disk_errors(path, len(tag)), naming_lock(directory) as alone:
+        for left in directory.glob(f".{name}.*{SUFFIX}") if alone else ():
+            left.unlink(missing_ok=True)  # of a writer that was killed
+        write_whole(path, tag, durable=True)
         sync_directory(directory)
+
+
+@contextmanager
+def naming_lock(directory: Path) -> Iterator[bool]:
+    """Hold the lock under which checkpoints get their names in `directory`, for a moment: jobs that save there at the
+    same time take turns. The system releases it when its holder dies. Gives whether there is one: file systems without
+    locks have none, and every rename is atomic there too.
+
+    Raises:
+        CheckpointError: another process has held it for a minute; it says which.
+    """
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield _locked(descriptor, directory)
+    finally:
+        os.close(descriptor)
+
+
+def _locked(descriptor: int, directory: Path) -> bool:
+    end = time.monotonic() + _PATIENCE
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() > end:
+                raise CheckpointError(
+                    f"{directory} has been locked for {_PATIENCE:.0f} s by {_holder(descriptor)}, which also saves "
+                    "there; end that job, or save to another directory"
+                ) from None
+            time.sleep(0.02)
+        except OSError:
+            return False
+
+
+def _holder(descriptor: int) -> str:
+    """The process that holds the lock of an open directory, as far as the system tells."""
+    node = os.fstat(descriptor).st_ino
+    with suppress(OSError, ValueError, IndexError):
+        for line in Path("/proc/locks").read_text().splitlines():
+            fields = line.split()
+            if fields[1] == "FLOCK" and int(fields[5].rpartition(":")[2]) == node:
+                command = Path(f"/proc/{int(fields[4])}/cmdline").read_bytes().replace(b"\0", b" ")
+                return f"process {int(fields[4])} ({printable(command.decode('utf-8', 'replace').strip())})"
+    return "another job"
+
+
+def printable(text: str, longest: int = 200) -> str:
+    """A text of somebody else's, as it can be shown."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text[:longest])
 
 
 def tags(directory: str | os.PathLike[str]) -> list[str]:

@@ -5,14 +5,27 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import platform
+import re
 import secrets
 import shutil
+import sys
+import time
 import weakref
 from pathlib import Path
 
 from windlass.base.errors import CheckpointError
 from windlass.base.log import logger
-from windlass.checkpoint.directory import disk_errors, is_checkpoint, replaced, sync_directory
+from windlass.base.regular_file import read_regular
+from windlass.checkpoint.directory import (
+    LATEST,
+    disk_errors,
+    is_checkpoint,
+    naming_lock,
+    printable,
+    replaced,
+    sync_directory,
+)
 from windlass.storage.claim import start_time
 
 _SUFFIX = ".writing"
@@ -49,14 +62,14 @@ class Draft:
                 if final.exists():
                     final.rmdir()  # it is empty
                 os.rename(former, final)
-            remove_dead(directory)
+            _say_others(directory, tag, remove_dead(directory))
             self.path, lock = _make(directory, tag)
         self._release = weakref.finalize(self, _close, lock)
 
     def commit(self) -> Path:
         """Gives it its name, and returns the path. A former checkpoint of that name stays good until then."""
         final, former = self._directory / self._tag, replaced(self._directory, self._tag)
-        with disk_errors(final, 0):
+        with disk_errors(final, 0), naming_lock(self._directory):
             sync_directory(self.path)
             if moved := final.exists():
                 os.rename(final, former)
@@ -79,8 +92,10 @@ class Draft:
         self._release()
 
 
-def remove_dead(directory: Path) -> None:
-    """Remove the drafts in `directory` whose writer is gone, and what was replaced and not removed since."""
+def remove_dead(directory: Path) -> list[Path]:
+    """Remove the drafts in `directory` whose writer is gone, and what was replaced and not removed since; return the
+    drafts of writers that live."""
+    living: list[Path] = []
     for path in directory.glob(".*.replaced"):
         if path.is_dir() and not path.is_symlink() and is_checkpoint(directory / path.name[1 : -len(".replaced")]):
             _remove(path)
@@ -90,6 +105,7 @@ def remove_dead(directory: Path) -> None:
         lock: int | None = None
         try:
             if (lock := _lock(path)) is None:
+                living.append(path)
                 continue
         except FileNotFoundError:  # finished meanwhile, or another run was quicker
             continue
@@ -102,6 +118,45 @@ def remove_dead(directory: Path) -> None:
                 logger.info("removed %s, which a run that died has left", path)
         finally:
             _close(lock)
+    return living
+
+
+_SAID: set[str] = set()
+
+
+def _say_others(directory: Path, tag: str, living: list[Path]) -> None:
+    """Name the other jobs that save into the same directory now, each once.
+
+    Raises:
+        CheckpointError: one is saving the same tag.
+    """
+    for path in living:
+        process, other = _writer_of(path)
+        if process == _process().strip():
+            continue
+        if re.fullmatch(rf"\.{re.escape(tag)}\.\w{{8}}{re.escape(_SUFFIX)}", path.name):
+            raise CheckpointError(
+                f"another job is saving the checkpoint {directory / tag} now: {other}. Nothing was written; end that "
+                "job, or give each job a directory of its own"
+            )
+        if other not in _SAID:
+            _SAID.add(other)
+            logger.warning(
+                "another job saves into %s too: %s. Both write %r there, and the later one counts; give each job a "
+                "directory of its own",
+                directory,
+                other,
+                LATEST,
+            )
+
+
+def _writer_of(draft: Path) -> tuple[str, str]:
+    """The process that writes a draft, and what it says of itself."""
+    try:
+        process, _, told = read_regular(draft / _LOCK, draft).decode("utf-8", "replace").partition("\n")
+    except OSError:
+        process, told = "", ""
+    return process.strip(), printable(told.strip()) or f"the writer of {draft.name}"
 
 
 def _remove(path: Path) -> bool:
@@ -129,9 +184,10 @@ def _make(directory: Path, tag: str) -> tuple[Path, int | None]:
             if error.errno not in _NO_LOCKS:
                 raise
             logger.debug("%s: no locks on this file system (%s)", path, error)
-            (path / _LOCK).write_text(_process())
+            (path / _LOCK).write_text(_process() + _described())
             return path, None
         if lock is not None and (path / _LOCK).exists():
+            os.write(lock, (_process() + _described()).encode("utf-8", "replace"))
             return path, lock
         _close(lock)
     raise CheckpointError(f"{directory}: other runs keep removing the draft of {tag!r}; save to another directory")
@@ -139,7 +195,8 @@ def _make(directory: Path, tag: str) -> tuple[Path, int | None]:
 
 def _lock(draft: Path) -> int | None:
     """A descriptor that holds the lock of a draft; None if its writer lives."""
-    lock = os.open(draft / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    lock = os.open(draft / _LOCK, flags, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -161,12 +218,18 @@ def _process() -> str:
         return ""
 
 
+def _described() -> str:
+    """This process for people: a line without control characters."""
+    command = printable(" ".join(sys.argv))
+    return f"process {os.getpid()} on {platform.node()} ({command}), since {time.strftime('%Y-%m-%d %H:%M:%S')}\n"
+
+
 def _died_here(draft: Path) -> bool:
     """Whether the process that wrote a draft ran on this host, and is gone."""
     try:
-        text = (draft / _LOCK).read_text()
+        text, newline, _ = read_regular(draft / _LOCK, draft).decode("utf-8", "replace").partition("\n")
         *place, number, began = text.split()
-        return text.endswith("\n") and _process().split()[:2] == place and start_time(int(number)) != began
+        return bool(newline) and _process().split()[:2] == place and start_time(int(number)) != began
     except (OSError, ValueError):
         return False
 

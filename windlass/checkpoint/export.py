@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,9 @@ from typing import Any
 import torch
 
 from windlass.base.errors import CheckpointError
+from windlass.base.log import logger
+from windlass.base.regular_file import read_regular
+from windlass.base.whole_file import temporary_beside
 from windlass.checkpoint.directory import disk_errors, is_checkpoint, require_space, sync_directory, tags
 from windlass.checkpoint.stored import Stored, split
 from windlass.checkpoint.streamed_file import write_tensors
@@ -66,6 +69,7 @@ def export(
     shard_size: int = 5 * 10**9,
     partial: bool = False,
     overwrite: bool = False,
+    beside: Sequence[Path] = (),
 ) -> Exported:
     """Writes parameters and buffers of a checkpoint to the directory `target`, which appears whole or not at all.
 
@@ -78,6 +82,7 @@ def export(
         shard_size: most bytes of a file that holds more than one tensor.
         partial: write what a checkpoint of trained parameters alone holds; else that is refused.
         overwrite: replace a directory that is there.
+        beside: more directories in which the model's configuration and tokenizer are looked for.
 
     Raises:
         CheckpointError: there is no such checkpoint, it is damaged or lacks parameters, or the files cannot be written.
@@ -96,11 +101,11 @@ def export(
                 "are where the model was loaded from; export what is there with partial=True (--partial), and load it "
                 "over that"
             )
-        staging = root.absolute().parent / f".{root.name}.{os.getpid()}.part"
+        staging = temporary_beside(root.absolute())
         try:
             with disk_errors(staging, 0):
                 staging.mkdir(parents=True)
-            exported = _write(stored, staging, dtype, shard_size, absent)
+            exported = _write(stored, staging, dtype, shard_size, absent, beside)
             with disk_errors(root, 0):
                 sync_directory(staging)
                 replace_directory(staging, root)
@@ -122,9 +127,9 @@ def absent_from(stored: Stored) -> tuple[str, ...]:
     Raises:
         CheckpointError: there are some, and it does not say which (old checkpoints of trained parameters alone).
     """
-    if not stored.plain.get("trainable_only"):
+    if not stored.said.get("trainable_only"):
         return ()
-    absent = stored.plain.get("absent")
+    absent = stored.said.get("absent")
     if absent is None:
         raise CheckpointError(
             f"{stored.path} holds trained parameters alone, and does not say which are absent; load it into an engine "
@@ -140,13 +145,18 @@ def tensors_of(stored: Stored) -> dict[str, str]:
 
 def dtype_in_use(stored: Stored, name: str) -> torch.dtype:
     """The dtype in which the model computed with what is stored as `name`: a master weight is wider than that."""
-    said = stored.plain.get("dtypes", {}).get(name.partition("/")[2]) if name.startswith("param/") else None
+    said = stored.said.get("dtypes", {}).get(name.partition("/")[2]) if name.startswith("param/") else None
     dtype = getattr(torch, said, None) if isinstance(said, str) else None
     return dtype if isinstance(dtype, torch.dtype) else stored.described(name).dtype
 
 
 def _write(
-    stored: Stored, staging: Path, dtype: torch.dtype | None, shard_size: int, absent: tuple[str, ...]
+    stored: Stored,
+    staging: Path,
+    dtype: torch.dtype | None,
+    shard_size: int,
+    absent: tuple[str, ...],
+    beside: Sequence[Path],
 ) -> Exported:
     held = tensors_of(stored)
     entries: dict[str, Entry] = {}
@@ -156,7 +166,7 @@ def _write(
         entries[name] = Entry(chosen, tuple(like.shape))
     total = sum(entry.nbytes for entry in entries.values())
     require_space(staging, total)
-    tied = {alias: name for alias, name in stored.plain.get("tied", {}).items() if name in held and alias not in held}
+    tied = {alias: name for alias, name in stored.said.get("tied", {}).items() if name in held and alias not in held}
     shards = _shards(entries, shard_size)
     names = [_SINGLE] if len(shards) == 1 else _numbered(len(shards))
     for file_name, shard in zip(names, shards, strict=True):
@@ -168,7 +178,9 @@ def _write(
         weight_map = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
         _write_json(staging / _INDEX, {"metadata": {"total_size": total, **tied}, "weight_map": weight_map})
     used = {entry.dtype for entry in entries.values() if entry.dtype.is_floating_point}
-    companions = _take_along(stored.path, staging, used.pop() if len(used) == 1 else None)
+    companions = _take_along(
+        (stored.path, stored.path.parent, *beside), staging, used.pop() if len(used) == 1 else None
+    )
     return Exported(len(entries), total, tuple(names), tied, companions, absent)
 
 
@@ -189,26 +201,37 @@ def _numbered(count: int) -> list[str]:
     return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
 
 
-def _take_along(checkpoint: Path, staging: Path, dtype: torch.dtype | None) -> tuple[str, ...]:
-    """Copy configuration and tokenizer, from beside the checkpoint's files or from the directory that it lies in."""
+def _take_along(folders: Sequence[Path], staging: Path, dtype: torch.dtype | None) -> tuple[str, ...]:
+    """Copy configuration and tokenizer, each file from the first of the folders that has it."""
     found = []
     for name in COMPANIONS:
-        source = next((path for path in (checkpoint / name, checkpoint.parent / name) if path.is_file()), None)
-        if source is None:
+        text = next((text for folder in folders if (text := _companion(folder, name)) is not None), None)
+        if text is None:
             continue
         found.append(name)
-        with disk_errors(staging / name, source.stat().st_size):
-            shutil.copyfile(source, staging / name)
+        with disk_errors(staging / name, len(text)):
+            (staging / name).write_bytes(text)
         if name == "config.json" and dtype is not None:
             _say_dtype(staging / name, dtype)
     return tuple(found)
+
+
+def _companion(directory: Path, name: str) -> bytes | None:
+    """A file that lies beside weights; a link out of the directory is not followed, and said."""
+    try:
+        return read_regular(directory / name, directory)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        logger.warning("%s is not taken along: %s", directory / name, error.strerror or error)
+        return None
 
 
 def _say_dtype(path: Path, dtype: torch.dtype) -> None:
     """Have the model's configuration name the dtype that the files have, or loading would convert them back."""
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path.name} beside the checkpoint is not JSON ({error}); mend or remove it") from error
     if not isinstance(config, dict):
         return
@@ -226,7 +249,7 @@ def _write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 def replace_directory(new: Path, target: Path) -> None:
     """Puts `new` in the place of `target`; a directory cannot be exchanged in one step, so the old one moves first."""
-    old = target.absolute().parent / f".{target.name}.{os.getpid()}.old"
+    old = temporary_beside(target.absolute())
     if target.exists():
         os.replace(target, old)
     os.replace(new, target)

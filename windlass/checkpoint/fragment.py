@@ -41,6 +41,8 @@ def boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
     numel = math.prod(shape)
     if not 0 <= start <= stop <= numel:
         raise ValueError(f"the range [{start}, {stop}) does not lie in a tensor of shape {shape} ({numel} elements)")
+    if start == 0 and 0 < stop == numel:  # all of it, as a small tensor mostly is
+        return [Box((0,) * len(shape), shape, 0)]
     strides = _strides(shape)
     cut: list[Box] = []
     position = start
@@ -81,14 +83,22 @@ class Part:
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
         """Its elements, shaped, as a view of the range `[n]`."""
-        view = flat[self.first : self.first + math.prod(self.inside)].view(self.inside)
+        numel = math.prod(self.inside)
+        if numel != flat.numel():
+            flat = flat[self.first : self.first + numel]
+        view = flat.view(self.inside)
         for dim, (start, size) in enumerate(zip(self.starts, self.sizes, strict=True)):
-            view = view.narrow(dim, start, size)
+            if size != self.inside[dim]:
+                view = view.narrow(dim, start, size)
         return view
 
 
 def parts(placement: Placement, start: int, stop: int) -> Iterator[Part]:
     """What the flat range `[start, stop)` of the local tensor is of the whole one."""
+    if placement.whole:
+        for box in boxes(placement.shape, start, stop):
+            yield Part(box.offsets, box.sizes, box.start - start, box.sizes, (0,) * len(box.sizes))
+        return
     ranges = list(placement.boxes())
     for box in boxes(placement.local_shape, start, stop):
         for place in ranges:

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from windlass.base.errors import CheckpointError
 from windlass.base.log import logger
-from windlass.checkpoint import plain
+from windlass.base.text import plural
 from windlass.checkpoint.agree import Ranks
-from windlass.checkpoint.deepspeed_files import Order, index_of
+from windlass.checkpoint.deepspeed_files import Order
 from windlass.checkpoint.directory import find
 from windlass.checkpoint.index import Index
-from windlass.checkpoint.state import RESERVED, Holding, LoadedState, SavedState, holdings, whole
+from windlass.checkpoint.state import RESERVED, Holding, LoadedState, SavedState, holdings
+from windlass.checkpoint.stored import Stored
 from windlass.checkpoint.tensor_file import dtype_of
 
 
@@ -34,6 +35,7 @@ def load(
     cast: bool = False,
     advice: str = "Load with strict=False to take what matches, or ignore names by prefix",
     order: Order | None = None,
+    check: Callable[[dict[str, Any], dict[str, Any] | None], object] = lambda shared, own: None,
 ) -> LoadedState:
     """Fills the tensors of `into` in place from `directory`/`tag`. Every rank of the group must call it.
 
@@ -50,6 +52,8 @@ def load(
         cast: whether values of another dtype are converted; else another dtype is an error.
         advice: ends the error about names that differ.
         order: names of the optimizer's parameters by group, which DeepSpeed's files of stage 0 lack.
+        check: called with the plain data that all ranks share and with this rank's own, before a tensor is filled; what
+            it raises is raised on all ranks.
 
     Raises:
         CheckpointError: the same on all ranks: no such checkpoint, damaged files, another shape or dtype, names that
@@ -58,7 +62,7 @@ def load(
     ranks = Ranks.of(process_group)
     name, path = ranks.first("looking for the checkpoint", lambda: find(directory, tag))
     wanted: list[_Wanted] = []
-    matches = ranks.each("preparing to load", lambda: _prepare(wanted, path, into, ranks.rank, cast, order))
+    matches = ranks.each("preparing to load", lambda: _prepare(wanted, path, into, ranks, cast, order, check))
     mine = wanted[0]
     asked = {name for names, _ in matches for name in names}
     missing = tuple(sorted({name for _, names in matches for name in names}))
@@ -77,14 +81,13 @@ def load(
 
     transfer.read(path, mine.index, mine.held, ranks)
     matched = len(asked) - len(missing)
-    told = f"{matched} tensors matched, {listed('missing', missing)}, {listed('unexpected', unexpected)}"
+    told = f"{plural(matched, 'tensor')} matched, {listed('missing', missing)}, {listed('unexpected', unexpected)}"
     logger.log(logging.WARNING if missing or unexpected else logging.INFO, f"loaded {path}: {told}")
-    own = mine.index.ranks[ranks.rank] if ranks.rank < mine.index.world_size else None
     return LoadedState(
         tag=name,
         path=path,
-        plain=plain.decode(mine.index.plain, mine.set_aside),
-        rank_plain=None if own is None else plain.decode(own, mine.set_aside),
+        plain=mine.stored.plain,
+        rank_plain=mine.own,
         saved_world_size=mine.index.world_size,
         matched=matched,
         missing=missing,
@@ -94,16 +97,28 @@ def load(
 
 @dataclass(frozen=True)
 class _Wanted:
-    index: Index
+    stored: Stored
     held: dict[str, Holding]
-    set_aside: dict[str, torch.Tensor]
+    own: dict[str, Any] | None
+
+    @property
+    def index(self) -> Index:
+        """Of the checkpoint."""
+        return self.stored.index
 
 
 def _prepare(
-    wanted: list[_Wanted], path: Path, into: SavedState, rank: int, cast: bool, order: Order | None
+    wanted: list[_Wanted],
+    path: Path,
+    into: SavedState,
+    ranks: Ranks,
+    cast: bool,
+    order: Order | None,
+    check: Callable[[dict[str, Any], dict[str, Any] | None], object],
 ) -> tuple[list[str], list[str]]:
     """Puts what this rank is to read into `wanted`; returns the names it asks for, and those that are missing."""
-    index = index_of(path, order)
+    stored = Stored.at(path, order, slice(ranks.rank, None, ranks.world_size))
+    index = stored.index
     held = holdings(into.shards, into.tensors, overlap=True)
     missing = [name for name in held if name not in index.tensors]
     present = {name: holding for name, holding in held.items() if name in index.tensors}
@@ -111,9 +126,9 @@ def _prepare(
     if problems:
         rest = f"; and {len(problems) - 10} more" if len(problems) > 10 else ""
         raise CheckpointError(f"{path} does not fit: {'; '.join(problems[:10])}{rest}")
-    set_aside = _set_aside(index, rank)
-    present |= {name: whole(tensor) for name, tensor in set_aside.items()}
-    wanted.append(_Wanted(index, present, set_aside))
+    own = stored.of_rank(ranks.rank)
+    check(stored.plain, own)
+    wanted.append(_Wanted(stored, present, own))
     return list(held), missing
 
 
@@ -125,18 +140,6 @@ def _problem(name: str, holding: Holding, index: Index, cast: bool) -> str:
     if dtype != holding.dtype and not cast:
         return f"{name!r} is {dtype} in the checkpoint, {holding.dtype} here (cast=True converts)"
     return ""
-
-
-def _set_aside(index: Index, rank: int) -> dict[str, torch.Tensor]:
-    """Memory for the tensors that the plain data refers to: the shared, and this rank's own."""
-    values: list[Any] = [index.plain, *index.ranks[rank : rank + 1]]
-    found = {}
-    for name in (name for value in values for name in plain.tensor_names(value)):
-        if name not in index.tensors:
-            raise CheckpointError(f"plain data of the checkpoint refers to the tensor {name!r}, which it does not hold")
-        record = index.tensors[name]
-        found[name] = torch.empty(record.shape, dtype=dtype_of(record.dtype), device="cpu")
-    return found
 
 
 def listed(word: str, names: tuple[str, ...]) -> str:

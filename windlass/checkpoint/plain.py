@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+import re
+import reprlib
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import PurePath
 from types import SimpleNamespace
 from typing import Any
@@ -13,13 +16,32 @@ from typing import Any
 import torch
 
 from windlass.base.errors import CheckpointError
+from windlass.checkpoint.keys import Keys
 
 # A tagged value is an object with this one key: {"$": [kind, payload]}.
 TAG = "$"
+MOST_DEPTH = 64  # of values within values
+_MOST_BITS = 8000  # Python reads no larger integers from text
+_ENCODED_DEPTH = 4 * MOST_DEPTH + 8  # a tagged dictionary takes four levels of JSON
 _DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 
 
-def encode(value: object, prefix: str) -> tuple[Any, dict[str, torch.Tensor]]:
+@dataclass
+class _Found:
+    """Tensors that were found, by the names that they get.
+
+    Attributes:
+        kinds: classes whose objects are tensors.
+    """
+
+    prefix: str
+    kinds: tuple[type[Any], ...]
+    tensors: dict[str, Any] = field(default_factory=dict)
+
+
+def encode(
+    value: object, prefix: str, kinds: tuple[type[Any], ...] = (torch.Tensor,)
+) -> tuple[Any, dict[str, torch.Tensor]]:
     """Plain data as what `json.dumps` takes, and the tensors found in it by the names they are to be stored under.
 
     Tuples, sets, bytes, dtypes, arrays of numpy, dictionaries whose keys are not all strings, infinities and NaNs come
@@ -27,12 +49,25 @@ def encode(value: object, prefix: str) -> tuple[Any, dict[str, torch.Tensor]]:
 
     Args:
         prefix: begins each tensor's name, such as `plain/`.
+        kinds: classes whose objects are taken for tensors.
 
     Raises:
-        CheckpointError: a value of any other type, with the path to it.
+        CheckpointError: a value of any other type, with the path to it; or values that are too deep to be read again,
+            or contain themselves.
     """
-    found: dict[str, torch.Tensor] = {}
-    return _encode(value, "", prefix, found), found
+    found = _Found(prefix, kinds)
+    return _encode(value, "", found, 0), found.tensors
+
+
+def require_depth(value: Any) -> None:
+    """Raises CheckpointError where encoded plain data is deeper than is read."""
+    stack = [(value, 0)]
+    while stack:
+        item, depth = stack.pop()
+        if depth > _ENCODED_DEPTH:
+            raise CheckpointError(f"plain data is more than {MOST_DEPTH} values deep")
+        inner = item.values() if isinstance(item, dict) else item if isinstance(item, (list, tuple)) else ()
+        stack.extend((one, depth + 1) for one in inner if isinstance(one, (dict, list)))
 
 
 def decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
@@ -41,27 +76,24 @@ def decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     Raises:
         CheckpointError: an unknown tag or a tensor that is not there: the text was not written by `encode`.
     """
+    return _decode(value, tensors, Keys())
+
+
+def _decode(value: Any, tensors: Mapping[str, torch.Tensor], keys: Keys) -> Any:
     if isinstance(value, list):
-        return [decode(item, tensors) for item in value]
+        return [_decode(item, tensors, keys) for item in value]
     if not isinstance(value, dict):
         return value
     if TAG not in value:
-        return {key: decode(item, tensors) for key, item in value.items()}
+        return {key: _decode(item, tensors, keys) for key, item in value.items()}
     kind, payload = _tagged(value)
-    if kind == "tuple" and isinstance(payload, list):
-        return tuple(decode(item, tensors) for item in payload)
-    if kind == "dict" and isinstance(payload, list):
-        return {decode(key, tensors): decode(item, tensors) for key, item in payload}
-    if kind == "float" and payload in ("inf", "-inf", "nan"):
-        return float(payload)
-    if kind == "tensor" and payload in tensors:
-        return tensors[payload]
-    if kind in _READ and isinstance(payload, _READ[kind][0]):
-        try:
-            return _READ[kind][1](decode(payload, tensors))
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise CheckpointError(f"plain data of the checkpoint holds {value!r:.200}: {error}") from error
-    raise CheckpointError(f"plain data of the checkpoint holds {value!r:.200}, which this version cannot read")
+    try:
+        return _READ[kind](payload, tensors, keys)
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
+        raise CheckpointError(
+            f"plain data of the checkpoint holds {_shown(value)}, which cannot be read ({type(error).__name__}: "
+            f"{error!s:.100})"
+        ) from error
 
 
 def tensor_names(value: Any) -> list[str]:
@@ -72,61 +104,117 @@ def tensor_names(value: Any) -> list[str]:
         return []
     if TAG in value:
         kind, payload = _tagged(value)
-        return [str(payload)] if kind == "tensor" else tensor_names(payload)
+        if kind == "tensor" and not isinstance(payload, str):
+            raise CheckpointError(f"plain data of the checkpoint holds {_shown(value)}, which names no tensor")
+        return [payload] if kind == "tensor" else tensor_names(payload)
     return [name for item in value.values() for name in tensor_names(item)]
 
 
-def _array(parts: list[Any]) -> Any:
+def _items(payload: Any, tensors: Mapping[str, torch.Tensor], keys: Keys) -> list[Any]:
+    if not isinstance(payload, list):
+        raise TypeError("it has no list of items")
+    return [_decode(item, tensors, keys) for item in payload]
+
+
+def _keyed(payload: Any, tensors: Mapping[str, torch.Tensor], keys: Keys) -> dict[Any, Any]:
+    found = {}
+    for key, item in _items(payload, tensors, keys):
+        keys.require(key)
+        found[key] = item
+    return found
+
+
+def _members(payload: Any, tensors: Mapping[str, torch.Tensor], keys: Keys) -> list[Any]:
+    found = _items(payload, tensors, keys)
+    for item in found:
+        keys.require(item)
+    return found
+
+
+def _special(payload: Any, tensors: Mapping[str, torch.Tensor], keys: Keys) -> float:
+    return {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}[payload]
+
+
+def _namespace(payload: Any, tensors: Mapping[str, torch.Tensor], keys: Keys) -> Namespace:
+    values = _decode(payload, tensors, keys)
+    if not isinstance(values, dict):
+        raise TypeError("a namespace without names")
+    return Namespace(**values)
+
+
+def _array(payload: Any, tensors: Mapping[str, torch.Tensor], keys: Keys) -> Any:
     """An array of numpy's: its type's code, its shape, its bytes."""
     import numpy
 
-    code, shape, raw = parts
-    if numpy.dtype(code).hasobject:
-        raise ValueError("an array of objects")
+    code, shape, raw = _items(payload, tensors, keys)
+    if not isinstance(code, str) or not _ARRAY_CODE.fullmatch(code):
+        raise ValueError("an array of a type that is neither of numbers nor of text")
+    if not isinstance(raw, torch.Tensor) or raw.dtype is not torch.uint8:
+        raise TypeError("an array without bytes")
     return numpy.ndarray(shape, code, bytearray(raw.numpy().tobytes()))
 
 
-# kind -> what its payload is, and what is made of that
-_READ: dict[str, tuple[type, Callable[[Any], Any]]] = {
-    "set": (list, set),
-    "frozenset": (list, frozenset),
-    "bytes": (str, bytes.fromhex),
-    "dtype": (str, lambda name: _DTYPES[name]),
-    "namespace": (dict, lambda values: Namespace(**values)),
-    "array": (list, _array),
+_ARRAY_CODE = re.compile(r"[<>|=][biufcMmSU][0-9]{1,9}(\[[0-9a-zA-Z]{1,20}\])?")
+# kind -> what is made of the payload
+_READ: dict[str, Callable[[Any, Mapping[str, torch.Tensor], Keys], Any]] = {
+    "tuple": lambda payload, tensors, keys: tuple(_items(payload, tensors, keys)),
+    "dict": _keyed,
+    "float": _special,
+    "tensor": lambda payload, tensors, keys: tensors[payload],
+    "set": lambda payload, tensors, keys: set(_members(payload, tensors, keys)),
+    "frozenset": lambda payload, tensors, keys: frozenset(_members(payload, tensors, keys)),
+    "bytes": lambda payload, tensors, keys: bytes.fromhex(payload),
+    "dtype": lambda payload, tensors, keys: _DTYPES[payload],
+    "namespace": _namespace,
+    "array": _array,
 }
 
 
 def _tagged(value: dict[str, Any]) -> tuple[Any, Any]:
     pair = value[TAG]
     if len(value) != 1 or not isinstance(pair, list) or len(pair) != 2:
-        raise CheckpointError(f"plain data of the checkpoint holds {value!r:.200}, which this version cannot read")
+        raise CheckpointError(f"plain data of the checkpoint holds {_shown(value)}, which this version cannot read")
     return pair[0], pair[1]
 
 
-def _encode(value: object, path: str, prefix: str, found: dict[str, torch.Tensor]) -> Any:
+def _shown(value: Any) -> str:
+    """A value's text, cut short before it is made: it may be of any size."""
+    return reprlib.repr(value)[:200]
+
+
+def _encode(value: object, path: str, found: _Found, depth: int) -> Any:
     if value is None or isinstance(value, (bool, str)):
         return value
     if isinstance(value, int):
-        return int(value)
+        return _whole(value, path)
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else {TAG: ["float", str(float(value))]}
-    if isinstance(value, torch.Tensor):
-        name = f"{prefix}{len(found)}/{path}"
-        found[name] = value
+    if isinstance(value, found.kinds):
+        name = f"{found.prefix}{len(found.tensors)}/{path}".encode("utf-8", "replace").decode()
+        found.tensors[name] = value
         return {TAG: ["tensor", name]}
+    if depth >= MOST_DEPTH:
+        raise CheckpointError(
+            f"{path[:100]}...: values more than {MOST_DEPTH} deep, or that contain themselves, are not saved"
+        )
     if isinstance(value, (list, tuple)):
-        items = [_encode(item, f"{path}[{at}]", prefix, found) for at, item in enumerate(value)]
+        items = [_encode(item, f"{path}[{at}]", found, depth + 1) for at, item in enumerate(value)]
         return items if isinstance(value, list) else {TAG: ["tuple", items]}
     if isinstance(value, Mapping):
-        return _encode_mapping(value, path, prefix, found)
-    return _encode_other(value, path, prefix, found)
+        return _encode_mapping(value, path, found, depth)
+    return _encode_other(value, path, found, depth)
 
 
-def _encode_other(value: object, path: str, prefix: str, found: dict[str, torch.Tensor]) -> Any:
+def _whole(value: int, path: str) -> int:
+    if value.bit_length() > _MOST_BITS:
+        raise CheckpointError(f"{path or 'the value'} is an integer of {value.bit_length()} bits, which is not saved")
+    return int(value)
+
+
+def _encode_other(value: object, path: str, found: _Found, depth: int) -> Any:
     """What is plain and has no place in JSON; scripts put it into their client state."""
     if isinstance(value, (set, frozenset)):
-        items = [_encode(item, f"{path} (an item)", prefix, found) for item in value]
+        items = [_encode_key(item, f"{path} (an item)", found, depth) for item in value]
         return {TAG: ["set" if isinstance(value, set) else "frozenset", items]}
     if isinstance(value, (bytes, bytearray)):
         return {TAG: ["bytes", value.hex()]}
@@ -135,13 +223,15 @@ def _encode_other(value: object, path: str, prefix: str, found: dict[str, torch.
     if isinstance(value, PurePath):
         return str(value)
     if isinstance(value, (Namespace, SimpleNamespace)):
-        return {TAG: ["namespace", _encode(vars(value), path, prefix, found)]}
+        return {TAG: ["namespace", _encode(vars(value), path, found, depth + 1)]}
     numpy = sys.modules.get("numpy")  # a value of its kinds is there only if it is
     if numpy is not None and isinstance(value, numpy.generic) and isinstance(value.item(), (bool, int, float, str)):
-        return _encode(value.item(), path, prefix, found)
+        return _encode(value.item(), path, found, depth)
     if numpy is not None and isinstance(value, numpy.ndarray) and value.dtype.kind in "biufcMmSU":
         raw = torch.tensor(bytearray(value.tobytes()), dtype=torch.uint8, device="cpu")
-        return {TAG: ["array", [value.dtype.str, list(value.shape), _encode(raw, path, prefix, found)]]}
+        name = f"{found.prefix}{len(found.tensors)}/{path}".encode("utf-8", "replace").decode()
+        found.tensors[name] = raw
+        return {TAG: ["array", [value.dtype.str, list(value.shape), {TAG: ["tensor", name]}]]}
     raise CheckpointError(
         f"{path or 'the value'} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint cannot "
         "hold: give None, bool, int, float, str, bytes, tensors, arrays of numpy, or lists, tuples, sets, dicts and "
@@ -149,9 +239,19 @@ def _encode_other(value: object, path: str, prefix: str, found: dict[str, torch.
     )
 
 
-def _encode_mapping(value: Mapping[Any, Any], path: str, prefix: str, found: dict[str, torch.Tensor]) -> Any:
+def _encode_mapping(value: Mapping[Any, Any], path: str, found: _Found, depth: int) -> Any:
     dotted = f"{path}." if path else ""
-    items = [(key, _encode(item, f"{dotted}{key}", prefix, found)) for key, item in value.items()]
+    items = [(key, _encode(item, f"{dotted}{key}", found, depth + 1)) for key, item in value.items()]
     if all(isinstance(key, str) for key, _ in items) and TAG not in value:
         return dict(items)
-    return {TAG: ["dict", [[_encode(key, f"{dotted}{key} (a key)", prefix, found), item] for key, item in items]]}
+    return {TAG: ["dict", [[_encode_key(key, f"{dotted}{key} (a key)", found, depth), item] for key, item in items]]}
+
+
+def _encode_key(key: Any, path: str, found: _Found, depth: int) -> Any:
+    """A key, or an item of a set."""
+    encoded = _encode(key, path, found, depth + 1)
+    try:
+        Keys().require(decode(encoded, {}))
+    except (CheckpointError, ValueError) as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    return encoded

@@ -11,8 +11,10 @@ from torch import nn
 
 from windlass.base.errors import CheckpointError
 from windlass.checkpoint.deepspeed_files import names_in_order
+from windlass.checkpoint.engine_data import require_engine_data
 from windlass.checkpoint.export import absent_from, dtype_in_use, tensors_of
 from windlass.checkpoint.stored import Stored, split
+from windlass.kernels.piece import scales_of
 from windlass.optim import coded
 from windlass.optim.elementwise import COUNTS
 
@@ -49,9 +51,10 @@ class PlainCheckpoint:
         self._directory, self.tag, self._path = directory, stored.tag, stored.path
         if "engine" not in stored.plain:
             raise CheckpointError(f"{stored.path} was saved by no engine; read it with windlass.checkpoint.read_full")
-        self.global_steps: int = int(stored.plain["engine"]["global_steps"])
-        self.client_state: dict[str, Any] = dict(stored.plain["client"])
-        self.scheduler_state: dict[str, Any] | None = stored.plain["schedule"]
+        require_engine_data(stored.plain, stored.path, whole=True)
+        self.global_steps: int = int(stored.said["engine"]["global_steps"])
+        self.client_state: dict[str, Any] = dict(stored.said["client"])
+        self.scheduler_state: dict[str, Any] | None = stored.said["schedule"]
 
     def model_state_dict(self, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
         """What `model.state_dict()` of the plain model would be, on the CPU: parameters under all their names,
@@ -69,8 +72,8 @@ class PlainCheckpoint:
                 if dtype is not None and where.startswith("param/") and value.is_floating_point():
                     wanted = dtype
                 found[name] = value.to(wanted)
-            tied = {alias: name for alias, name in stored.plain.get("tied", {}).items() if name in found}
-            extra: dict[str, Any] = stored.plain.get("extra", {})
+            tied = {alias: name for alias, name in stored.said.get("tied", {}).items() if name in found}
+            extra: dict[str, Any] = stored.said.get("extra", {})
         return found | {alias: found[name] for alias, name in tied.items() if alias not in found} | extra
 
     def absent(self) -> tuple[str, ...]:
@@ -104,7 +107,7 @@ class PlainCheckpoint:
 
 def _hyper(stored: Stored, names: Iterable[str]) -> dict[str, Any]:
     """Hyper-parameters of the saved group that these parameters were in."""
-    number_of = {name: number for number, group in enumerate(stored.plain["groups"]) for name in group["parameters"]}
+    number_of = {name: number for number, group in enumerate(stored.said["groups"]) for name in group["parameters"]}
     found = {number_of.get(name) for name in names}
     if found <= {None}:
         return {}  # none of them was trained
@@ -113,7 +116,7 @@ def _hyper(stored: Stored, names: Iterable[str]) -> dict[str, Any]:
             f"{stored.path}: parameters of one group were in several, or not trained at all: {', '.join(names)}; build "
             "the optimizer with the groups that were saved"
         )
-    values = stored.plain["groups"][found.pop()]["values"]
+    values = stored.said["groups"][found.pop()]["values"]
     kept = {key: value for key, value in values.items() if key not in IMPLEMENTATION}
     return {key: tuple(value) if isinstance(value, list) else value for key, value in kept.items()}
 
@@ -121,10 +124,10 @@ def _hyper(stored: Stored, names: Iterable[str]) -> dict[str, Any]:
 def _states(stored: Stored, name: str) -> dict[str, Any]:
     """All states of a parameter, whole."""
     found: dict[str, Any] = {}
-    for key, kind in stored.plain["states"].get(name, {}).items():
+    for key, kind in stored.said.get("states", {}).get(name, {}).items():
         where, form = f"state/{name}/{key}", kind.split()[0]
         if form == "value":
-            value = stored.plain.get("values", {})[name][key]
+            value = stored.said.get("values", {})[name][key]
             number = key in COUNTS and isinstance(value, int | float)
             found[key] = torch.tensor(float(value), dtype=torch.float32, device="cpu") if number else value
         elif form in ("signed", "unsigned"):
@@ -137,10 +140,15 @@ def _states(stored: Stored, name: str) -> dict[str, Any]:
 def state_decoded(stored: Stored, name: str, key: str, *, signed: bool) -> torch.Tensor:
     """A state that was kept in 8 bits, in float32."""
     codes = stored.whole(f"state/{name}/{key}")
-    scales = [
-        coded.Scales(start, stop, 0, stored.whole(f"state/{name}/{key}_scale/{start}"))
-        for start, stop in stored.plain["spans"].get(name, [])
-    ]
+    spans = stored.said.get("spans", {}).get(name, [])
+    coded.require_covered(spans, 0, codes.numel(), f"the state {key!r} of {name!r}")
+    scales = []
+    for start, stop in spans:
+        values = stored.whole(f"state/{name}/{key}_scale/{start}")
+        kinds = codes.dtype, values.dtype, values.numel()
+        if kinds != (torch.uint8, torch.float32, scales_of(stop - start)):
+            raise CheckpointError(f"{stored.path}: the scales of the state {key!r} of {name!r} do not fit")
+        scales.append(coded.Scales(start, stop, 0, values))
     values = torch.empty(codes.shape, dtype=torch.float32, device="cpu")
     coded.read(codes.view(-1), 0, scales, signed, values.view(-1))
     return values

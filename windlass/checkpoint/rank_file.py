@@ -48,7 +48,8 @@ class RankFile:
         self.seen: Callable[[str, torch.Tensor], object] = lambda name, tensor: None
         self.path, self._items = path, {item.name: item for item in items}
         self.entries = {item.name: item.entry for item in items}
-        self._at = laid_out(self.entries)[1]
+        self._laid = laid_out(self.entries)
+        self._at = self._laid[1]
         self._written: dict[str, int] | None = None
         self._runs: list[tuple[list[str], int, torch.Tensor]] = []  # names, offset in the file, copied bytes
 
@@ -94,7 +95,7 @@ class RankFile:
         drawers = by_drawer(item for item in self._items.values() if item.name not in copied)
         try:
             if self._items:
-                with TensorFileWriter(self.path, self.entries) as file:
+                with TensorFileWriter(self.path, self.entries, self._laid) as file:
                     for names, start, data in self._runs:
                         file.send_bytes(names, start, data)
                     self._write_drawers(file, drawers, sums)

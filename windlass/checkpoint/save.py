@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -16,9 +16,12 @@ from windlass.checkpoint import plain
 from windlass.checkpoint.agree import Ranks
 from windlass.checkpoint.directory import check_tag, write_latest
 from windlass.checkpoint.draft import Draft
+from windlass.checkpoint.nodes import Nodes
 from windlass.checkpoint.rank_file import RankFile
 from windlass.checkpoint.state import Holding, SavedState, holdings, whole
-from windlass.checkpoint.tensor_file import code_of
+
+if TYPE_CHECKING:  # the first import of torch.distributed.checkpoint costs as much as torch's own
+    from windlass.checkpoint.storage import WrittenFile
 
 
 def save(
@@ -76,6 +79,8 @@ class Begun:
         later: plain data beside that of the state.
         beside: called on every rank with the draft's directory once the whole checkpoint is in it, to write files of
             its own there.
+        by_node: nodes may have disks of their own, and then each gets the whole checkpoint; `then` is called on the
+            first rank of each ([Note: node-local checkpoints]).
 
     Raises:
         CheckpointError: as `save`, the same on all ranks.
@@ -91,15 +96,18 @@ class Begun:
         then: Callable[[], object] = lambda: None,
         later: Later | None = None,
         beside: Callable[[Path], object] | None = None,
+        by_node: bool = False,
     ) -> None:
         self._then, self._later, self._beside = then, later, beside
         self._root, self._tag, self._save_latest = Path(directory), tag, save_latest
         self._draft: Draft | None = None
+        self._nodes: Nodes | None = None
         held: dict[str, Holding] = {}
         told = ranks.each("preparing to save", lambda: _prepare(held, self._root, tag, state, ranks.rank))
         _check_same(told)
         try:
-            self._place = path = ranks.first("preparing to save", self._begin)
+            path = ranks.first("preparing to save", self._begin)
+            self._place = path = self._place_of_node(path, ranks) if by_node else path
             # Imported here: the first import of torch.distributed.checkpoint costs as much as torch's own.
             from windlass.checkpoint import transfer
 
@@ -132,6 +140,8 @@ class Begun:
         """
         try:
             results = ranks.to_first("saving", lambda: self._write(refused))
+            if self._nodes is not None:
+                return self._finish_everywhere(self._nodes, results, ranks)
             if self._beside is None:
                 return ranks.first("finishing the save", lambda: self._commit(results))
             beside = self._beside
@@ -144,12 +154,34 @@ class Begun:
         finally:
             self.file.let_go()
 
+    def _place_of_node(self, path: Path, ranks: Ranks) -> Path:
+        """The draft of this rank's node, of which there is one where nodes do not see that of rank 0."""
+        nodes = Nodes.found(path, ranks)
+        if not nodes.several:
+            return path
+        self._nodes = nodes
+        makes = ranks.rank in nodes.leaders[1:]
+        made = ranks.each("preparing to save", lambda: self._begin() if makes else None)
+        return made[nodes.mine] or path
+
+    def _finish_everywhere(self, nodes: Nodes, results: list[tuple[WrittenFile, Any]], ranks: Ranks) -> Path:
+        """Write the index, and have every node commit the whole."""
+        ranks.first("finishing the save", lambda: self._index(results))
+        nodes.share_out(self._place, ranks)
+        if (beside := self._beside) is not None:
+            ranks.each("writing the files of another format", lambda: beside(self._place) and None)
+            nodes.share_out(self._place, ranks)
+        made = ranks.each("finishing the save", lambda: self._commit() if self._draft is not None else None)
+        found = made[nodes.mine]
+        assert found is not None
+        return found
+
     def abandon(self) -> None:
         """It will not be written. Not collective."""
         self.file.let_go()
         self._discard()
 
-    def _write(self, refused: Exception | None) -> tuple[list[Any], Any]:
+    def _write(self, refused: Exception | None) -> tuple[WrittenFile, Any]:
         if refused is not None:
             raise refused
         return self._writer.write(), None if self._later is None else self._later.part()
@@ -158,12 +190,12 @@ class Begun:
         self._draft = Draft(self._root, self._tag)
         return self._draft.path
 
-    def _index(self, written: list[tuple[list[Any], Any]]) -> None:
+    def _index(self, written: list[tuple[WrittenFile, Any]]) -> None:
         if self._later is not None:
             self._writer.add_plain(self._later.key, self._later.whole([part for _, part in written]))
-        self._writer.finish_with([results for results, _ in written])
+        self._writer.finish_with([file for file, _ in written])
 
-    def _commit(self, written: list[tuple[list[Any], Any]] | None = None) -> Path:
+    def _commit(self, written: list[tuple[WrittenFile, Any]] | None = None) -> Path:
         assert self._draft is not None
         if written is not None:
             self._index(written)
@@ -190,11 +222,6 @@ def _prepare(held: dict[str, Holding], root: Path, tag: str, state: SavedState, 
     # Rank 0's plain data is kept; the others' is only looked at, so that a value that cannot be kept is always told.
     for name, tensor in ({**found, **found_own} if rank == 0 else found_own).items():
         held[name] = whole(tensor)
-    for name, holding in held.items():
-        try:
-            code_of(holding.dtype)
-        except CheckpointError as error:
-            raise CheckpointError(f"{name!r}: {error}") from error
     return where, shared if rank == 0 else None, own
 
 

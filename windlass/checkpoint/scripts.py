@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import suppress
 from pathlib import Path
 
-from windlass.base.log import logger
+from windlass.base.regular_file import read_regular
+from windlass.base.whole_file import write_whole
 from windlass.checkpoint.directory import disk_errors
 
 _SCRIPT = '''#!/usr/bin/env python
@@ -38,14 +38,9 @@ def write_scripts(directory: Path) -> None:
         CheckpointError: they cannot be written.
     """
     for name, text in SCRIPTS.items():
-        path, temporary = directory / name, directory / f".{name}.{os.getpid()}.part"
-        with suppress(OSError, UnicodeDecodeError):
-            if path.read_text(encoding="utf-8") == text:
+        path = directory / name
+        with suppress(OSError):
+            if read_regular(path, directory) == text.encode():
                 continue
         with disk_errors(path, len(text)):
-            temporary.write_text(text, encoding="utf-8")
-            try:
-                temporary.chmod(0o755)
-            except PermissionError as error:  # of file shares that know no rights: `python FILE` runs it all the same
-                logger.info("%s can't be made a program: %s", path, error)
-            temporary.replace(path)
+            write_whole(path, text, mode=0o777)  # file shares that know no rights: `python FILE` runs it all the same

@@ -87,6 +87,8 @@ class Sources:
             self._file(source).read_into(chunk.entry, targets[0], chunk.crc32)
         elif all(_is_flat(chunk, item, target) for item, target in zip(items, targets, strict=True)):
             self._file(source).check_size(chunk.entry, source.nbytes)
+            if chunk.crc32 is None:
+                self._file(source).require_sound(chunk.entry, None)
             begins = [flat_start(chunk.sizes, tuple(item.storage_offsets)) for item in items]
             for number in sorted(range(len(items)), key=begins.__getitem__):
                 self._read_flat(source, begins[number], targets[number].view(-1))
@@ -101,8 +103,10 @@ class Sources:
     def _read_flat(self, source: Source, begin: int, target: torch.Tensor) -> None:
         """Fill the flat `target` with the box's elements from `begin` on."""
         size = source.dtype.itemsize
-        progress = self._progress.setdefault(source.key, _Progress())
-        self._sum_up(source, progress, begin * size)
+        sums = source.chunk.crc32 is not None
+        progress = self._progress.setdefault(source.key, _Progress()) if sums else None
+        if progress is not None:
+            self._sum_up(source, progress, begin * size)
         step = target.numel() if _is_straight(source, target) else _AT_ONCE // size
         for first in range(0, target.numel(), max(step, 1)):
             part = target[first : first + step]
@@ -111,7 +115,7 @@ class Sources:
             )
             raw = self._file(source).read_part(source.chunk.entry, (begin + first) * size, straight)
             # a part that is read again (replicas on one rank) was summed up the first time
-            if progress.position == (begin + first) * size:
+            if progress is not None and progress.position == (begin + first) * size:
                 progress.crc32 = crc32_of(raw, progress.crc32)
                 progress.position += len(raw)
             if straight is not part:

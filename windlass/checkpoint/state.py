@@ -16,6 +16,7 @@ import torch
 from windlass.base.errors import CheckpointError
 from windlass.checkpoint.fragment import Part, parts
 from windlass.parallel.placement import Placement, everything
+from windlass.storage.safetensors_header import require_name
 
 # Tensors found inside plain data are stored under these prefixes, so no other tensor may use them.
 RESERVED = ("plain/", "rank/")
@@ -99,11 +100,15 @@ class FlatShard:
     start: int
     tensor: torch.Tensor | Resting
     of: Placement | None = None
+    numel: int = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", tuple(self.shape))
         if isinstance(self.tensor, torch.Tensor):
             self._check_flat(self.tensor)
+            object.__setattr__(self, "numel", self.tensor.numel())
+        else:
+            object.__setattr__(self, "numel", self.tensor.numel)
         if not 0 <= self.start <= self.stop <= math.prod(self.shape):
             raise CheckpointError(
                 f"the shard of {self.name!r} covers elements [{self.start}, {self.stop}), but shape {self.shape} has "
@@ -114,10 +119,6 @@ class FlatShard:
     def placement(self) -> Placement:
         """What of the whole tensor `shape` is."""
         return self.of if self.of is not None else Placement(self.shape, everything(self.shape))
-
-    @property
-    def numel(self) -> int:
-        return self.tensor.numel() if isinstance(self.tensor, torch.Tensor) else self.tensor.numel
 
     @property
     def stop(self) -> int:
@@ -248,6 +249,10 @@ def holdings(
 def _allowed(name: str) -> str:
     if not name or name.startswith(RESERVED):
         raise CheckpointError(f"{name!r} cannot name a tensor: names are not empty and begin with none of {RESERVED}")
+    try:
+        require_name(name)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
     return name
 
 

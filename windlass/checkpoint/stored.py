@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Iterator
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -16,8 +17,9 @@ from windlass.checkpoint import plain
 from windlass.checkpoint.checksum import crc32 as crc32_of
 from windlass.checkpoint.deepspeed_files import Order, index_of
 from windlass.checkpoint.directory import METADATA, find, is_deepspeed
+from windlass.checkpoint.engine_data import require_engine_data
 from windlass.checkpoint.fragment import flat_start, is_contiguous
-from windlass.checkpoint.index import Index, TensorRecord
+from windlass.checkpoint.index import Index, TensorRecord, check_entries
 from windlass.checkpoint.open_files import OpenFiles
 from windlass.checkpoint.state import RESERVED
 from windlass.checkpoint.tensor_file import TensorFile, dtype_of
@@ -51,22 +53,42 @@ class Stored:
     """
 
     def __init__(self, directory: str | os.PathLike[str], tag: str | None = None, order: Order | None = None) -> None:
-        self._open(*find(directory, tag), order)
+        self._open(*find(directory, tag), order, slice(None))
 
     @classmethod
-    def at(cls, path: Path, order: Order | None = None) -> Stored:
-        """The checkpoint whose files lie in `path`, which may be a draft."""
+    def at(cls, path: Path, order: Order | None = None, looks_into: slice = slice(None)) -> Stored:  # noqa: B008
+        """The checkpoint whose files lie in `path`, which may be a draft.
+
+        Args:
+            looks_into: of the sorted data files those whose headers are compared with the index; others are by other
+                ranks.
+        """
         stored = cls.__new__(cls)
-        stored._open(path.name, path, order)
+        stored._open(path.name, path, order, looks_into)
         return stored
 
-    def _open(self, tag: str, path: Path, order: Order | None) -> None:
+    def _open(self, tag: str, path: Path, order: Order | None, looks_into: slice) -> None:
         self.tag, self.path = tag, path
         self.index: Index = index_of(self.path, order)
         self._files = OpenFiles(self.path)
         with self:
+            check_entries(self.index, sorted(self.index.files)[looks_into], self._file)
             tensors = {name: self.whole(name) for name in plain.tensor_names(self.index.plain)}
         self.plain: dict[str, Any] = plain.decode(self.index.plain, tensors)
+
+    def of_rank(self, rank: int) -> dict[str, Any] | None:
+        """The plain data of one of the ranks that saved; None where there were not so many."""
+        if rank >= self.index.world_size or self.index.ranks[rank] is None:
+            return None
+        with self:
+            tensors = {name: self.whole(name) for name in plain.tensor_names(self.index.ranks[rank])}
+        found: dict[str, Any] = plain.decode(self.index.ranks[rank], tensors)
+        return found
+
+    @cached_property
+    def said(self) -> dict[str, Any]:
+        """`plain`, checked to be what an engine writes. Raises CheckpointError where it is not."""
+        return require_engine_data(self.plain, self.path)
 
     def __enter__(self) -> Stored:
         return self
@@ -124,15 +146,23 @@ class Stored:
         for chunk in sorted(record.chunks, key=lambda chunk: flat_start(record.shape, chunk.offsets)):
             file, numel, crc32 = self._file(chunk.file), math.prod(chunk.sizes), 0
             file.check_size(chunk.entry, numel * buffer.element_size())
+            if chunk.crc32 is None:
+                file.require_sound(chunk.entry, None)
             for first in range(0, numel, at_once):
                 part = buffer[: min(at_once, numel - first)]
-                crc32 = crc32_of(file.read_part(chunk.entry, first * buffer.element_size(), part), crc32)
+                raw = file.read_part(chunk.entry, first * buffer.element_size(), part)
+                crc32 = crc32_of(raw, crc32) if chunk.crc32 is not None else 0
                 yield part
             file.check_sum(chunk.entry, crc32, chunk.crc32)
 
     def span(self, name: str, start: int, stop: int, at_once: int = _AT_ONCE) -> Iterator[torch.Tensor]:
-        """Elements `[start, stop)` of the flat tensor as parts that follow each other, as `parts`. Checksums are not
-        compared: they are of boxes, and this reads a part of some."""
+        """Elements `[start, stop)` of the flat tensor as parts that follow each other, as `parts`.
+
+        A box of which only a part is wanted is read as a whole before, once, since its checksum covers all of it.
+
+        Raises:
+            CheckpointError: as `parts`.
+        """
         record = self._record(name)
         if not all(is_contiguous(record.shape, chunk.sizes) for chunk in record.chunks):
             yield from self.whole(name).view(-1)[start:stop].split(at_once)
@@ -141,10 +171,19 @@ class Stored:
         for chunk in sorted(record.chunks, key=lambda chunk: flat_start(record.shape, chunk.offsets)):
             begin = flat_start(record.shape, chunk.offsets)
             first, last = max(start, begin), min(stop, begin + math.prod(chunk.sizes))
+            if first >= last:
+                continue
+            file, crc32 = self._file(chunk.file), 0
+            sums = chunk.crc32 is not None and last - first == math.prod(chunk.sizes)
+            if not sums:
+                file.require_sound(chunk.entry, chunk.crc32)
             for at in range(first, last, at_once):
                 part = buffer[: min(at_once, last - at)]
-                self._file(chunk.file).read_part(chunk.entry, (at - begin) * buffer.element_size(), part)
+                raw = file.read_part(chunk.entry, (at - begin) * buffer.element_size(), part)
+                crc32 = crc32_of(raw, crc32) if sums else 0
                 yield part
+            if sums:
+                file.check_sum(chunk.entry, crc32, chunk.crc32)
 
     def _record(self, name: str) -> TensorRecord:
         if name not in self.index.tensors:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -11,7 +10,7 @@ import torch
 
 from windlass.base.errors import CheckpointError
 from windlass.checkpoint.directory import disk_errors
-from windlass.checkpoint.tensor_file import Entry, bytes_of, code_of
+from windlass.checkpoint.tensor_file import Entry, bytes_of, header_of
 
 
 def write_tensors(
@@ -27,9 +26,9 @@ def write_tensors(
     Raises:
         CheckpointError: the disk is full, the path cannot be written, or parts do not make the tensor that was said.
     """
-    head = _header(entries, remarks)
+    head = header_of(entries, remarks)
     needed = len(head) + sum(entry.nbytes for entry in entries.values())
-    with disk_errors(path, needed), open(path, "wb") as file:
+    with disk_errors(path, needed), open(path, "xb") as file:
         file.write(head)
         for (name, entry), tensor in zip(entries.items(), parts, strict=True):
             left = entry.nbytes
@@ -41,15 +40,3 @@ def write_tensors(
                 raise CheckpointError(f"{name!r} was said to have shape {entry.shape}; its parts make another one")
         file.flush()
         os.fsync(file.fileno())
-
-
-def _header(entries: Mapping[str, Entry], remarks: Mapping[str, str]) -> bytes:
-    fields: dict[str, object] = {"__metadata__": {"format": "pt", **remarks}}
-    position = 0
-    for name, entry in entries.items():
-        span = [position, position + entry.nbytes]
-        fields[name] = {"dtype": code_of(entry.dtype), "shape": list(entry.shape), "data_offsets": span}
-        position = span[1]
-    text = json.dumps(fields, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text

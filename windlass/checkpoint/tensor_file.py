@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -14,47 +13,30 @@ from types import TracebackType
 import torch
 
 from windlass.base.errors import CheckpointError
+from windlass.base.raw_memory import why_unusable
+from windlass.base.regular_file import open_regular
 from windlass.checkpoint.checksum import crc32 as crc32_of
 from windlass.checkpoint.directory import disk_errors
 from windlass.storage import NewFile
+from windlass.storage.safetensors_header import CODES, DTYPES, HeaderEntry, HeaderError, header_text, read_header
 
 # safetensors' own reader is not used: it maps the file, where this one reads straight into the destination, knows the
 # bytes' crc32 and holds one entry at a time. The files are ordinary safetensors files (a test reads them with it).
-_CODES: dict[torch.dtype, str] = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.complex64: "C64",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-_DTYPES = {code: dtype for dtype, code in _CODES.items()}
-# safetensors' own limit on its header, which keeps a damaged length from asking for all memory.
-_LONGEST_HEADER = 100_000_000
+_AT_ONCE = 1 << 22  # bytes that are read only to be summed up
 
 
 def code_of(dtype: torch.dtype) -> str:
     """safetensors' name of a dtype, such as `BF16`. Raises CheckpointError for one that it cannot store."""
-    if dtype not in _CODES:
-        raise CheckpointError(f"a checkpoint cannot hold tensors of dtype {dtype}; cast to one of {list(_CODES)}")
-    return _CODES[dtype]
+    if dtype not in CODES:
+        raise CheckpointError(f"a checkpoint cannot hold tensors of dtype {dtype}; cast to one of {list(CODES)}")
+    return CODES[dtype]
 
 
 def dtype_of(code: str) -> torch.dtype:
     """The dtype that safetensors names so. Raises CheckpointError for a name that is not known."""
-    if code not in _DTYPES:
+    if code not in DTYPES:
         raise CheckpointError(f"the checkpoint holds tensors of dtype {code!r}, which this version cannot read")
-    return _DTYPES[code]
+    return DTYPES[code]
 
 
 @dataclass(frozen=True)
@@ -75,14 +57,17 @@ class TensorFileWriter:
 
     Args:
         entries: all that it will hold, by name.
+        laid: `laid_out(entries)`, where it is known.
 
     Raises:
         CheckpointError: the disk is full or the path cannot be written.
     """
 
-    def __init__(self, path: Path, entries: Mapping[str, Entry]) -> None:
+    def __init__(
+        self, path: Path, entries: Mapping[str, Entry], laid: tuple[bytes, dict[str, int], int] | None = None
+    ) -> None:
         self.path, self._entries = path, entries
-        header, self._at, self.nbytes = laid_out(entries)
+        header, self._at, self.nbytes = laid if laid is not None else laid_out(entries)
         self._left = set(entries)
         with disk_errors(path, self.nbytes):
             self._file = NewFile(path, self.nbytes)
@@ -131,15 +116,20 @@ class TensorFileWriter:
 class TensorFile:
     """A safetensors file for reading. Use it in a `with` statement, or close it; a read opens it again.
 
+    Args:
+        within: the checkpoint's directory, which a link may not lead out of.
+
     Raises:
-        CheckpointError: it cannot be opened, or is not a safetensors file.
+        CheckpointError: it cannot be opened, is no regular file, or is not a safetensors file.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, within: Path | None = None) -> None:
         self.path = path
+        self._within = path.parent if within is None else within
         self._file: BufferedReader | None = None
+        self._sound: set[tuple[int, int]] = set()  # spans whose bytes were found to have their crc32
         try:
-            self._entries, self._data = self._read_header()
+            self._read_header(self._open())
         except BaseException:
             self.close()
             raise
@@ -161,39 +151,95 @@ class TensorFile:
     def _open(self) -> BufferedReader:
         if self._file is None:
             try:
-                self._file = open(self.path, "rb")  # noqa: SIM115 (closed by `close`)
+                self._file = open_regular(self.path, self._within)
             except OSError as error:
-                raise CheckpointError(f"the checkpoint file {self.path} cannot be opened: {error.strerror}") from error
+                raise CheckpointError(
+                    f"the checkpoint file {self.path} cannot be opened: {error.strerror or error}"
+                ) from error
         return self._file
 
     def read_into(self, entry: str, tensor: torch.Tensor, crc32: int | None) -> None:
-        """Fills `tensor`, contiguous and on the CPU, with the whole entry, whose bytes must have this crc32 (if any).
+        """Fill `tensor`, contiguous and on the CPU, with the whole entry, whose bytes must have this crc32.
+
+        Args:
+            crc32: None where the entry has none of its own; the file's checksum that covers it is compared then.
 
         Raises:
             CheckpointError: no such entry, another size, or other bytes than were written. The tensor's values are
                 then undefined.
         """
         self.check_size(entry, tensor.numel() * tensor.element_size())
+        if crc32 is None:
+            self.require_sound(entry, None)
         raw = self.read_part(entry, 0, tensor)
         self.check_sum(entry, crc32_of(raw), crc32)
 
     def read_part(self, entry: str, offset: int, tensor: torch.Tensor) -> ctypes.Array[ctypes.c_ubyte]:
-        """Fills `tensor`, contiguous and on the CPU, with the entry's bytes from byte `offset` on, unchecked; returns
-        its memory as bytes. Raises CheckpointError where the file has fewer."""
+        """Fill `tensor`, contiguous and on the CPU, with the entry's bytes from byte `offset` on, and return its memory
+        as bytes. They are unchecked: sum up all of the entry for `check_sum`, or call `require_sound` before.
+
+        Raises:
+            CheckpointError: the file has fewer bytes, or cannot be read.
+        """
         begin, _ = self.span(entry)
         raw = bytes_of(tensor)
-        if len(raw):
-            file = self._open()
-            file.seek(self._data + begin + offset)
-            if (count := file.readinto(raw)) != len(raw):
-                raise CheckpointError(
-                    f"the checkpoint file {self.path} is damaged: of {len(raw)} bytes of entry {entry!r} there are "
-                    f"{count}; restore it or load another checkpoint"
-                )
+        self._read(begin + offset, raw, entry)
         if not tensor.is_inference():
             # Reading into the memory goes past autograd, which must know that what it saved is stale.
             torch.autograd.graph.increment_version(tensor)
         return raw
+
+    def require_sound(self, entry: str, crc32: int | None) -> None:
+        """Read what the checksum of an entry covers, unless it was read before, and compare it. For readers that want
+        a part of it.
+
+        Args:
+            crc32: of the entry; None where the file itself has the checksum.
+
+        Raises:
+            CheckpointError: other bytes than were written.
+        """
+        begin, end = self.span(entry)
+        if crc32 is None:
+            begin, end, crc32 = self._summed(entry)
+        if (begin, end) in self._sound:
+            return
+        scratch = torch.empty(min(_AT_ONCE, end - begin), dtype=torch.uint8, device="cpu")
+        found = 0
+        for first in range(begin, end, _AT_ONCE):
+            raw = bytes_of(scratch[: min(_AT_ONCE, end - first)])
+            self._read(first, raw, entry)
+            found = crc32_of(raw, found)
+        self.check_sum(entry, found, crc32)
+        self._sound.add((begin, end))
+
+    def _read(self, at: int, raw: ctypes.Array[ctypes.c_ubyte], entry: str) -> None:
+        """Fill `raw` with the bytes of the file from `at` on."""
+        if not len(raw):
+            return
+        try:
+            file = self._open()
+            file.seek(at)
+            count = file.readinto(raw)
+        except OSError as error:
+            raise CheckpointError(
+                f"the checkpoint file {self.path} cannot be read: {error.strerror or error}; restore it or load "
+                "another checkpoint"
+            ) from error
+        if count != len(raw):
+            raise CheckpointError(
+                f"the checkpoint file {self.path} is damaged: of {len(raw)} bytes of entry {entry!r} there are "
+                f"{count}; restore it or load another checkpoint"
+            )
+
+    def check_entry(self, entry: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+        """Raises CheckpointError unless the entry is there, inside of the file, and has this dtype and shape."""
+        found = self._entry(entry)
+        if (found.dtype, found.shape) != (CODES[dtype], shape):
+            raise CheckpointError(
+                f"the checkpoint file {self.path} is damaged: entry {entry!r} is {found.dtype} of shape {found.shape}, "
+                f"the index says {CODES[dtype]} of shape {shape}; restore it or load another checkpoint"
+            )
 
     def check_size(self, entry: str, size: int) -> None:
         """Raises CheckpointError unless the entry has `size` bytes."""
@@ -214,50 +260,53 @@ class TensorFile:
             )
 
     def span(self, entry: str) -> tuple[int, int]:
-        """Where the entry lies among the data: its first byte, and the one after its last."""
-        try:
-            begin, end = map(int, self._entries[entry]["data_offsets"])
-            if not 0 <= begin <= end:
-                raise ValueError(f"bytes {begin} to {end}")
-            return begin, end
-        except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(
-                f"the checkpoint file {self.path} has no entry {entry!r} that can be read; restore it or load another "
-                "checkpoint"
-            ) from error
+        """The entry's place in the file: its first byte, and the one after its last."""
+        found = self._entry(entry)
+        return self._header.data + found.begin, self._header.data + found.end
 
-    def _read_header(self) -> tuple[dict[str, dict[str, list[int]]], int]:
-        file = self._open()
-        length = int.from_bytes(file.read(8), "little")
-        text = file.read(length) if length <= _LONGEST_HEADER else b""
-        try:
-            entries = json.loads(text)
-        except ValueError:
-            entries = None
-        if len(text) != length or not isinstance(entries, dict):
+    def _entry(self, entry: str) -> HeaderEntry:
+        if (found := self._header.entries.get(entry)) is None:
             raise CheckpointError(
-                f"{self.path} is damaged or not a safetensors file; it was not read further. Restore it or load "
-                "another checkpoint"
+                f"the checkpoint file {self.path} has no entry {entry!r}; restore it or load another checkpoint"
             )
-        return entries, 8 + length
+        return found
+
+    def _summed(self, entry: str) -> tuple[int, int, int]:
+        """The bytes that the file's own checksum covers, and that checksum."""
+        raise CheckpointError(f"the checkpoint file {self.path} has no checksum for entry {entry!r}")
+
+    def _read_header(self, file: BufferedReader) -> None:
+        try:
+            self._header = read_header(file)
+        except (HeaderError, OSError) as error:
+            raise CheckpointError(
+                f"{self.path} is damaged or not a safetensors file: {error}; it was not read further. Restore it or "
+                "load another checkpoint"
+            ) from error
 
 
 def laid_out(entries: Mapping[str, Entry]) -> tuple[bytes, dict[str, int], int]:
     """How a file of these entries begins, at which byte of it each of them lies, and its size in bytes."""
     # Wide dtypes first, so that every entry is aligned.
     order = sorted(entries, key=lambda name: -entries[name].dtype.itemsize)
-    fields: dict[str, object] = {"__metadata__": {"format": "pt"}}
     at: dict[str, int] = {}
     position = 0
     for name in order:
-        at[name], start = position, position
+        at[name] = position
         position += entries[name].nbytes
-        shape = list(entries[name].shape)
-        fields[name] = {"dtype": code_of(entries[name].dtype), "shape": shape, "data_offsets": [start, position]}
-    text = json.dumps(fields, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    header = len(text).to_bytes(8, "little") + text
+    header = header_of({name: entries[name] for name in order}, {})
     return header, {name: len(header) + start for name, start in at.items()}, len(header) + position
+
+
+def header_of(entries: Mapping[str, Entry], remarks: Mapping[str, str]) -> bytes:
+    """The header of a file of these entries, in this order. Raises CheckpointError for a name that it cannot hold."""
+    described = {name: (entry.dtype, entry.shape) for name, entry in entries.items()}
+    for dtype, _ in described.values():
+        code_of(dtype)
+    try:
+        return header_text(described, remarks)
+    except ValueError as error:
+        raise CheckpointError(f"nothing is written: {error}") from error
 
 
 def crc32(data: torch.Tensor) -> int:
@@ -266,7 +315,13 @@ def crc32(data: torch.Tensor) -> int:
 
 
 def bytes_of(tensor: torch.Tensor) -> ctypes.Array[ctypes.c_ubyte]:
-    """The tensor's memory as a buffer, without numpy, which is optional; the caller keeps the tensor alive."""
+    """The tensor's memory as a buffer, without numpy, which is optional; the caller keeps the tensor alive.
+
+    Raises:
+        CheckpointError: it has no such memory: it is not contiguous, not on the CPU, or its storage was freed.
+    """
+    if why := why_unusable(tensor):
+        raise CheckpointError(f"a {tensor.dtype} tensor of shape {list(tensor.shape)} can't be saved: it {why}")
     size = tensor.numel() * tensor.element_size()
     if size == 0:
         return (ctypes.c_ubyte * 0)()

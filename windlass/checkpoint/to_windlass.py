@@ -7,6 +7,8 @@ DeepSpeed's directories and our own load in any layout. What it makes is read wi
 from __future__ import annotations
 
 import argparse
+import errno
+import os
 import shutil
 import sys
 from collections.abc import Iterator
@@ -19,10 +21,13 @@ import torch
 from windlass.base.errors import CheckpointError, WindlassError
 from windlass.base.log import logger
 from windlass.base.output import while_read
+from windlass.base.regular_file import open_regular
 from windlass.checkpoint.agree import Ranks
+from windlass.checkpoint.catalogue import verified
 from windlass.checkpoint.deepspeed_files import Order
 from windlass.checkpoint.directory import is_checkpoint, is_deepspeed, write_latest
 from windlass.checkpoint.draft import Draft
+from windlass.checkpoint.index import read_index
 from windlass.checkpoint.save import Begun
 from windlass.checkpoint.state import FlatShard, Resting, SavedState
 from windlass.checkpoint.stored import Stored
@@ -71,7 +76,9 @@ def to_windlass(source: Path, target: Path, order: Order | None = None) -> Path:
     if is_checkpoint(source):
         draft = Draft(target.parent, target.name)
         try:
-            shutil.copytree(source, draft.path, dirs_exist_ok=True)
+            _copy_files(source, draft.path)
+            if problem := verified(draft.path, read_index(draft.path)):
+                raise CheckpointError(f"{source} was copied, and is damaged there: {problem}")
             return draft.commit()
         except BaseException:
             draft.discard()
@@ -80,7 +87,7 @@ def to_windlass(source: Path, target: Path, order: Order | None = None) -> Path:
         raise CheckpointError(f"{source} is no checkpoint's directory; give DIR/TAG, such as DIR/global_step100")
     with Stored.at(source, order) as stored:
         shards = [_Tensor(stored, name).shard() for name in stored.names()]
-        if order is None and stored.plain["layout"]["stage"] == 0:
+        if order is None and stored.said["layout"]["stage"] == 0:
             logger.warning(
                 "%s has DeepSpeed's stage 0, which keeps optimizer states under numbers: they are not in %s. Load %s "
                 "itself to go on with them",
@@ -90,6 +97,22 @@ def to_windlass(source: Path, target: Path, order: Order | None = None) -> Path:
             )
         ranks = Ranks(None, 0, 1, alone=True)
         return Begun(target.parent, target.name, SavedState(shards, plain=stored.plain), ranks, False).finish(ranks)
+
+
+def _copy_files(source: Path, target: Path) -> None:
+    """Copy the regular files of a checkpoint. What is none, or a link out of the directory, is not, which is said."""
+    for path in sorted(source.iterdir()):
+        if path.name[0] == ".":
+            continue
+        try:
+            with open_regular(path, source) as file, open(target / path.name, "xb") as copy:
+                shutil.copyfileobj(file, copy, 1 << 22)
+                copy.flush()
+                os.fsync(copy.fileno())
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ELOOP):
+                raise CheckpointError(f"{path} cannot be copied: {error.strerror or error}") from error
+            logger.warning("%s is not copied: %s", path, error.strerror)
 
 
 @while_read()

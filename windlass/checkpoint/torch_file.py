@@ -4,27 +4,29 @@
 functions and classes for its reader to call. Ours knows a short list of names, and for each it has an inert thing of
 its own: what rebuilds a tensor only notes where its bytes lie, a class of DeepSpeed's is a bag of attributes. Any other
 name is an error that says it, and what it names is never looked up. So values come from the bytes, never from code.
+See [Note: reading pickles] in unpickle.py.
 """
 
 from __future__ import annotations
 
 import ctypes
 import math
-import pickle
 import struct
-import zipfile
-from collections import OrderedDict
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from io import BytesIO
+from io import BufferedReader
 from pathlib import Path
+from sys import getsizeof
 from typing import Any
 
 import torch
 
 from windlass.base.errors import CheckpointError
-from windlass.checkpoint.bag import Array, Bag, LossScaler, Namespace, ZeroStage
+from windlass.base.regular_file import open_regular
+from windlass.checkpoint.bag import Array, Bag, LossScaler, Namespace, NumpyType, ZeroStage
+from windlass.checkpoint.keys import Keys
 from windlass.checkpoint.tensor_file import TensorFile, bytes_of
+from windlass.checkpoint.unpickle import Budget, Inert, Unpickler
+from windlass.checkpoint.zip_records import NoArchiveError, Record, ZipError, ZipRecords
 
 _STORAGES: dict[str, torch.dtype] = {
     "DoubleStorage": torch.float64,
@@ -38,70 +40,113 @@ _STORAGES: dict[str, torch.dtype] = {
     "ByteStorage": torch.uint8,
     "BoolStorage": torch.bool,
 }
+_DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 _LITERAL = "literal:"
+_FLOOR = 16 << 20  # bytes of memory that the plain data of any file may take
+_TIMES = 3  # the size of the file, which they may take beyond that
+_LONGEST_PICKLE = 1 << 30
+_MOST_DIMS = 64
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Storage:
-    """Bytes `[begin, end)` of the file."""
+    """A record of the file, and its elements' type."""
 
-    path: Path
     dtype: torch.dtype
-    begin: int
-    end: int
-
-
-class StoredTensor(torch.Tensor):
-    """A tensor without memory (on `meta`) that knows where its bytes lie: from byte `begin` of the file `path`."""
-
-    path: Path
-    begin: int = 0
+    record: Record
 
     def __setstate__(self, state: Any) -> None:
-        raise TypeError("a tensor with a state of its own")
+        raise TypeError("a storage takes no state")
 
 
-def read_torch_file(path: Path) -> Any:
-    """The plain data of a file that `torch.save` wrote, in which each tensor is a `StoredTensor`: where it lies.
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor that is in a file: from byte `begin` of `path` on, which is in `record`."""
+
+    path: Path
+    record: Record
+    begin: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    def __setstate__(self, state: Any) -> None:
+        raise TypeError("a tensor takes no state")
+
+    def numel(self) -> int:
+        """How many elements it has."""
+        return math.prod(self.shape)
+
+    def dim(self) -> int:
+        """How many dimensions it has."""
+        return len(self.shape)
+
+    def is_contiguous(self) -> bool:
+        """Whether its elements follow each other, row-major."""
+        expected = 1
+        for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
+            if size != 1 and stride != expected:
+                return not self.numel()
+            expected *= size
+        return True
+
+
+def read_torch_file(path: Path, within: Path | None = None) -> Any:
+    """Read the plain data of a file that `torch.save` wrote, with a `StoredTensor` for each tensor.
+
+    Memory: at most four times the size of the file, and some megabytes.
+
+    Args:
+        within: the checkpoint's directory, which a link may not lead out of; by default that of the file.
 
     Raises:
         CheckpointError: it is no such file, it is damaged, or it asks for something to be called that is neither tensor
             nor plain data; nothing was called.
     """
     try:
-        with zipfile.ZipFile(path) as archive, open(path, "rb") as raw:
-            records = {info.filename.partition("/")[2]: info for info in archive.infolist()}
-            if "data.pkl" not in records:
-                raise CheckpointError(f"{path} is no file of torch.save: it has no data.pkl")
-            if "byteorder" in records and archive.read(records["byteorder"]) != b"little":
-                raise CheckpointError(f"{path} was written on a big-endian machine, which cannot be read here")
-            text = archive.read(records["data.pkl"])
-            value = _Unpickler(path, text, lambda key: _place(records, key, raw)).load()
+        with open_regular(path, path.parent if within is None else within) as file:
+            return _read(path, file)
     except CheckpointError:
         raise
     except OSError as error:
         raise CheckpointError(f"the checkpoint file {path} cannot be read: {error.strerror or error}") from error
-    except zipfile.BadZipFile as error:
+    except NoArchiveError as error:
         raise CheckpointError(
             f"{path} is damaged, or an old file of torch.save that is one pickle ({error}); load it with what wrote it "
             "and save it again"
         ) from error
-    except Exception as error:  # a damaged pickle raises whatever its opcodes come upon
+    except ZipError as error:
+        raise CheckpointError(f"{path} is damaged: {error}; restore it or load another checkpoint") from error
+    except (ValueError, TypeError, OverflowError, AttributeError) as error:
         raise CheckpointError(
-            f"{path} is damaged: its pickle cannot be read ({type(error).__name__}: {error})"
+            f"{path} is damaged: its pickle cannot be read ({type(error).__name__}: {error!s:.300})"
         ) from error
-    return value
 
 
-def entry_of(tensor: StoredTensor) -> str:
-    """The entry of a `TorchFile` that is this tensor."""
-    return f"{tensor.begin}:{tensor.begin + tensor.numel() * tensor.element_size()}"
+def _read(path: Path, file: BufferedReader) -> Any:
+    records = ZipRecords(file)
+    pickled, order = records.named("data.pkl"), records.named("byteorder")
+    if pickled is None:
+        raise CheckpointError(f"{path} is no file of torch.save: it has no data.pkl")
+    if order is not None and records.read(order, 16) != b"little":
+        raise CheckpointError(f"{path} was written on a big-endian machine, which cannot be read here")
+    text = records.read(pickled, _LONGEST_PICKLE)
+    budget = Budget(_FLOOR + _TIMES * path.stat().st_size)
+    tensors = _Tensors(path, records)
+    return Unpickler(text, budget, tensors.find, tensors.storage).load()
 
 
 def entry_within(tensor: StoredTensor, start: int, stop: int) -> str:
-    """The entry that is elements `[start, stop)` of this tensor, flat."""
-    size = tensor.element_size()
+    """The entry of a `TorchFile` that is elements `[start, stop)` of this tensor, flat."""
+    size = tensor.dtype.itemsize
     return f"{tensor.begin + start * size}:{tensor.begin + stop * size}"
+
+
+def crc32_within(tensor: StoredTensor, start: int, stop: int) -> int | None:
+    """The checksum of these elements, where they are all of a record; the file has none of a part."""
+    size, record = tensor.dtype.itemsize, tensor.record
+    whole = (tensor.begin + start * size, tensor.begin + stop * size) == (record.begin, record.end)
+    return record.crc32 if whole else None
 
 
 def literal(tensor: torch.Tensor) -> str:
@@ -110,17 +155,22 @@ def literal(tensor: torch.Tensor) -> str:
 
 
 class TorchFile(TensorFile):
-    """A file of `torch.save` as entries that are ranges of its bytes. It has no checksums to compare with."""
-
-    def _read_header(self) -> tuple[dict[str, dict[str, list[int]]], int]:
-        return {}, 0
+    """A file of `torch.save` as entries that are ranges of its bytes, each inside of one record, whose checksum it
+    has."""
 
     def span(self, entry: str) -> tuple[int, int]:
         """As `TensorFile`."""
         if entry.startswith(_LITERAL):
             return 0, (len(entry) - len(_LITERAL)) // 2
         begin, _, end = entry.partition(":")
-        return int(begin), int(end)
+        first, last = int(begin), int(end)
+        if first < last and self._records.covering(first, last) is None:
+            raise CheckpointError(f"the checkpoint file {self.path} is damaged: no record has its bytes {entry}")
+        return first, last
+
+    def check_entry(self, entry: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+        """As `TensorFile`; the dtype is known from the pickle alone."""
+        self.check_size(entry, math.prod(shape) * dtype.itemsize)
 
     def read_part(self, entry: str, offset: int, tensor: torch.Tensor) -> ctypes.Array[ctypes.c_ubyte]:
         """As `TensorFile`."""
@@ -130,14 +180,38 @@ class TorchFile(TensorFile):
         raw[:] = list(bytes.fromhex(entry[len(_LITERAL) :])[offset : offset + len(raw)])
         return raw
 
+    def require_sound(self, entry: str, crc32: int | None) -> None:
+        """As `TensorFile`."""
+        if not entry.startswith(_LITERAL):
+            super().require_sound(entry, crc32)
+
+    def unsound(self) -> str:
+        """The first record whose bytes are not those that its checksum is of; empty: none."""
+        self._records = self._records_of(self._open())
+        return next((record.name for record in self._records if not self._records.is_sound(record)), "")
+
+    def _summed(self, entry: str) -> tuple[int, int, int]:
+        begin, end = self.span(entry)
+        record = self._records.covering(begin, end)
+        if record is None:  # it has no bytes
+            return begin, end, 0
+        return record.begin, record.end, record.crc32
+
+    def _read_header(self, file: BufferedReader) -> None:
+        self._records = self._records_of(file)
+
+    def _records_of(self, file: BufferedReader) -> ZipRecords:
+        try:
+            return ZipRecords(file)
+        except (ZipError, OSError) as error:
+            raise CheckpointError(f"the checkpoint file {self.path} is damaged: {error}; load another one") from error
+
 
 def damaged_record(path: Path) -> str:
     """The first record of a file of `torch.save` whose bytes are not those that its own checksum is of; empty: none."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            return archive.testzip() or ""
-    except (zipfile.BadZipFile, OSError) as error:
-        raise CheckpointError(f"the checkpoint file {path} is damaged: {error}; load another one") from error
+    file = TorchFile(path)
+    with file:
+        return file.unsound()
 
 
 def open_tensors(path: Path) -> TensorFile:
@@ -145,139 +219,154 @@ def open_tensors(path: Path) -> TensorFile:
     return TorchFile(path) if path.suffix == ".pt" else TensorFile(path)
 
 
-class _Inert:
-    """A function that a pickle may call, and can change in no way."""
+class _Tensors:
+    """What the names and keys in one file's pickle stand for."""
 
-    __slots__ = ("_function",)
-    _function: Callable[..., Any]
+    def __init__(self, path: Path, records: ZipRecords) -> None:
+        self._path, self._records = path, records
+        self._storages: dict[tuple[str, torch.dtype], _Storage] = {}
+        self._known = {**_KNOWN, ("torch._utils", "_rebuild_tensor_v2"): Inert(self._tensor)}
 
-    def __init__(self, function: Callable[..., Any]) -> None:
-        object.__setattr__(self, "_function", function)
-
-    def __call__(self, *given: Any) -> Any:
-        return self._function(*given)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        raise TypeError("a pickle that changes its reader")
-
-
-class _Unpickler(pickle.Unpickler):
-    """See [Note: pickles that others wrote]."""
-
-    def __init__(self, path: Path, text: bytes, place: Callable[[str], tuple[int, int]]) -> None:
-        super().__init__(BytesIO(text))
-        self._path, self._place = path, place
-
-    def find_class(self, module: str, name: str) -> Any:
+    def find(self, module: str, name: str) -> Any:
         """What stands for a name here."""
         if module == "torch" and name in _STORAGES:
             return _STORAGES[name]
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        if (module, name) in _KNOWN:
-            return _KNOWN[module, name]
+        if module == "torch" and name in _DTYPES:
+            return _DTYPES[name]
+        if (module, name) in self._known:
+            return self._known[module, name]
         raise CheckpointError(
-            f"{self._path} is refused: it asks for {module}.{name}, which is neither a tensor nor plain data; nothing "
-            "of it was executed. If you trust who wrote it, load it with what wrote it, and save without that object"
+            f"{self._path} is refused: it asks for {module:.100}.{name:.100}, which is neither a tensor nor plain "
+            "data; nothing of it was executed. If you trust who wrote it, load it with what wrote it, and save without "
+            "that object"
         )
 
-    def persistent_load(self, key: Any) -> _Storage:
+    def storage(self, key: Any) -> _Storage:
         """A storage: `("storage", type, record, location, elements)`."""
-        kind, dtype, record, _, numel = key
-        if kind != "storage" or not isinstance(dtype, torch.dtype):
+        if type(key) is not tuple or len(key) != 5:
+            raise ValueError("a storage without its type, record, place and size")
+        kind, dtype, name, _, numel = key
+        if kind != "storage" or not isinstance(dtype, torch.dtype) or type(name) is not str or type(numel) is not int:
             raise CheckpointError(f"{self._path} is damaged: it has a storage of an unknown type")
-        begin, end = self._place(str(record))
-        if end - begin < int(numel) * dtype.itemsize:
-            raise CheckpointError(f"{self._path} is damaged: the record of storage {record} is too short")
-        return _Storage(self._path, dtype, begin, end)
+        found = self._storages.get((name, dtype))
+        if found is None:
+            record = self._records.named(f"data/{name}")
+            if record is None:
+                raise CheckpointError(f"{self._path} is damaged: it has no record of storage {name!r:.100}")
+            found = self._storages[name, dtype] = _Storage(dtype, record)
+        if found.record.end - found.record.begin < numel * dtype.itemsize:
+            raise CheckpointError(f"{self._path} is damaged: the record of storage {name!r:.100} is too short")
+        return found
+
+    def _tensor(self, budget: Budget, storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> StoredTensor:
+        if not isinstance(storage, _Storage):
+            raise TypeError("a tensor without storage")
+        if type(size) is not tuple or type(stride) is not tuple or not len(size) == len(stride) <= _MOST_DIMS:
+            raise ValueError("a tensor whose sizes and strides are none")
+        if any(type(number) is not int or not 0 <= number < 1 << 63 for number in (*size, *stride, offset)):
+            raise ValueError("a tensor whose sizes, strides or offset are no sizes")
+        budget.charge(128 + 8 * len(size))
+        record, width = storage.record, storage.dtype.itemsize
+        found = StoredTensor(self._path, record, record.begin + offset * width, storage.dtype, size, stride)
+        last = sum((length - 1) * step for length, step in zip(size, stride, strict=True)) + 1 if found.numel() else 0
+        if found.begin + last * width > record.end:
+            raise ValueError("a tensor that reaches beyond its storage")
+        return found
 
 
-def _place(records: Mapping[str, zipfile.ZipInfo], key: str, raw: Any) -> tuple[int, int]:
-    """Where a storage's bytes lie in the file."""
-    info = records[f"data/{key}"]
-    if info.compress_type != zipfile.ZIP_STORED:
-        raise CheckpointError(f"the record {info.filename} is compressed, which torch.save never does")
-    raw.seek(info.header_offset)
-    name, extra = struct.unpack("<26xHH", raw.read(30))
-    begin = info.header_offset + 30 + name + extra
-    return begin, begin + info.file_size
-
-
-def _tensor(storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> torch.Tensor:
-    if not isinstance(storage, _Storage):
-        raise TypeError("a tensor without storage")
-    shape, strides = tuple(int(n) for n in size), tuple(int(n) for n in stride)
-    if min((*shape, *strides, int(offset)), default=0) < 0:
-        raise ValueError("a negative size")
-    found = torch.empty_strided(shape, strides, dtype=storage.dtype, device="meta").as_subclass(StoredTensor)
-    found.path, found.begin = storage.path, storage.begin + int(offset) * storage.dtype.itemsize
-    last = sum((length - 1) * step for length, step in zip(shape, strides, strict=True)) + 1 if math.prod(shape) else 0
-    if found.begin + last * storage.dtype.itemsize > storage.end:
-        raise ValueError("a tensor that reaches beyond its storage")
-    return found
-
-
-def _from_type(make: Any, kind: Any, args: Any, state: Any) -> Any:
-    if not isinstance(make, _Inert):
+def _from_type(budget: Budget, make: Any, kind: Any, args: Any, state: Any) -> Any:
+    if not isinstance(make, Inert) or type(args) is not tuple or len(args) > _MOST_DIMS:
         raise TypeError("a tensor made by something else")
-    return make(*args)
+    return make.function(budget, *args)
 
 
-def _parameter(data: Any, *_: Any) -> Any:
-    if not isinstance(data, torch.Tensor):
+def _parameter(budget: Budget, data: Any, *_: Any) -> Any:
+    if not isinstance(data, StoredTensor):
         raise TypeError("a parameter without data")
     return data
 
 
-def _bytes(text: Any, encoding: Any) -> bytes:
-    if encoding != "latin1":
+def _bytes(budget: Budget, text: Any = None, encoding: Any = None) -> bytes:
+    if type(text) is not str or encoding != "latin1":
         raise ValueError("bytes in another encoding")
-    return bytes(str(text), "latin1")
+    budget.charge(len(text) + 64)
+    return bytes(text, "latin1")
 
 
-def _text(*parts: Any) -> str:
-    return "/".join(map(str, parts)).replace("//", "/")
+def _text(budget: Budget, *parts: Any) -> str:
+    if not all(type(part) in (str, int) for part in parts):
+        raise TypeError("a path or device of something else than texts")
+    texts = [str(part) for part in parts]
+    budget.charge(2 * sum(len(text) + 64 for text in texts))
+    return "/".join(texts).replace("//", "/")
 
 
-def _items(found: Any = ()) -> list[Any]:
-    return list(found) if isinstance(found, (list, tuple)) else []
+def _dictionary(budget: Budget, items: Any = ()) -> dict[Any, Any]:
+    if items != () and items != []:
+        raise TypeError("an ordered dictionary that is made from something")  # their items are set one by one
+    budget.charge(64)
+    return {}
 
 
-def _number(dtype: Any, raw: Any = b"") -> Any:
+def _size(budget: Budget, numbers: Any = ()) -> tuple[Any, ...]:
+    if not isinstance(numbers, (list, tuple)) or len(numbers) > _MOST_DIMS:
+        raise ValueError("a size of something else than a few numbers")
+    budget.charge(getsizeof(numbers))
+    return tuple(numbers)
+
+
+def _set(budget: Budget, items: Any = ()) -> set[Any]:
+    if not isinstance(items, (list, tuple)):
+        raise TypeError("a set of something else than a list")
+    keys = Keys()
+    for item in items:
+        keys.require(item)
+    budget.charge(216 + 96 * len(items))
+    return set(items)
+
+
+def _number(budget: Budget, dtype: Any, raw: Any = b"") -> Any:
     """A number of numpy's."""
-    code = dtype.given[0] if isinstance(dtype, Bag) and dtype.given else None
+    code = dtype.code() if isinstance(dtype, NumpyType) else ""
     form = {"f8": "d", "f4": "f", "f2": "e", "i8": "q", "i4": "i", "i2": "h", "i1": "b", "b1": "?", "u1": "B"}
     form |= {"u8": "Q", "u4": "I", "u2": "H"}
-    if not isinstance(code, str) or code not in form or not isinstance(raw, bytes):
-        raise TypeError(f"a number of numpy's type {code!r}")
+    if code not in form or not isinstance(raw, bytes):
+        raise TypeError(f"a number of numpy's type {code!r:.100}")
+    if len(raw) != struct.calcsize("<" + form[code]):
+        raise ValueError(f"a number of numpy's type {code!r} of {len(raw)} bytes")
+    budget.charge(32)
     return struct.unpack("<" + form[code], raw)[0]
 
 
+def _array(budget: Budget, *_: Any) -> Array:
+    budget.charge(200)
+    return Array()
+
+
 _KNOWN: dict[tuple[str, str], Any] = {
-    ("collections", "OrderedDict"): OrderedDict,
-    ("torch._utils", "_rebuild_tensor_v2"): _Inert(_tensor),
-    ("torch._utils", "_rebuild_parameter"): _Inert(_parameter),
-    ("torch._tensor", "_rebuild_from_type_v2"): _Inert(_from_type),
+    ("collections", "OrderedDict"): Inert(_dictionary),
+    ("torch._utils", "_rebuild_parameter"): Inert(_parameter),
+    ("torch._tensor", "_rebuild_from_type_v2"): Inert(_from_type),
     ("torch", "Tensor"): Bag,
     ("torch.nn.parameter", "Parameter"): Bag,
-    ("torch", "Size"): tuple,
-    ("torch", "device"): _Inert(_text),
-    ("builtins", "set"): _Inert(lambda found=(): set(_items(found))),
-    ("__builtin__", "set"): _Inert(lambda found=(): set(_items(found))),
-    ("__builtin__", "frozenset"): _Inert(lambda found=(): frozenset(_items(found))),
-    ("builtins", "frozenset"): _Inert(lambda found=(): frozenset(_items(found))),
-    ("builtins", "bytes"): _Inert(lambda: b""),
-    ("__builtin__", "bytes"): _Inert(lambda: b""),
-    ("_codecs", "encode"): _Inert(_bytes),
+    ("torch", "Size"): Inert(_size),
+    ("torch", "device"): Inert(_text),
+    ("builtins", "set"): Inert(_set),
+    ("__builtin__", "set"): Inert(_set),
+    ("__builtin__", "frozenset"): Inert(lambda budget, items=(): frozenset(_set(budget, items))),
+    ("builtins", "frozenset"): Inert(lambda budget, items=(): frozenset(_set(budget, items))),
+    ("builtins", "bytes"): Inert(lambda budget: b""),
+    ("__builtin__", "bytes"): Inert(lambda budget: b""),
+    ("_codecs", "encode"): Inert(_bytes),
     ("argparse", "Namespace"): Namespace,
-    ("pathlib", "PosixPath"): _Inert(_text),
-    ("pathlib._local", "PosixPath"): _Inert(_text),
-    ("numpy", "dtype"): Bag,
+    ("pathlib", "PosixPath"): Inert(_text),
+    ("pathlib._local", "PosixPath"): Inert(_text),
+    ("numpy", "dtype"): NumpyType,
     ("numpy", "ndarray"): Array,
-    ("numpy.core.multiarray", "_reconstruct"): _Inert(lambda *_: Array()),
-    ("numpy._core.multiarray", "_reconstruct"): _Inert(lambda *_: Array()),
-    ("numpy.core.multiarray", "scalar"): _Inert(_number),
-    ("numpy._core.multiarray", "scalar"): _Inert(_number),
+    ("numpy.core.multiarray", "_reconstruct"): Inert(_array),
+    ("numpy._core.multiarray", "_reconstruct"): Inert(_array),
+    ("numpy.core.multiarray", "scalar"): Inert(_number),
+    ("numpy._core.multiarray", "scalar"): Inert(_number),
     ("deepspeed.runtime.fp16.loss_scaler", "LossScaler"): LossScaler,
     ("deepspeed.runtime.fp16.loss_scaler", "DynamicLossScaler"): LossScaler,
     ("deepspeed.runtime.zero.config", "ZeroStageEnum"): ZeroStage,

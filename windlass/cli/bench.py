@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from windlass.base.limits import MOST_RANKS_OF_A_HOST
+
 bench_app = typer.Typer(
     name="bench",
     help="The experiments that tutorials print: a table, a verdict, JSON and a picture.",
@@ -15,7 +17,10 @@ bench_app = typer.Typer(
     rich_markup_mode=None,
 )
 
-Ranks = Annotated[int | None, typer.Option("--nproc", "-n", min=1, help="Ranks. [one for each GPU, else 2 on the CPU]")]
+Ranks = Annotated[
+    int | None,
+    typer.Option("--nproc", "-n", min=1, max=MOST_RANKS_OF_A_HOST, help="Ranks. [one for each GPU, else 2 on the CPU]"),
+]
 Out = Annotated[Path, typer.Option(help="Folder of the JSON and the picture.")]
 Rounds = Annotated[int, typer.Option(min=1, help="Turns that each configuration takes.")]
 Steps = Annotated[int, typer.Option(min=1, help="Timed steps of a turn.")]

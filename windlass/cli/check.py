@@ -11,8 +11,12 @@ import typer
 from rich.console import Console
 
 from windlass.base.errors import ConfigError
+from windlass.base.limits import whole_number
+from windlass.base.screen import PrintableConsole
+from windlass.base.text import one_line, plural
+from windlass.config.clients import NAMES, Autos, Client, autos_of, guess, sort_autos
 from windlass.config.loading import Examination, examine
-from windlass.config.problems import Kind, show
+from windlass.config.problems import MOST_LISTED, Kind, show
 from windlass.config.root import Config
 from windlass.config.section import Section
 from windlass.config.table import TRAINING, find
@@ -22,20 +26,30 @@ from windlass.config.verdict import Verdict
 def check(
     config: Annotated[str, typer.Argument(help="Path of the configuration, or base64 of it.")],
     world_size: Annotated[int | None, typer.Option(help="Ranks that will train; WORLD_SIZE, else 1.")] = None,
+    client: Annotated[
+        Client | None,
+        typer.Option(help='The program that fills in each "auto"; guessed where the file is full of them.'),
+    ] = None,
 ) -> None:
     """Print every unknown key, wrong type, contradiction and unsupported request in CONFIG, and the resolved table."""
-    console = Console(soft_wrap=True, highlight=False, markup=False)
+    console = PrintableConsole(soft_wrap=True, highlight=False, markup=False)
     try:
         found = examine(config)
     except ConfigError as error:
         console.print(str(error))
         raise typer.Exit(1) from error
     world, source = _world(world_size)
-    wrong = report_problems(console, found)
-    wrong += report_resolved(console, found.config, world, source)
+    autos = sort_autos(found.config, client or guess(autos_of(found.config)))
+    wrong = report_problems(console, found, autos)
+    report_autos(console, autos, guessed=client is None)
+    warnings = report_strictness(console, found, autos.client)
+    wrong += report_resolved(console, found.config, world, source, autos)
     wrong += report_disks(console, found.config)
     report_accepted(console, found)
-    console.print(f"\n{config}: {'fine' if not wrong else f'{wrong} to mend'}")
+    _print_list(console, "comments, left out", found.config.comments)
+    outcome = f"{wrong:,} to mend" if wrong else "fine"
+    outcome += f" ({plural(warnings, 'warning')})" if warnings else ""
+    console.print(f"\n{one_line(config, 200)}: {outcome}")
     if wrong:
         raise typer.Exit(1)
 
@@ -44,19 +58,45 @@ def _world(option: int | None) -> tuple[int, str]:
     if option is not None:
         return option, "--world-size"
     environment = os.environ.get("WORLD_SIZE", "")
-    if environment.isdigit():
-        return int(environment), "WORLD_SIZE in the environment"
+    number = whole_number(environment)
+    if number is not None:
+        return number, "WORLD_SIZE in the environment"
     return 1, "assumed; give --world-size"
 
 
-def report_problems(console: Console, found: Examination) -> int:
+def report_problems(console: Console, found: Examination, autos: Autos) -> int:
     """Print problems and refusals by kind; returns how many there are."""
     for kind in Kind:
         problems = [problem for problem in found.problems if problem.kind is kind]
         _print_list(console, kind.value, problems)
-    refusals = found.config.refusals()
+    refusals = [refusal for refusal in found.config.refusals() if refusal.value != "auto"] + [*autos.refused]
     _print_list(console, "not supported", refusals)
     return len(found.problems) + len(refusals)
+
+
+def report_autos(console: Console, autos: Autos, guessed: bool) -> None:
+    """Print what the client fills in for each "auto", and where a default holds."""
+    name = NAMES[autos.client]
+    if guessed and autos.client is not Client.NONE:
+        console.print(f'client: {name}, guessed from the keys at "auto"; say --client trainer, accelerate or none')
+    lines = [f"{key}: {value}" for key, value in autos.filled.items()]
+    _print_list(console, f'at "auto", filled in by {name}', lines)
+    _print_list(console, 'at "auto", left at the default', autos.default)
+
+
+def report_strictness(console: Console, found: Examination, client: Client) -> int:
+    """Print where `json.load` would refuse the file; returns the number of warnings."""
+    reason = found.source.not_strict
+    if not reason:
+        return 0
+    readers = NAMES[client] if client is not Client.NONE else "transformers, accelerate and DeepSpeed"
+    fails = "reads" if client is not Client.NONE else "read"
+    console.print(
+        f"warning: this is not strict JSON: {reason}. windlass reads it; {readers} {fails} it with json.load, which "
+        "fails there",
+        style="bold",
+    )
+    return 1
 
 
 def report_accepted(console: Console, found: Examination) -> None:
@@ -77,9 +117,11 @@ def report_accepted(console: Console, found: Examination) -> None:
 
 def _print_list(console: Console, title: str, items: Sequence[object]) -> None:
     if items:
-        console.print(f"{title} ({len(items)})", style="bold")
-    for item in items:
+        console.print(f"{title} ({len(items):,})", style="bold")
+    for item in items[:MOST_LISTED]:
         console.print(f"  {item}")
+    if len(items) > MOST_LISTED:
+        console.print(f"  and {len(items) - MOST_LISTED:,} more")
 
 
 def _keys(section: Section, path: str = "") -> Iterator[str]:
@@ -93,18 +135,17 @@ def _keys(section: Section, path: str = "") -> Iterator[str]:
                 yield from _keys(value, inner)
 
 
-def report_resolved(console: Console, config: Config, world: int, source: str) -> int:
+def report_resolved(console: Console, config: Config, world: int, source: str, autos: Autos) -> int:
     """Print what follows from the configuration; returns the number of things that do not follow."""
     rows = [("world size", f"{world} ({source})")]
     failures: list[str] = []
-    try:
-        batch = config.resolve_batch(world, source)
-        readers = batch.train // (batch.micro * batch.accumulation)
-        rows.append(
-            ("batch", f"{batch.train} = micro {batch.micro} x accumulation {batch.accumulation} x {readers} ranks")
-        )
-    except ConfigError as error:
-        failures.append(str(error))
+    if autos.fill_batch:
+        rows.append(("batch", f"as {NAMES[autos.client]} fills it in"))
+    else:
+        try:
+            rows.append(("batch", _batch(config, world, source)))
+        except ConfigError as error:
+            failures.append(str(error))
     try:
         rows.append(("axes", str(config.axes(world, source))))
     except ConfigError as error:
@@ -115,6 +156,12 @@ def report_resolved(console: Console, config: Config, world: int, source: str) -
     for what, value in rows + resolved_rows(config):
         console.print(f"  {what:<12}{value}")
     return len(failures)
+
+
+def _batch(config: Config, world: int, source: str) -> str:
+    batch = config.resolve_batch(world, source)
+    readers = batch.train // (batch.micro * batch.accumulation)
+    return f"{batch.train} = micro {batch.micro} x accumulation {batch.accumulation} x {plural(readers, 'rank')}"
 
 
 def report_disks(console: Console, config: Config) -> int:

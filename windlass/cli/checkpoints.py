@@ -9,20 +9,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
+
+from windlass.base.screen import PrintableConsole
+from windlass.base.text import plural
+from windlass.cli.training.folder import checkpoints_of
 
 if TYPE_CHECKING:
     from windlass.checkpoint.catalogue import Catalogue, Listed
 
 
 def checkpoints(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="What was given to save_checkpoint.")],
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIR", help="What was given to save_checkpoint, or OUT of `windlass train`.")
+    ],
     verify: Annotated[bool, typer.Option("--verify", help="Read every byte and compare it with its crc32.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """List the checkpoints in DIR, oldest first: step, size, layout, age, health. Exit code 1 where one is damaged."""
     from windlass.checkpoint.catalogue import look
 
+    directory = checkpoints_of(directory)
     found = look(directory, verify=verify)
     if as_json:
         typer.echo(json.dumps({**asdict(found), "damaged": found.damaged}, indent=2))
@@ -33,7 +39,7 @@ def checkpoints(
 
 
 def _print(found: Catalogue, directory: Path) -> None:
-    console = Console(soft_wrap=True, highlight=False, markup=False)
+    console = PrintableConsole(soft_wrap=True, highlight=False, markup=False)
     rows: list[tuple[str, ...]] = [("tag", "step", "size", "layout", "written", "health")]
     rows += [_row(listed) for listed in found.checkpoints]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
@@ -53,7 +59,7 @@ def _print(found: Catalogue, directory: Path) -> None:
 
 def _row(listed: Listed) -> tuple[str, ...]:
     layout = [] if listed.stage is None else [f"stage {listed.stage}"]
-    layout += [] if listed.ranks is None else [f"{listed.ranks} rank{'s' * (listed.ranks != 1)}"]
+    layout += [] if listed.ranks is None else [plural(listed.ranks, "rank")]
     layout += ["trained parameters alone"] if listed.trainable_only else []
     return (
         listed.tag + (" (latest)" if listed.latest else ""),

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from windlass.base.text import say
 from windlass.cli.environment.collect import collect
 from windlass.cli.environment.lines import lines
 
@@ -21,4 +22,4 @@ def env(
     """Print versions, devices and how they are connected, ways between ranks, limits, and settings that cost speed."""
     facts = collect(disk)
     for line in [json.dumps(facts, indent=1)] if as_json else lines(facts):
-        typer.echo(line)
+        say(line)

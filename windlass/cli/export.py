@@ -9,13 +9,18 @@ from typing import Annotated, Literal
 import typer
 
 from windlass.base.errors import CheckpointError
+from windlass.base.text import plural, say
+from windlass.cli.checkpoints import size
+from windlass.cli.training.folder import checkpoints_of, companions_of
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
 
 def export(
-    ckpt: Annotated[Path, typer.Argument(help="A checkpoint directory (its latest), or DIR/TAG.")],
+    ckpt: Annotated[
+        Path, typer.Argument(help="A checkpoint directory (its latest), DIR/TAG, or OUT of `windlass train`.")
+    ],
     out: Annotated[Path, typer.Argument(help="The directory to write.")],
     dtype: Annotated[
         Literal["bf16", "fp16", "fp32"] | None,
@@ -32,16 +37,25 @@ def export(
     from windlass.checkpoint.export import export as write
 
     chosen = parse_dtype(dtype) if dtype is not None else None
-    found = write(ckpt, out, dtype=chosen, shard_size=size_of(shard_size), partial=partial, overwrite=overwrite)
-    typer.echo(f"{out}: {found.tensors} tensors, {found.nbytes / 1e9:.2f} GB, in {len(found.files)} files")
+    ckpt = checkpoints_of(ckpt)
+    found = write(
+        ckpt,
+        out,
+        dtype=chosen,
+        shard_size=size_of(shard_size),
+        partial=partial,
+        overwrite=overwrite,
+        beside=companions_of(ckpt),
+    )
+    say(f"{out}: {plural(found.tensors, 'tensor')}, {size(found.nbytes)}, in {plural(len(found.files), 'file')}")
     for alias, name in found.tied.items():
-        typer.echo(f"  {alias} is {name}")
+        say(f"  {alias} is {name}")
     if found.absent:
-        typer.echo(f"  absent, not trained ({len(found.absent)}): {', '.join(found.absent)}")
+        say(f"  absent, not trained ({len(found.absent)}): {', '.join(found.absent)}")
     if found.companions:
-        typer.echo(f"  taken along: {', '.join(found.companions)}")
+        say(f"  taken along: {', '.join(found.companions)}")
     if "config.json" not in found.companions:
-        typer.echo(f"  there is no config.json beside the checkpoint; from_pretrained needs one in {out}")
+        say(f"  there is no config.json beside the checkpoint; from_pretrained needs one in {out}")
 
 
 def size_of(text: str) -> int:

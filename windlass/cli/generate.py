@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from windlass.base.text import printable
+
 
 def generate(
-    directory: Annotated[Path, typer.Argument(help="Hugging Face directory, such as OUT/hf of `windlass train`.")],
+    directory: Annotated[Path, typer.Argument(help="Hugging Face directory, or OUT of `windlass train`.")],
     prompt: Annotated[str, typer.Option(help="Text to continue.")] = "",
     max_new_tokens: Annotated[int, typer.Option(help="At most so many tokens are added.")] = 200,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token each time.")] = 0.6,
@@ -17,19 +20,25 @@ def generate(
         float, typer.Option(help="Draw among the likeliest tokens that together have this probability.")
     ] = 0.95,
     seed: Annotated[int, typer.Option(help="Of the draws: the same seed, the same text.")] = 0,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run Python files that come with the model.")
+    ] = False,
 ) -> None:
     """Continue PROMPT with the model in DIRECTORY."""
     # Imported late, so that `windlass --help` does not wait for torch.
     from windlass.base.device import local_device
+    from windlass.cli.training.folder import exported_of
     from windlass.cli.training.sample import continue_text
 
     text = continue_text(
-        directory,
+        exported_of(directory),
         prompt,
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         top_p=top_p,
         seed=seed,
         device=str(local_device()),
+        trust_remote_code=trust_remote_code,
     )
-    typer.echo(prompt + text)
+    written = prompt + text
+    print(printable(written) if sys.stdout.isatty() else written)

@@ -13,6 +13,8 @@ from typer.core import TyperCommand, TyperGroup
 
 import windlass
 from windlass.base.output import while_read
+from windlass.base.process import refuse_world_writable
+from windlass.base.text import say
 from windlass.cli.failure import explain
 
 
@@ -124,6 +126,7 @@ def _take_debug(command: Any, arguments: list[str]) -> list[str]:
 @while_read()
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line and end the process with its exit code."""
+    refuse_world_writable()
     try:
         app(args=arguments, prog_name="windlass")
     except KeyboardInterrupt:
@@ -132,5 +135,5 @@ def main(arguments: list[str] | None = None) -> None:
         message = explain(error)
         if message is None or os.environ.get("WINDLASS_DEBUG", "0") not in ("", "0"):
             raise
-        print(f"windlass: {message}", file=sys.stderr)
+        say(f"windlass: {message}", to_stderr=True)
         sys.exit(1)

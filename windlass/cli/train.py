@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from windlass.base.text import say
 from windlass.cli.training.failure import RunFailed, read_failure, stopped_marker
 from windlass.cli.training.interrupt import EXIT_CODE
 
@@ -61,6 +61,9 @@ def train(
     seed: Annotated[int | None, typer.Option(help="Of initial weights, data order and sample. [0]")] = None,
     prompt: Annotated[str | None, typer.Option(help="What the sample at the end continues. [a held-out text]")] = None,
     sample_tokens: Annotated[int | None, typer.Option(help="Length of that sample; 0: none. [120]")] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run Python files that come with the model.")
+    ] = False,
     out: Annotated[Path, typer.Option(help="Folder of everything that the run leaves.")] = Path("windlass-run"),
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with the run in --out, at its exact step and sample.")
@@ -93,6 +96,7 @@ def train(
         seed=seed,
         prompt=prompt,
         sample_tokens=sample_tokens,
+        trust_remote_code=trust_remote_code,
         resume=resume,
         overwrite=overwrite,
     )
@@ -125,7 +129,7 @@ def run(options: Options) -> int:
         raise RunFailed(message)
     signalled = outcome.interrupted_by is not None
     if stopped or (signalled and not plan.result.exists()):
-        typer.echo(_how_to_go_on(plan, stopped), err=True)
+        say(_how_to_go_on(plan, stopped), to_stderr=True)
         return outcome.code if signalled else EXIT_CODE
     if outcome.code and not signalled:
         raise RunFailed(
@@ -167,8 +171,7 @@ def _killed(outcome: Outcome) -> str | None:
     """Says which rank was ended from outside, or crashed: what the others tell follows from it."""
     for failure in outcome.failures:
         if -failure.status == signal.SIGKILL:
-            hint = "the kernel does so where memory runs out; try a smaller micro-batch or a higher ZeRO stage"
-            return f"{failure}: {hint}"
+            return str(failure)
         if failure.status < 0 and -failure.status not in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             return f"{failure}, a crash outside of Python; see the output above"
     return None
@@ -194,11 +197,10 @@ def _clear(plan: Plan) -> None:
 
 def _print_result(plan: Plan) -> None:
     result = json.loads(plan.result.read_text())
-    out = sys.stdout
     if result["sample"]:
-        print(f"\nsample, after {result['prompt']!r}:\n{result['sample']}\n", file=out)
-    print(f"held-out bits per byte {result['bits_before']:.2f} -> {result['bits_after']:.2f}", file=out)
-    print(f"checkpoint      {result['checkpoint']}", file=out)
+        say(f"\nsample, after {result['prompt']!r}:\n{result['sample']}\n")
+    say(f"held-out bits per byte {result['bits_before']:.2f} -> {result['bits_after']:.2f}")
+    say(f"checkpoint      {result['checkpoint']}")
     if result["picture"]:
-        print(f"loss curve      {result['picture']}", file=out)
-    print(f"exported model  {result['exported']}", file=out)
+        say(f"loss curve      {result['picture']}")
+    say(f"exported model  {result['exported']}")

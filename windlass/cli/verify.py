@@ -12,6 +12,9 @@ from rich.console import Console
 from rich.table import Table
 
 from windlass.base.errors import ConfigError
+from windlass.base.limits import MOST_RANKS_OF_A_HOST, whole_number
+from windlass.base.screen import PrintableConsole
+from windlass.base.text import one_line, plural
 
 if TYPE_CHECKING:
     from windlass.verify.verdict import Deviation, Verdict
@@ -52,6 +55,9 @@ def verify(
             "--alone", help="Let a second plain copy train on its own throughout, and tell how far rounding takes it."
         ),
     ] = False,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="With --model: run Python files that come with the model.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the verdicts as JSON, and nothing else.")] = False,
 ) -> None:
     """Train plain in one process and sharded by CONFIG on N ranks, on the same batches; compare each step phase by
@@ -62,8 +68,8 @@ def verify(
     from windlass.verify.order import Order
     from windlass.verify.run import verify as verify_on
 
-    order = Order("", steps, config, list(script or []), model, batch, seed, alone)
-    screen = Console(stderr=as_json, soft_wrap=True, highlight=False, markup=False)
+    order = Order("", steps, config, list(script or []), model, batch, seed, alone, trust_remote_code)
+    screen = PrintableConsole(stderr=as_json, soft_wrap=True, highlight=False, markup=False)
     screen.width = max(screen.width, _WIDTH)
     found: list[Verdict] = []
     for count in counts:
@@ -81,7 +87,7 @@ def verify(
 
 def show(screen: Console, verdict: Verdict, name: str = "") -> None:
     """Print a verdict: what was compared, a row for each step, what is allowed, and where the two part."""
-    parts = [f"{verdict.ranks} rank{'s' if verdict.ranks > 1 else ''}, stage {verdict.stage}{name}"]
+    parts = [f"{plural(verdict.ranks, 'rank')}, stage {verdict.stage}{name}"]
     many = "es" if verdict.micro_batches > 1 else ""
     parts += [f"{verdict.parameters:,} parameters", f"{verdict.micro_batches} micro-batch{many} a rank and step"]
     screen.print(f"plain PyTorch in one process, beside {', '.join(parts)}")
@@ -94,9 +100,7 @@ def show(screen: Console, verdict: Verdict, name: str = "") -> None:
         screen.print(f"  note: {note}")
     if verdict.equal:
         steps = len(verdict.rows)
-        screen.print(
-            f"equal: {steps} step{'s' if steps != 1 else ''}, every phase within its bound", style="bold green"
-        )
+        screen.print(f"equal: {plural(steps, 'step')}, every phase within its bound", style="bold green")
         return
     _show_deviation(screen, verdict.deviations[0])
     others: dict[str, int] = {}
@@ -147,9 +151,13 @@ def _show_deviation(screen: Console, first: Deviation) -> None:
 
 def _counts(text: str) -> list[int]:
     words = [word.strip() for word in text.split(",")]
-    if not all(word.isdigit() and int(word) > 0 for word in words):
-        raise ConfigError(f"--nproc is {text!r}; give numbers of ranks, as in --nproc 2,4")
-    return [int(word) for word in words]
+    counts = [number for word in words if (number := whole_number(word)) is not None]
+    if len(counts) < len(words) or not all(1 <= count <= MOST_RANKS_OF_A_HOST for count in counts):
+        raise ConfigError(
+            f"--nproc is {one_line(text, 60)!r}; give numbers of ranks from 1 to {MOST_RANKS_OF_A_HOST:,}, as in "
+            "--nproc 2,4"
+        )
+    return counts
 
 
 def _check(script: list[str] | None, config: str | None, model: str | None, batch: str | None) -> None:

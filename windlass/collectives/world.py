@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from windlass.base.errors import CommunicationError
 from windlass.base.log import logger
+from windlass.base.text import plural
 from windlass.collectives.backends import group_of, require_group
 from windlass.collectives.comms_log import comms_logger
 from windlass.comm import bootstrap
@@ -72,7 +73,9 @@ def init_distributed(
     for name, value in {**alone, **meeting}.items():
         os.environ.setdefault(name, str(value))
     if verbose:
-        logger.info("torch.distributed started: %d ranks, %s", dist.get_world_size(), dist.get_backend_config())
+        logger.info(
+            "torch.distributed started: %s, %s", plural(dist.get_world_size(), "rank"), dist.get_backend_config()
+        )
 
 
 def _available(backend: str | None) -> str | None:

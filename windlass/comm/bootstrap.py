@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,9 @@ from torch.distributed.distributed_c10d import _get_default_store
 from windlass.base.device import local_device
 from windlass.base.errors import CommunicationError
 from windlass.base.log import logger
+from windlass.comm.addresses import is_loopback
 from windlass.comm.launchers import HERE, Place, half, place_of
+from windlass.comm.loopback import keep_gloo_here, store_here
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 DEFAULT_PORT = 29500
@@ -85,6 +88,8 @@ def init_distributed(
     place = _place(discover, init_method, rank, world_size)
     if torch.cuda.is_available() and (place is None or place.local_rank is not None):
         torch.cuda.set_device(local_device())
+    if place is None or place.one_host or is_loopback(urlsplit(init_method or "").hostname):
+        keep_gloo_here()
     if init_method is not None and init_method not in _ENVIRONMENT:
         _meet_at(init_method, place, backend, timeout)
     elif place is None or place.world == 1:  # alone, whoever says so: nobody else looks for a port here
@@ -147,8 +152,15 @@ def _with_master(place: Place, port: int | None) -> Place:
     reckoned = place.source == "Slurm" and "MASTER_PORT" not in os.environ
     if place.port is None or (reckoned and port not in (None, DEFAULT_PORT)):
         place = replace(place, port=port or DEFAULT_PORT)
+    if place.one_host and not _agent_keeps_store():
+        place = replace(place, master=HERE)  # where rank 0 listens then, whatever name the host was given
     os.environ.update(MASTER_ADDR=str(place.master), MASTER_PORT=str(place.port))
     return place
+
+
+def _agent_keeps_store() -> bool:
+    """Tell whether the launcher serves the store at which ranks meet (torchrun, `windlass run`)."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _master_by_mpi(place: Place) -> str:
@@ -183,7 +195,11 @@ def _own_address() -> str:
 def _meet(place: Place, backend: str, timeout: timedelta, report_after: float | None) -> None:
     try:
         with _saying_who_is_missing(report_after):
-            dist.init_process_group(backend, timeout=timeout)
+            if place.one_host and not _agent_keeps_store():
+                store = store_here(str(place.master), int(place.port or 0), place.rank, place.world, timeout)
+                dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world, timeout=timeout)
+            else:
+                dist.init_process_group(backend, timeout=timeout)
     except (RuntimeError, ValueError) as error:  # torch.distributed has kinds of its own for every way to fail
         raise CommunicationError(
             f"rank {place.rank} of {place.world} could not meet the others at {place.master}:{place.port}: "

@@ -9,6 +9,7 @@ from typing import Any
 
 from windlass.base.errors import CommunicationError
 from windlass.comm import slurm
+from windlass.comm.addresses import is_loopback
 
 Environment = Mapping[str, str]
 HERE = "127.0.0.1"
@@ -35,6 +36,11 @@ class Place:
     master: str | None = None
     port: int | None = None
     warning: str = ""
+
+    @property
+    def one_host(self) -> bool:
+        """True where all ranks are known to be on this host."""
+        return self.world == 1 or self.local_world == self.world or is_loopback(self.master)
 
 
 def place_of(environ: Environment, *, others: bool = True) -> Place | None:

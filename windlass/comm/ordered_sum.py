@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 CHUNK = 1 << 16  # elements: three float32 chunks stay in a core's cache, and a dot of one is exact to 1e-7
+LARGEST = 1 << 30  # elements of a chunk on an accelerator: torch.dot refuses more than 2^31 - 1
 
 
 def ordered_sum(
@@ -27,7 +28,7 @@ def ordered_sum(
         The sum of squares, a float64 scalar tensor, if it was asked for.
     """
     wide = torch.float32 if parts[0].dtype in (torch.float16, torch.bfloat16) else parts[0].dtype
-    step = CHUNK if out.device.type == "cpu" else max(out.numel(), 1)
+    step = CHUNK if out.device.type == "cpu" else min(max(out.numel(), 1), LARGEST)
     scratch = torch.empty(min(step, out.numel()), dtype=wide, device=out.device)
     squares: list[torch.Tensor] = []
     direct = not add and out.dtype == wide and len(parts) <= 2  # with more, `out` may be a part not yet read
@@ -61,9 +62,12 @@ def ordered_sum(
 
 def sum_of_squares(flat: torch.Tensor) -> torch.Tensor:
     """Sum of squares of `flat` `[n]` as a float64 scalar tensor; on a CPU the same bits as `ordered_sum` measures."""
-    wide = flat if flat.dtype in (torch.float32, torch.float64) else flat.float()
-    if wide.device.type != "cpu":
-        norm: torch.Tensor = torch.linalg.vector_norm(wide)
+    wide = flat.dtype if flat.dtype in (torch.float32, torch.float64) else torch.float32
+    if flat.device.type != "cpu":
+        norm: torch.Tensor = torch.linalg.vector_norm(flat, dtype=wide)
         return norm.double().square()
-    squares = [torch.dot(chunk, chunk) for chunk in wide.split(CHUNK)] if wide.numel() else []
+    squares = []
+    for part in flat.split(CHUNK) if flat.numel() else ():
+        chunk = part.to(wide)  # one at a time: a wide copy of all of it may be larger than the memory that is left
+        squares.append(torch.dot(chunk, chunk))
     return torch.stack(squares).double().sum() if squares else torch.zeros((), dtype=torch.float64)

@@ -3,6 +3,7 @@ model-parallel unit (`mpu`) and DeepSpeed's pipelines have for them."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch.distributed as dist
@@ -144,14 +145,25 @@ class PipelineParallelGrid:
         return self._made[key]
 
 
-def _two_axes(world: int) -> ProcessTopology:
-    """pipe x data of so many ranks: prime factors in ascending order, dealt to pipe and data in turn."""
-    sizes, left, prime, turn = [1, 1], world, 2, 0
-    while left > 1:
-        if left % prime:
+def prime_factors(number: int) -> list[int]:
+    """Return the prime factors of a positive number in ascending order; none of 1.
+
+    Raises:
+        ValueError: the number is not positive.
+    """
+    if number <= 0:
+        raise ValueError(f"{number} has no prime factors; give a positive number")
+    found, prime = [], 2
+    while number > 1:
+        if number % prime:
             prime += 1
             continue
-        sizes[turn % 2] *= prime
-        left //= prime
-        turn += 1
-    return PipeDataParallelTopology(num_pp=sizes[0], num_dp=sizes[1])
+        found.append(prime)
+        number //= prime
+    return found
+
+
+def _two_axes(world: int) -> ProcessTopology:
+    """Deal the prime factors of the world to pipe and data in turn."""
+    factors = prime_factors(world)
+    return PipeDataParallelTopology(num_pp=math.prod(factors[::2]), num_dp=math.prod(factors[1::2]))

@@ -116,7 +116,9 @@ ANSWERS: dict[str, Callable[[Any], Any]] = {
     "zero_use_cpu_optimizer": lambda c: _device(c, "offload_optimizer") in ("cpu", "nvme"),
     "zero_nvme_offload_optimizer": lambda c: _device(c, "offload_optimizer") == "nvme",
     "zero_partial_offload": lambda c: getattr(c.zero_optimization.offload_optimizer, "ratio", 1.0),
-    "super_offload": lambda c: False,
+    "super_offload": lambda c: bool(
+        c.zero_optimization.offload_optimizer and c.zero_optimization.offload_optimizer.super_offload
+    ),
     "cpuadam_cores_perc": lambda c: 0.9,
     "checkpoint_tag_validation_enabled": lambda c: c.checkpoint.tag_validation.lower() != "ignore",
     "checkpoint_tag_validation_fail": lambda c: c.checkpoint.tag_validation.lower() == "fail",
@@ -131,7 +133,6 @@ ANSWERS: dict[str, Callable[[Any], Any]] = {
     "compile_autotp": lambda c: False,
     "compile_zero_optimization_stage": lambda c: False,
     "uses_parallelization_pass_only": lambda c: False,
-    "coalesce_grad_reduction": lambda c: False,
     "is_deepcompile_enabled": lambda c: False,
     "is_deepcompile_active": lambda c: False,
 }

@@ -39,6 +39,7 @@ CHECKPOINT_PARALLEL_DIMS = "checkpoint_parallel_dimensions"
 CHECKPOINT_PP_DEGREE = "pp_degree"
 CHECKPOINT_TP_DEGREE = "tp_degree"
 DS_VERSION = "ds_version"
+AUTOEP_LAYERS_KEY = "ds_autoep_layers"
 UNIVERSAL_CHECKPOINT_INFO = "universal_checkpoint_info"
 UNIVERSAL_CHECKPOINT_VERSION_KEY = "universal_checkpoint_version"
 

@@ -9,3 +9,5 @@ CROSS_RANK = "CROSS_RANK"
 CROSS_SIZE = "CROSS_SIZE"
 INFERENCE_GENERIC_MODE = "generic"
 INFERENCE_SPECIALIZED_MODE = "specialized"
+MIN_SWAPPABLE_BYTES = 1024**2
+"""Size from which DeepSpeed keeps a tensor on disk (`deepspeed.runtime.swap_tensor`). Here all of them are."""

@@ -10,6 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 
 from windlass.base.errors import StorageError
+from windlass.base.raw_memory import why_unusable
 
 _ALIGNMENT = 512
 
@@ -184,11 +185,8 @@ def _file(name: str | int | None, number: int | None) -> str:
 
 
 def _bytes_of(buffer: torch.Tensor, filename: str) -> memoryview:
-    if buffer.device.type != "cpu" or not buffer.is_contiguous():
-        raise StorageError(
-            f"the tensor for {filename} of shape {tuple(buffer.shape)} is on {buffer.device}"
-            f"{'' if buffer.is_contiguous() else ' and not contiguous'}; pass a contiguous one in host memory"
-        )
+    if why := why_unusable(buffer):
+        raise StorageError(f"the tensor for {filename} of shape {tuple(buffer.shape)} {why}")
     return buffer.detach().view(-1).view(torch.uint8).numpy().data
 
 

@@ -14,21 +14,26 @@ from torch import nn
 from windlass.base.errors import ConfigError
 from windlass.base.log import logger
 from windlass.compat.accessors import ANSWERS, KEYS, ask
+from windlass.compat.checkpoint_places import CheckpointPlaces
 from windlass.compat.engine_axes import axes_of, follow
 from windlass.compat.loader import DeepSpeedDataLoader, loader_of
-from windlass.compat.masters import NAMES, MasterGroups
+from windlass.compat.masters import NAMES, PARAMETERS, GroupGradients, MasterGroups, ParameterGroups
 from windlass.compat.offload import ParameterOffload
+from windlass.compat.optimizer_kinds import ATTRIBUTE as KIND
+from windlass.compat.optimizer_kinds import kind_of
 from windlass.compat.parameters import lend_names
 from windlass.compat.places import Places
 from windlass.compat.refusal import NotBuiltError
 from windlass.compat.scaler import Scaler
 from windlass.compat.timers import SynchronizedWallClockTimer, ThroughputTimer
 from windlass.config import Config
-from windlass.engine.train import Engine, foreign
+from windlass.engine.train import Engine
+from windlass.zero.script_gradients import foreign
 from windlass.zero.sharded import ShardedModel
 
 _OWN_REDUCTIONS = "gradients are reduced by the engine, in an order that all ranks agree on; call engine.backward"
 _COMPILERS = "DeepSpeed's compilers are not built; engine.compile() compiles the module by torch"
+_DENSE = "gradients of embeddings are reduced dense, by the engine itself; call engine.step()"
 _TUNER = "the autotuner is not built"
 REFUSED = {
     "allreduce_and_copy": _OWN_REDUCTIONS,
@@ -50,19 +55,19 @@ REFUSED = {
     "set_custom_curriculum_learning_schedule": "curriculum learning is not built; change the data in the script",
     "random_ltd_initialize": "random layer-token dropping is not built",
     "register_compile_pass": "DeepCompile is not built; engine.compile() compiles the module",
-    "sparse_allreduce": "sparse gradients are not built; leave sparse_gradients out",
-    "sparse_allreduce_bucket": "sparse gradients are not built; leave sparse_gradients out",
-    "sparse_allreduce_no_retain": "sparse gradients are not built; leave sparse_gradients out",
-    "sparse_all_gather": "sparse gradients are not built; leave sparse_gradients out",
+    "sparse_allreduce": _DENSE,
+    "sparse_allreduce_bucket": _DENSE,
+    "sparse_allreduce_no_retain": _DENSE,
+    "sparse_all_gather": _DENSE,
     "load_moe_state_dict": "load_checkpoint loads experts with all else, whatever ranks they lay on",
     "autotuning_profile_model_info": _TUNER,
 }
 
 
-class DeepSpeedEngine(Places, Engine):
+class DeepSpeedEngine(Places, CheckpointPlaces, Engine):
     """As `windlass.Engine`, which has what trains; here is what else DeepSpeed's scripts ask and do."""
 
-    skips_bad_steps = True
+    repeats_steps = takes_foreign_gradients = keeps_accumulated = skips_bad_steps = True
     mpu: Any = None
     enable_backward_allreduce = True
     inside_no_sync_ctxt = False
@@ -90,6 +95,7 @@ class DeepSpeedEngine(Places, Engine):
     _axes: Any = None
     collate_fn: Any = None
     tput_timer: Any = None
+    sparse_tensor_module_names: frozenset[str] = frozenset()  # no gradient travels as a sparse tensor
 
     def become(
         self, given: Any, mpu: Any, client_optimizer: Any, client_lr_scheduler: Any, training_data: Any, collate_fn: Any
@@ -127,11 +133,19 @@ class DeepSpeedEngine(Places, Engine):
         optimizer.needs_scaler = lambda: self._scaler.scale != 1.0
         optimizer.check_overflow = lambda *_: optimizer.overflow
         optimizer.skip_step = False
+        setattr(optimizer, KIND, kind_of(self._config))
         if name := NAMES.get(self.zero_optimization_stage()):
             setattr(optimizer, name, MasterGroups(optimizer))
+            setattr(optimizer, PARAMETERS[self.zero_optimization_stage()], ParameterGroups(optimizer))
+            optimizer.averaged_gradients = GroupGradients(optimizer)
         optimizer.quantize_nontrainable_params = _refusing(
             "optimizer.quantize_nontrainable_params", "quantized gathers are not built"
         )
+
+    @property
+    def hides_gradients(self) -> bool:  # type: ignore[override]
+        """As DeepSpeed's optimizers, all but those of stage 0 in fp32 and fp16."""
+        return self.zero_optimization() or self._config.bf16.enabled
 
     def _adopt(self, sharded: ShardedModel) -> None:
         super()._adopt(sharded)
@@ -162,10 +176,45 @@ class DeepSpeedEngine(Places, Engine):
         finally:
             self.inside_no_sync_ctxt = False
 
+    @contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """Add up the gradients of all backward passes inside locally; the step that follows reduces them once.
+
+        Raises:
+            NotBuiltError: at stage 0, which has `no_sync`, or with a pipeline, whose engine runs its own backwards.
+        """
+        if self.zero_optimization_stage() == 0:
+            raise NotBuiltError("coalesce_grad_reduction requires ZeRO stage 1, 2 or 3; use no_sync at stage 0")
+        if self.pipeline_parallelism:
+            raise NotBuiltError("coalesce_grad_reduction is not supported under pipeline parallelism; use train_batch")
+        assert not self.inside_no_sync_ctxt, "coalesce_grad_reduction cannot be nested inside another no_sync context"
+        self.inside_no_sync_ctxt = True
+        try:
+            with super().no_sync():
+                yield
+        finally:
+            self.inside_no_sync_ctxt = False
+
+    @property
+    def _is_gradient_accumulation_boundary(self) -> bool | None:
+        """What `set_gradient_accumulation_boundary` said last; None where it said nothing since the last step."""
+        return self.progress.override
+
+    def scale(self, loss: torch.Tensor, retain_graph: bool = False) -> torch.Tensor:
+        """As `Engine.scale`.
+
+        Raises:
+            AssertionError: the loss is no scalar.
+        """
+        assert loss.numel() == 1, f"engine.scale takes a scalar tensor, not one of shape {tuple(loss.shape)}"
+        return super().scale(loss, retain_graph)
+
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """As `Engine.step`, refused inside `no_sync`."""
-        assert not self.inside_no_sync_ctxt, "engine.step() inside no_sync: leave the context first"
-        acts = self.is_gradient_accumulation_boundary()
+        assert not self.inside_no_sync_ctxt, (
+            "It is illegal to call Engine.step() inside no_sync context manager: leave the context first"
+        )
+        acts = self.progress.ends_at_step()
         super().step(lr_kwargs)
         self.tput_timer.stop(global_step=acts)
 
@@ -233,8 +282,8 @@ class DeepSpeedEngine(Places, Engine):
 
     @property
     def gradient_average(self) -> bool:
-        """True: gradients are means over ranks."""
-        return True
+        """Whether gradients are means over ranks, not sums."""
+        return self._config.gradient_allreduce_op == "mean"
 
     @property
     def is_compiled(self) -> bool:

@@ -104,3 +104,38 @@ def _get_expert_model_parallel_world_size() -> int:
 
 def _get_local_all_to_all_group() -> NoReturn:
     raise AssertionError("there are no all-to-all groups of nodes: gradients are not quantized between them")
+
+
+def _get_expert_parallel_ranks(
+    world_size: int,
+    tensor_parallel_size_: int,
+    expert_parallel_size_: int,
+    pipeline_parallel_size_: int = 1,
+    use_data_before_expert_parallel_: bool = False,
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Return the ranks of each group over which experts are spread, and of each that holds the same experts.
+
+    Args:
+        use_data_before_expert_parallel_: neighbouring data ranks hold the same experts, not different ones.
+
+    Raises:
+        AssertionError: the sizes do not divide the world.
+    """
+    cut = tensor_parallel_size_ * pipeline_parallel_size_
+    assert world_size % (cut * expert_parallel_size_) == 0, (
+        f"{world_size} ranks are no multiple of tensor {tensor_parallel_size_} x pipeline {pipeline_parallel_size_} "
+        f"x expert {expert_parallel_size_}"
+    )
+    stage = world_size // pipeline_parallel_size_
+    spread, same = [], []
+    for start in range(0, world_size, stage):
+        for index in range(tensor_parallel_size_):
+            data = list(range(start + index, start + stage, tensor_parallel_size_))
+            groups = len(data) // expert_parallel_size_
+            if use_data_before_expert_parallel_:
+                rows = [data[first::groups] for first in range(groups)]
+            else:
+                rows = [data[at : at + expert_parallel_size_] for at in range(0, len(data), expert_parallel_size_)]
+            spread += rows
+            same += [list(column) for column in zip(*rows, strict=True)]
+    return spread, same

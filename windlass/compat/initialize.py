@@ -13,8 +13,10 @@ from torch import nn
 from windlass.base.errors import ConfigError
 from windlass.collectives import initialize_mesh_device
 from windlass.compat import groups, parameters
+from windlass.compat.config_sections import DeepSpeedZeroLeafModuleConfig
 from windlass.compat.engine import DeepSpeedEngine
-from windlass.compat.messages import log_dist
+from windlass.compat.leaves import apply_zero_leaf_module_config
+from windlass.compat.messages import log_dist, set_log_level_from_string
 from windlass.compat.pipeline import DeepSpeedPipelineEngine
 from windlass.compat.standard import git_branch, git_hash
 from windlass.compat.tensor_parallel import asked_of, of_readers
@@ -97,6 +99,11 @@ def initialize(
     log_dist(f"DeepSpeed info: version={VERSION}, git-hash={git_hash}, git-branch={git_branch}", ranks=[0])
     engine.become(given, mpu, optimizer, lr_scheduler, training_data, collate_fn)
     engine.mesh_device = _mesh_device(mesh_param, given)
+    if engine.zero_optimization_stage() == 3:
+        leaves = (given.get("zero_optimization") or {}).get("leaf_module") or {}
+        apply_zero_leaf_module_config(engine.module, DeepSpeedZeroLeafModuleConfig(**leaves))
+    if isinstance(given.get("log_level"), str):
+        set_log_level_from_string(given["log_level"])
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from torch import nn
+
+from windlass.base.log import logger
 
 
 def z3_leaf_module(model: nn.Module) -> bool:
@@ -82,6 +85,21 @@ def set_z3_leaf_modules_by_suffix(
         if name.endswith(suffix)
     }
     return _mark(found.values(), flag), missing
+
+
+def apply_zero_leaf_module_config(model: nn.Module, leaf_cfg: Any) -> list[nn.Module]:
+    """Mark the modules that a section `leaf_module` names by class, name or suffix, and return them.
+
+    Names that fit no module are logged where the section differs from the default.
+    """
+    if leaf_cfg is None:
+        return []
+    found = set_z3_leaf_modules(model, leaf_cfg.classes, raise_if_not_found=False)
+    by_name, unknown = set_z3_leaf_modules_by_name(model, leaf_cfg.names, raise_if_not_found=False)
+    by_suffix, unmatched = set_z3_leaf_modules_by_suffix(model, leaf_cfg.name_suffixes, raise_if_not_found=False)
+    if unknown or unmatched:
+        logger.warning("zero_optimization.leaf_module: no module fits %s", ", ".join([*unknown, *unmatched]))
+    return list({id(module): module for module in [*found, *by_name, *by_suffix]}.values())
 
 
 def _mark_classes(model: nn.Module, classes: Sequence[type | str], flag: bool, strict: bool) -> list[nn.Module]:

@@ -1,19 +1,20 @@
-"""This rank's master weights by parameter group, as DeepSpeed's optimizers show them."""
+"""Parameters, gradients and master weights of this rank by parameter group, as DeepSpeed's optimizers show them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import overload
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, overload
 
 import torch
 
-from windlass.compat.whole_values import safe_get_local_fp32_param
+from windlass.compat.whole_values import safe_get_local_fp32_param, safe_get_local_grad
 
 NAMES = {
     1: "single_partition_of_fp32_groups",
     2: "single_partition_of_fp32_groups",
     3: "fp32_partitioned_groups_flat",
 }  # by stage; 0 has none
+PARAMETERS = {1: "bit16_groups", 2: "bit16_groups", 3: "fp16_groups"}
 
 
 class MasterGroups(Sequence[torch.Tensor]):
@@ -45,3 +46,47 @@ def _flat(group: dict[str, list[torch.nn.Parameter]]) -> torch.Tensor:
     if not pieces:
         return torch.empty(0)
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+
+class GroupGradients(Mapping[int, list[torch.Tensor | None]]):
+    """This rank's reduced gradients by parameter group, one entry for each parameter; looked up when asked for.
+
+    Args:
+        optimizer: whose groups.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+
+    def __len__(self) -> int:
+        return len(self._optimizer.param_groups)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(len(self)))
+
+    def __getitem__(self, index: int) -> list[torch.Tensor | None]:
+        if not 0 <= index < len(self):
+            raise KeyError(index)
+        return [safe_get_local_grad(parameter) for parameter in self._optimizer.param_groups[index]["params"]]
+
+
+class ParameterGroups(Sequence[list[torch.nn.Parameter]]):
+    """The parameters of each group; looked up when asked for.
+
+    Args:
+        optimizer: whose groups.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+
+    def __len__(self) -> int:
+        return len(self._optimizer.param_groups)
+
+    @overload
+    def __getitem__(self, index: int) -> list[torch.nn.Parameter]: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[list[torch.nn.Parameter]]: ...
+    def __getitem__(self, index: int | slice) -> Any:
+        groups = self._optimizer.param_groups[index]
+        return list(groups["params"]) if isinstance(groups, dict) else [list(group["params"]) for group in groups]

@@ -18,20 +18,19 @@ class DeepSpeedMonitorConfig:
     """The sections of a configuration that say where numbers go.
 
     Raises:
-        ConfigError: they cannot be read, or ask for what is not built (Comet).
+        ConfigError: they cannot be read.
     """
 
     def __init__(self, tensorboard: Any = None, comet: Any = None, wandb: Any = None, csv_monitor: Any = None) -> None:
         given = {"tensorboard": tensorboard, "comet": comet, "wandb": wandb, "csv_monitor": csv_monitor}
         config = load({name: value for name, value in given.items() if value})
-        config.ensure_supported()
         self.tensorboard, self.wandb, self.csv_monitor = config.tensorboard, config.wandb, config.csv_monitor
         self.comet = config.comet
 
     @property
     def enabled(self) -> bool:
         """Whether any of them is turned on."""
-        return self.tensorboard.enabled or self.wandb.enabled or self.csv_monitor.enabled
+        return self.tensorboard.enabled or self.wandb.enabled or self.csv_monitor.enabled or self.comet.enabled
 
 
 def get_monitor_config(param_dict: Any) -> DeepSpeedMonitorConfig:
@@ -75,7 +74,8 @@ class _OfOne(Monitor):
         self.enabled: bool = monitor_config.enabled
         for name in type(monitor_config).model_fields:
             setattr(self, name, getattr(monitor_config, name))
-        sections = {"tensorboard": _OFF, "csv_monitor": _OFF, "wandb": _OFF, self._section: monitor_config}
+        off = dict.fromkeys(("tensorboard", "csv_monitor", "wandb", "comet"), _OFF)
+        sections = {**off, self._section: monitor_config}
         self._monitor = monitor.Monitor(SimpleNamespace(**sections))
 
     def write_events(self, event_list: Iterable[tuple[str, SupportsFloat, int]]) -> None:
@@ -98,3 +98,9 @@ class WandbMonitor(_OfOne):
     """Weights & Biases."""
 
     _section = "wandb"
+
+
+class CometMonitor(_OfOne):
+    """Comet."""
+
+    _section = "comet"

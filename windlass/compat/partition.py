@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping, Sequence
 from inspect import signature
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from windlass import zero
 from windlass.base.dtypes import parse_dtype
@@ -24,6 +26,44 @@ _orig_torch_eye = torch.eye
 _orig_torch_randn = torch.randn
 
 zero_init_context: list[Any] = []
+
+partitioned_param_data_shape = [0]
+"""Shape of a released parameter's data in DeepSpeed. Here it keeps its own shape."""
+
+
+class MultipleAllGatherHandles:
+    """Handles of several all-gathers that are waited for as one."""
+
+    def __init__(self, handles: Sequence[Any]) -> None:
+        self.handles = handles
+
+    def wait(self, handle_dependency: bool = True) -> None:
+        """Wait for all of them."""
+        for handle in self.handles:
+            handle.wait(handle_dependency=handle_dependency)
+
+
+def print_rank_0(message: Any, debug: bool = False, force: bool = False) -> None:
+    """Print on rank 0, if `debug` or `force` says so."""
+    if (debug or force) and (not dist.is_initialized() or dist.get_rank() == 0):
+        print(message)
+
+
+def _contradicting_single_rank_pg_error(
+    dp_world_size: int, explicit_process_group: Any, env: Mapping[str, str | None] | None = None
+) -> str | None:
+    """Return what is wrong where the launcher started several ranks and the default group has one; None if nothing.
+
+    `zero.Init` before `init_distributed` would otherwise keep the whole model on every rank.
+    """
+    given = (os.environ if env is None else env).get("WORLD_SIZE")
+    world = int(given) if given is not None and given.strip().isdecimal() else 1
+    if explicit_process_group is not None or dp_world_size != 1 or world <= 1:
+        return None
+    return (
+        f"zero.Init: the launcher says WORLD_SIZE={world} and the process group has 1 rank, so that nothing would be "
+        "sharded; call deepspeed.init_distributed() before, or pass data_parallel_group"
+    )
 
 
 def zero_wrapper_for_fp_tensor_constructor(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:

@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator
 
 from windlass.config.section import Positive, Section
-from windlass.config.verdict import accepted, honoured, refused
+from windlass.config.verdict import accepted, honoured
 
-_WRITER = "a detail of DeepSpeed's writers; files are safetensors, written through torch.distributed.checkpoint"
+_WRITER = "a detail of DeepSpeed's writers; files are safetensors"
 
 
 def _upper(value: Any) -> Any:
@@ -51,9 +51,9 @@ class Checkpoint(Section):
     """Of ranks that save under different tags: `WARN` takes rank 0's and says so, `IGNORE` takes it, `FAIL` raises."""
     load_universal: bool = honoured(False)
     """Load the tag that `latest_universal` names, where there is such a file: what `ds_to_universal` made."""
-    use_node_local_storage: bool = refused(
-        False, "not yet built: checkpoints go to one folder that all ranks share; write false"
-    )
+    use_node_local_storage: bool = honoured(False)
+    """Nodes may have disks of their own: the directory of each node gets the whole checkpoint, so that every node can
+    load it. Nodes that share the directory write it once."""
     parallel_write: ParallelWrite = honoured(ParallelWrite)
     """Which ranks write."""
     keep_last: Positive | None = honoured(None, native=True)

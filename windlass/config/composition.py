@@ -136,8 +136,6 @@ EXCEPTIONS: dict[frozenset[Choice], str] = {
     frozenset({("stage", "0"), ("update", "delayed")}): "stage 0 keeps all states on every rank; use stage 1 or more",
     frozenset({("state_home", "device"), ("update", "delayed")}): "a step on the device has nothing to hide behind",
     frozenset({("optimizer", "whole"), ("update", "delayed")}): "whole parameters need other ranks amid an update",
-    frozenset({("optimizer", "whole"), ("tp", "many")}): "a parameter that is cut over tp is whole on no rank",
-    frozenset({("optimizer", "whole"), ("ep", "many")}): "the experts of a layer are together on no rank",
     frozenset({("backward", "plain"), ("pp", "many")}): "a pipeline runs its backwards itself, in engine.train_batch",
 }
 """Pairs that do not work although both halves might; every pair of offered values that is not here works."""
@@ -158,6 +156,7 @@ ELEMENTWISE = frozenset(
             "RMSprop",
             "Rprop",
         ),
+        *("MuAdam", "MuAdamW", "MuSGD"),
         *("CPUAdam", "CPUAdagrad", "CPULion", "CPUSGD"),
     )
 )

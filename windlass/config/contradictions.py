@@ -34,12 +34,58 @@ def _param_dtype(config: Config) -> Iterator[tuple[str, str]]:
         )
 
 
+def _buffer_dtype(config: Config) -> Iterator[tuple[str, str]]:
+    if config.data_types.buffer_dtype and not (config.fp16.enabled or config.bf16.enabled):
+        yield (
+            "data_types.buffer_dtype",
+            f'"{config.data_types.buffer_dtype}", but neither fp16 nor bf16 is enabled, and only beside those are '
+            "buffers cast; delete it, or cast the model's buffers yourself",
+        )
+
+
+def _narrow_masters(config: Config) -> Iterator[tuple[str, str]]:
+    section = config.bf16
+    if section.enabled and section.bf16_optimizer_states and not section.bf16_master_weights_and_grads:
+        yield (
+            "bf16.bf16_optimizer_states",
+            "true, but bf16_master_weights_and_grads is false, and states are at least as wide as master weights; "
+            "write true there, or false here",
+        )
+    wanted, master = config.data_types.grad_accum_dtype, config.dtype_table().master
+    if wanted and master != "fp32" and wanted != master:
+        yield (
+            "data_types.grad_accum_dtype",
+            f'"{wanted}" disagrees with {master}.{master}_master_weights_and_grads, which accumulates gradients in '
+            f"{master}; delete one",
+        )
+
+
 def _predivide(config: Config) -> Iterator[tuple[str, str]]:
     if config.prescale_gradients and config.gradient_predivide_factor != 1.0:
         yield (
             "gradient_predivide_factor",
             f"{config.gradient_predivide_factor} has nothing left to divide, since prescale_gradients divides by the "
             "whole world size; delete one",
+        )
+
+
+def _summed(config: Config) -> Iterator[tuple[str, str]]:
+    if config.gradient_allreduce_op != "sum":
+        return
+    for key, default in (("prescale_gradients", False), ("gradient_predivide_factor", 1.0)):
+        if getattr(config, key) != default:
+            yield (
+                key,
+                f"{show(getattr(config, key))} says where the mean over ranks is divided, but gradient_allreduce_op is "
+                '"sum"; delete one',
+            )
+
+
+def _unmanaged(config: Config) -> Iterator[tuple[str, str]]:
+    if not config.managed_gradient_accumulation and size_of(config, "pp") > 1:
+        yield (
+            "managed_gradient_accumulation",
+            "false, but a pipeline (parallel.pp) runs all micro-batches of a step in one train_batch; write true",
         )
 
 
@@ -258,7 +304,11 @@ def _elastic(config: Config) -> Iterator[tuple[str, str]]:
 RULES: tuple[Rule, ...] = (
     _one_precision,
     _param_dtype,
+    _buffer_dtype,
+    _narrow_masters,
     _predivide,
+    _summed,
+    _unmanaged,
     _offload,
     _two_cuts,
     _axes_apart,

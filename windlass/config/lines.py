@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 
+# Each alternative matches in one pass, so that the time is linear in the text: what is not closed ends with its line
+# (a string) or with the text (a comment).
 _TOKEN = re.compile(
     r"""(?P<space>\s+|,)
-      | (?P<comment>//[^\n]*|\#[^\n]*|/\*.*?\*/)
-      | (?P<string>"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*')
+      | (?P<comment>//[^\n]*|\#[^\n]*|/\*(?:.*?\*/|.*))
+      | (?P<string>"(?:\\.|[^"\\\n])*+"?|'(?:\\.|[^'\\\n])*+'?)
       | (?P<open>[{\[])
       | (?P<close>[}\]])
       | (?P<colon>:)
@@ -17,11 +19,14 @@ _TOKEN = re.compile(
     re.VERBOSE | re.DOTALL,
 )
 
+_LONGEST_PATH = 300
+
 
 def key_lines(text: str) -> dict[str, list[int]]:
     """Lines (from 1) on which each dotted key stands; a key with two lines is written twice.
 
-    A best effort: it follows brackets, strings and comments, and never fails. Elements of lists have no path.
+    A best effort: it follows brackets, strings and comments, and never fails. Elements of lists have no path, nor have
+    keys whose path is longer than 300 characters.
     """
     lines: dict[str, list[int]] = defaultdict(list)
     scopes: list[str | None] = []
@@ -40,7 +45,9 @@ def key_lines(text: str) -> dict[str, list[int]]:
             pending = ""
         elif kind == "colon" and candidate and scopes and scopes[-1] is not None:
             pending = candidate
-            lines[f"{scopes[-1]}.{pending}".lstrip(".")].append(candidate_line)
+            path = _inner(scopes, pending)
+            if path:
+                lines[path].append(candidate_line)
             candidate = ""
         line += word.count("\n")
     return dict(lines)
@@ -50,4 +57,6 @@ def _inner(scopes: list[str | None], key: str) -> str | None:
     if not scopes:
         return ""
     outer = scopes[-1]
-    return None if outer is None or not key else f"{outer}.{key}".lstrip(".")
+    if outer is None or not key or len(outer) + len(key) > _LONGEST_PATH:
+        return None
+    return f"{outer}.{key}".lstrip(".")

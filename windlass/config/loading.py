@@ -5,15 +5,17 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 from pydantic import ValidationError
 
 from windlass.base.errors import ConfigError
+from windlass.base.text import nearest, one_line, plural
 from windlass.config import optimizer, scheduler
 from windlass.config.contradictions import contradictions
 from windlass.config.normalise import Normaliser, canonical_names
-from windlass.config.problems import Kind, Problem, listing, nearest, show
+from windlass.config.problems import Kind, Problem, listing, show
 from windlass.config.root import Config
 from windlass.config.section import Section, nested_section
 from windlass.config.source import Source, read
@@ -21,6 +23,9 @@ from windlass.config.words import field_words
 
 _PASSES = 8
 """Faulty keys are taken out and the rest is read again; a missing key may only show once its neighbours are right."""
+
+MOST_HINTS = 50
+"""Unknown keys for which the nearest known one is looked up: comparing names takes about a millisecond a key."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +47,7 @@ def load(source: object) -> Config:
     """
     found = examine(source)
     if found.problems:
-        count = len(found.problems)
-        head = f"{found.source.name} cannot be used: {count} problem{'s' if count > 1 else ''}"
+        head = f"{found.source.name} cannot be used: {plural(len(found.problems), 'problem')}"
         raise ConfigError(f"{head}\n{listing(found.problems)}")
     return found.config
 
@@ -60,11 +64,13 @@ def examine(source: object) -> Examination:
     problems = list(normaliser.problems)
     config, faults = _validate(data)
     problems += faults
-    config.remember(where.data, where.name, where.lines, frozenset(normaliser.autos))
+    config.remember(where.data, where.name, where.lines, frozenset(normaliser.autos), tuple(normaliser.comments))
+    wrong: list[Problem] = []
     if config.optimizer:
-        problems += optimizer.parameter_problems(config.optimizer)
+        wrong = list(optimizer.parameter_problems(config.optimizer))
+        problems += wrong
     if config.scheduler:
-        problems += scheduler.parameter_problems(config.scheduler)
+        problems += scheduler.parameter_problems(config.scheduler, None if wrong else config.optimizer)
     problems += contradictions(config)
     order = list(Kind)
     problems.sort(key=lambda problem: order.index(problem.kind))
@@ -83,8 +89,11 @@ def _validate(data: dict[str, Any]) -> tuple[Config, list[Problem]]:
             return Config.model_validate(remaining), problems
         except ValidationError as error:
             faults = {_existing(fault["loc"], remaining): fault for fault in reversed(error.errors())}
+            if () in faults:  # not of one key: nothing can be taken out
+                problems.append(Problem(Kind.TYPE, "", str(faults[()]["msg"])))
+                break
             for loc, fault in reversed(faults.items()):
-                problems.append(_problem(loc, fault))
+                problems.append(_problem(loc, fault, hint=len(problems) < MOST_HINTS))
             for loc in faults:
                 _take_out(loc, remaining)
     return Config(), problems
@@ -117,10 +126,10 @@ def _take_out(loc: tuple[Any, ...], data: Any) -> None:
         holder.clear()
 
 
-def _problem(loc: tuple[Any, ...], fault: Any) -> Problem:
+def _problem(loc: tuple[Any, ...], fault: Any, hint: bool) -> Problem:
     path = dotted(loc)
     if fault["type"] == "extra_forbidden":
-        return Problem(Kind.UNKNOWN, path, f"unknown key; {_hint(loc)}")
+        return Problem(Kind.UNKNOWN, path, f"unknown key; {_hint(loc) if hint else 'delete it'}")
     if fault["type"] == "missing":
         return Problem(Kind.TYPE, path, "absent, but needed; add it")
     message = f": {fault['msg'][0].lower()}{fault['msg'][1:]}" if fault["type"] != "literal_error" else ""
@@ -156,16 +165,23 @@ def _field(loc: tuple[Any, ...]) -> Any:
 def _hint(loc: tuple[Any, ...]) -> str:
     name = str(loc[-1])
     if len(loc) == 1 and "." in name:
-        return f'a key is not a path: write {{"{name.split(".")[0]}": {{...}}}} and put it inside'
+        return f'a key is not a path: write {{"{one_line(name.split(".")[0], 80)}": {{...}}}} and put it inside'
     holder = _holders(loc[:-1])
     prefix = dotted(loc[:-1])
     near = nearest(name, canonical_names(holder)) if holder else None
     if near:
         return f"nearest is {prefix}.{near}".replace("is .", "is ")
-    elsewhere = [path for path in _all_keys(Config, "") if path.split(".")[-1] == name]
-    if elsewhere:
-        return f"it belongs at {elsewhere[0]}"
-    return "nothing is like it; delete it"
+    elsewhere = _places().get(name)
+    return f"it belongs at {elsewhere}" if elsewhere else "nothing is like it; delete it"
+
+
+@cache
+def _places() -> dict[str, str]:
+    """The first path of each key name."""
+    places: dict[str, str] = {}
+    for path in _all_keys(Config, ""):
+        places.setdefault(path.split(".")[-1], path)
+    return places
 
 
 def _all_keys(section: type[Section], path: str) -> Iterator[str]:

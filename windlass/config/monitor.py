@@ -1,4 +1,4 @@
-"""Where a run's numbers go: TensorBoard, CSV, Weights & Biases; timers and the FLOP profiler."""
+"""Where a run's numbers go: TensorBoard, CSV, Weights & Biases, Comet; timers and the FLOP profiler."""
 
 from __future__ import annotations
 
@@ -44,20 +44,26 @@ class Wandb(Section):
 
 
 class Comet(Section):
-    """Comet ML."""
+    """Comet (needs the `comet` extra). What is null is read from Comet's own configuration file and variables."""
 
-    refusal = "not yet built: monitoring by Comet; use tensorboard, csv_monitor or wandb, and write false"
-    switch = "enabled"
-
-    enabled: bool = refused(False, "")
-    samples_log_interval: Positive = refused(100, "")
-    project: str | None = refused(None, "")
-    workspace: str | None = refused(None, "")
-    api_key: str | None = refused(None, "")
-    experiment_name: str | None = refused(None, "")
-    experiment_key: str | None = refused(None, "")
-    online: bool | None = refused(None, "")
-    mode: Literal["get", "create", "get_or_create"] | None = refused(None, "")
+    enabled: bool = honoured(False)
+    """Log on rank 0."""
+    samples_log_interval: Positive = honoured(100)
+    """Log a quantity again once so many samples have passed since it was last logged."""
+    project: str | None = honoured(None)
+    """Project of the experiment."""
+    workspace: str | None = honoured(None)
+    """Workspace of the project."""
+    api_key: str | None = honoured(None)
+    """Key of the account; a file that others read should leave it to the variable COMET_API_KEY."""
+    experiment_name: str | None = honoured(None)
+    """Name of the experiment."""
+    experiment_key: str | None = honoured(None)
+    """Key of the experiment, 32 to 50 letters and digits."""
+    online: bool | None = honoured(None)
+    """false: an offline experiment, in files."""
+    mode: Literal["get", "create", "get_or_create"] | None = honoured(None)
+    """`get`: go on with the experiment of experiment_key; `create`: a new one; `get_or_create`: either."""
 
 
 class ThroughputTimer(Section):

@@ -1,7 +1,8 @@
-"""One spelling for every key: older names become today's, and "auto" becomes "absent"."""
+"""One spelling for every key: older names become today's, "auto" becomes "absent", and comments are left out."""
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 from windlass.config.batch import KEYS
@@ -14,10 +15,12 @@ TOP_LEVEL_AUTO = (*KEYS, "gradient_clipping")
 
 
 class Normaliser:
-    """A walk over raw data beside the schema; collects the keys left at "auto" and the keys spelled twice."""
+    """A walk over raw data beside the schema; collects the keys left at "auto", the keys spelled twice and the keys
+    that are comments."""
 
     def __init__(self) -> None:
         self.autos: set[str] = set()
+        self.comments: list[str] = []
         self.problems: list[Problem] = []
 
     def __call__(self, data: dict[str, Any]) -> dict[str, Any]:
@@ -31,7 +34,9 @@ class Normaliser:
         for key, value in data.items():
             name = names.get(key, key)
             inner = f"{path}.{key}" if path else str(key)
-            if name in result:
+            if name not in section.model_fields and is_comment(key):
+                self.comments.append(inner)
+            elif name in result:
                 sentence = f'"{key}" and "{name}" are two spellings of one key; delete one'
                 self.problems.append(Problem(Kind.CONTRADICTION, inner, sentence))
             elif value == "auto" and name in section.model_fields and (path or name in TOP_LEVEL_AUTO):
@@ -44,8 +49,13 @@ class Normaliser:
         field = section.model_fields.get(name)
         nested = nested_section(field.annotation) if field else None
         if nested is None:
-            return value
+            return self._free(value, path) if isinstance(value, dict) else value
         return self._nested(value, nested, path)
+
+    def _free(self, value: dict[str, Any], path: str) -> dict[str, Any]:
+        """Leave comments out of an object whose keys are the user's, such as an optimizer's parameters."""
+        self.comments += [f"{path}.{key}" for key in value if is_comment(key)]
+        return {key: item for key, item in value.items() if not is_comment(key)}
 
     def _nested(self, value: Any, nested: Nested, path: str) -> Any:
         if nested.shape == "list" and isinstance(value, list):
@@ -59,6 +69,12 @@ class Normaliser:
         return self._section(value, nested.section, path)
 
 
+def is_comment(key: str) -> bool:
+    """Return True for keys that hold remarks, which JSON lacks: `_comment`, `_anything`, `//`, `comment`, `$schema`."""
+    return key.startswith(("_", "//", "#")) or key.lower() in ("comment", "comments", "$schema")
+
+
+@cache
 def canonical_names(section: type[Section]) -> dict[str, str]:
     """Every spelling that `section` knows, and the name of its field."""
     names = {name: name for name in section.model_fields}

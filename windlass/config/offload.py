@@ -57,14 +57,23 @@ class OffloadOptimizer(Section):
     pipeline_read: bool = accepted(False, "the next parts are always read while one is updated, and before")
     pipeline_write: bool = accepted(False, "the parts before are always written while one is updated, and after")
     fast_init: bool = accepted(False, "states are made by the first step, so there is nothing to initialise")
-    super_offload: bool = refused(False, "not yet built: speculative steps on the host; write false")
+    super_offload: bool = accepted(
+        False,
+        "it steps before the norm is known and takes back what clipping changes, so its results are those of "
+        "offload_optimizer; here the host's step (28 of 257 ms in bench/results/delayed_update.json) waits for the "
+        "norm, and delayed_update hides it",
+    )
     cpuadam_cores_perc: Fraction = accepted(0.8, "read only with super_offload")
 
 
 class ZenFlow(Section):
     """Offload that updates important gradients at once and the rest later; turned on by its presence."""
 
-    refusal = "not yet built: ZenFlow; delete the section"
+    refusal = (
+        "it makes most of each update several steps late to hide the host's step, and updates that were one step late "
+        "cost 0.18 to 0.31 bits a byte where that step is 28 of 257 ms (bench/results/delayed_update.json); delete the "
+        "section, or write offload_optimizer.delayed_update true"
+    )
 
     topk_ratio: Annotated[float, Field(gt=0, lt=1), NUMBER] = refused(0.1, "")
     select_strategy: Literal["auto", "step", "epoch"] = refused("auto", "")

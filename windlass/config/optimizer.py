@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
 from pydantic import ValidationInfo, field_validator
 
 from windlass.config import parameters
-from windlass.config.parameters import Parameter, Table, ignored, unbuilt
-from windlass.config.problems import Problem, Refusal
+from windlass.config.parameters import Parameter, Table, ignored, shape_of, unbuilt
+from windlass.config.problems import Kind, Problem, Refusal
 from windlass.config.section import Section
-from windlass.config.verdict import accepted, honoured
+from windlass.config.verdict import Verdict, accepted, honoured
 
-_LR = {"lr": Parameter("float", 1e-3)}
-_BETAS = {"betas": Parameter("floats", [0.9, 0.999])}
-_EPS = {"eps": Parameter("float", 1e-8)}
-_DECAY = {"weight_decay": Parameter("float", 0.0)}
+_LR = {"lr": Parameter("float", 1e-3, least=0)}
+_BETAS = {"betas": Parameter("floats", [0.9, 0.999], least=0, below=1)}
+_EPS = {"eps": Parameter("float", 1e-8, least=0)}
+_DECAY = {"weight_decay": Parameter("float", 0.0, least=0)}
 _GRADS = {"set_grad_none": ignored("bool", True, "gradients are always released, never filled with zeros")}
 _TORCH_STEP = {
     "foreach": Parameter("bool", None),
@@ -52,43 +52,52 @@ _ONE_BIT_ONLY = {
 _LAMB = {
     **_LR, **_BETAS, **_EPS, **_DECAY, **_NO_AMSGRAD,
     "bias_correction": Parameter("bool", True),
-    "max_coeff": Parameter("float", 10.0),
-    "min_coeff": Parameter("float", 0.01),
+    "max_coeff": Parameter("float", 10.0, least=0),
+    "min_coeff": Parameter("float", 0.01, least=0),
     "eps_inside_sqrt": Parameter("bool", False),
-    "max_grad_norm": Parameter("float", 0.0),
+    "max_grad_norm": unbuilt("float", 0.0, "a norm of all gradients; write gradient_clipping at the top level"),
 }  # fmt: skip
+_SGD = {
+    **_LR, **_DECAY, **_TORCH_STEP,
+    "momentum": Parameter("float", 0.0, least=0),
+    "dampening": Parameter("float", 0.0),
+    "nesterov": Parameter("bool", False),
+}  # fmt: skip
+_MUP = {"MuAdam": "Adam", "MuAdamW": "AdamW", "MuSGD": "SGD"}  # the class that steps groups scaled by width
 _ONE_BIT = {**_LAMB, **_GRADS, **_ONE_BIT_ONLY}
 
 PARAMETERS: dict[str, Table] = {
     "Adam": {**_ADAM, "adam_w_mode": Parameter("bool", True)},
-    "AdamW": {**_ADAM, "weight_decay": Parameter("float", 0.01), "adam_w_mode": _ALWAYS_DECOUPLED},
-    "SGD": {
-        **_LR, **_DECAY, **_TORCH_STEP,
-        "momentum": Parameter("float", 0.0),
-        "dampening": Parameter("float", 0.0),
-        "nesterov": Parameter("bool", False),
-    },
+    "AdamW": {**_ADAM, "weight_decay": Parameter("float", 0.01, least=0), "adam_w_mode": _ALWAYS_DECOUPLED},
+    "SGD": _SGD,
     "Adagrad": {
         **_DECAY, **_TORCH_STEP, **_NO_AMSGRAD,
-        "lr": Parameter("float", 1e-2),
-        "lr_decay": Parameter("float", 0.0),
-        "eps": Parameter("float", 1e-10),
-        "initial_accumulator_value": Parameter("float", 0.0),
+        "lr": Parameter("float", 1e-2, least=0),
+        "lr_decay": Parameter("float", 0.0, least=0),
+        "eps": Parameter("float", 1e-10, least=0),
+        "initial_accumulator_value": Parameter("float", 0.0, least=0),
     },
-    "Lion": {**_DECAY, **_GRADS, "lr": Parameter("float", 1e-4), "betas": Parameter("floats", [0.9, 0.99])},
+    "Lion": {
+        **_DECAY, **_GRADS,
+        "lr": Parameter("float", 1e-4, least=0),
+        "betas": Parameter("floats", [0.9, 0.99], least=0, below=1),
+    },
     "Lamb": _LAMB,
     "Muon": {
         **_LR, **_BETAS, **_EPS, **_GRADS,
-        "weight_decay": Parameter("float", 0.1),
-        "momentum": Parameter("float", 0.95),
+        "weight_decay": Parameter("float", 0.1, least=0),
+        "momentum": Parameter("float", 0.95, least=0),
         "nesterov": Parameter("bool", True),
         "ns_coefficients": Parameter("floats", [3.4445, -4.775, 2.0315]),
-        "ns_steps": Parameter("int", 5),
+        "ns_steps": Parameter("int", 5, least=0, below=100),
         "ns_eps": Parameter("float", 1e-7),
-        "adjust_lr_fn": Parameter("str", None),
-        "muon_lr": Parameter("float", None),
-        "adam_lr": Parameter("float", None),
-        "ns_method": ignored("str", "gram", "two orders of the same matrix products; the result is the same"),
+        "adjust_lr_fn": Parameter("str", None, choices=("original", "match_rms_adamw")),
+        "muon_lr": Parameter("float", None, least=0),
+        "adam_lr": Parameter("float", None, least=0),
+        "ns_method": Parameter(
+            "str", "gram", Verdict.ACCEPTED, "two orders of the same matrix products; the result is the same",
+            choices=("gram", "standard"),
+        ),
         "per_head_muon": unbuilt("bool", False, "not yet built: one orthogonalization a head; write false"),
         "bias_correction": unbuilt("bool", True, "not yet built: AdamW without bias correction; write true"),
         "torch_adam": ignored("bool", False, "AdamW is torch's own arithmetic in any case"),
@@ -99,17 +108,15 @@ PARAMETERS: dict[str, Table] = {
     "OneBitLamb": _ONE_BIT,
     "MuAdam": _ADAM,
     "MuAdamW": _ADAM,
-    "MuSGD": {**_LR, **_DECAY, "momentum": Parameter("float", 0.0)},
+    "MuSGD": _SGD,
 }  # fmt: skip
 """Per optimizer, the parameters known without importing torch: DeepSpeed's words, and what every torch has."""
 
+_ONE_BIT_TYPES = ("OneBitAdam", "ZeroOneAdam", "OneBitLamb")
 UNBUILT_TYPES = {
-    **dict.fromkeys(
-        ("OneBitAdam", "ZeroOneAdam", "OneBitLamb"), "not yet built: 1-bit optimizers; write AdamW or Lamb"
-    ),
-    **dict.fromkeys(("MuAdam", "MuAdamW", "MuSGD"), "not yet built: muP scaling; write Adam, AdamW or SGD"),
-    "LBFGS": "it calls the model again inside its step, which an engine cannot do; write another optimizer",
-    "SparseAdam": "gradients are dense here; write Adam",
+    **dict.fromkeys(_ONE_BIT_TYPES, "not yet built: 1-bit optimizers; write AdamW or Lamb"),
+    "LBFGS": "it evaluates the model again inside step() through a closure, which engine.step() has not; write AdamW",
+    "SparseAdam": "it takes only sparse gradients, and gradients are reduced dense; write Adam",
 }
 """Optimizers that are known and refused, and why."""
 _FROM_TORCH = ("Adam", "AdamW", "SGD", "Adagrad")
@@ -126,7 +133,8 @@ class OptimizerConfig(Section):
     """Which optimizer the engine builds when the caller gives none."""
 
     type: str = honoured(...)
-    """Adam, AdamW, SGD, Adagrad, Lion, Lamb, Muon (in any case of letters), or a class of torch.optim."""
+    """Adam, AdamW, SGD, Adagrad, Lion, Lamb, Muon, MuAdam, MuAdamW, MuSGD (in any case of letters), or a class of
+    torch.optim."""
     params: dict[str, Any] = honoured(dict)
     """Its parameters; what is absent has torch's default."""
     legacy_fusion: bool = accepted(False, "chooses among DeepSpeed's fp16 wrappers; there is one path here")
@@ -134,7 +142,7 @@ class OptimizerConfig(Section):
     @field_validator("type")
     @classmethod
     def _canonical(cls, value: str) -> str:
-        return {name.lower(): name for name in PARAMETERS}.get(value.lower(), value)
+        return {name.lower(): name for name in (*PARAMETERS, *UNBUILT_TYPES)}.get(value.lower(), value)
 
     @field_validator("params")
     @classmethod
@@ -152,16 +160,62 @@ class OptimizerConfig(Section):
         }
         if self.type == "Adam" and kept.pop("adam_w_mode", True):
             return ResolvedOptimizer("AdamW", {"weight_decay": 0.0, **kept})
+        if self.type in _MUP:
+            return ResolvedOptimizer(_MUP[self.type], {"weight_decay": 0.0, **kept})
         return ResolvedOptimizer(self.type, kept)
 
 
 def parameter_problems(optimizer: OptimizerConfig) -> Iterator[Problem]:
-    """An unknown type, unknown parameter names and values of the wrong shape."""
+    """An unknown type, unknown parameter names, values of the wrong shape or range, and values that exclude each other.
+
+    `windlass check` and `initialize` both ask here, so that what one accepts the other does not refuse.
+    """
     table = _table(optimizer)
     if table is None:
         yield parameters.unknown_type("optimizer.type", "optimizer", optimizer.type, (*PARAMETERS, *_torch_classes()))
         return
-    yield from parameters.problems("optimizer.params", optimizer.params, table, optimizer.type)
+    if optimizer.type in UNBUILT_TYPES:
+        return
+    found = list(parameters.problems("optimizer.params", optimizer.params, table, optimizer.type))
+    yield from found
+    if found:
+        return
+    for name, sentence in _together(optimizer.type, optimizer.params, table):
+        yield Problem(Kind.CONTRADICTION, f"optimizer.params.{name}", sentence)
+    if optimizer.type not in PARAMETERS:
+        filled = {name: value for name, value in optimizer.params.items() if value != "auto"}
+        yield from parameters.trial("optimizer.params", optimizer.type, lambda: stand_in(optimizer.type, filled))
+
+
+def _together(kind: str, params: Mapping[str, Any], table: Table) -> Iterator[tuple[str, str]]:
+    """(parameter, sentence) for values of several parameters that exclude each other."""
+
+    def value(name: str) -> Any:
+        given = params.get(name, table[name].default) if name in table else None
+        return None if given == "auto" else given
+
+    momentum, dampening = value("momentum"), value("dampening")
+    if kind == "SGD" and value("nesterov") and None not in (momentum, dampening) and (momentum <= 0 or dampening != 0):
+        yield "nesterov", "true needs a momentum above 0 and a dampening of 0; write those, or false"
+    least, most = value("min_coeff"), value("max_coeff")
+    if kind == "Lamb" and None not in (least, most) and least > most:
+        yield "min_coeff", f"{least} is more than max_coeff {most}; exchange them"
+    if kind in _FROM_TORCH and value("fused") and value("foreach"):
+        yield "foreach", "true, and so is fused: they are two implementations of one step; write one true"
+
+
+def stand_in(kind: str, params: Mapping[str, Any]) -> Any:
+    """An optimizer of torch of that type over one small matrix, or one with the defaults of windlass's own types.
+
+    Imports torch. Raises whatever the class raises for these parameters.
+    """
+    import torch
+
+    weights = [torch.zeros(2, 2, requires_grad=True)]
+    if kind in PARAMETERS:
+        defaults = {name: parameter.default for name, parameter in PARAMETERS[kind].items()}
+        return torch.optim.Optimizer(weights, {**defaults, **params})
+    return _torch_class(kind)(weights, **params)
 
 
 def parameter_refusals(optimizer: OptimizerConfig) -> Iterator[Refusal]:
@@ -175,27 +229,33 @@ def parameter_refusals(optimizer: OptimizerConfig) -> Iterator[Refusal]:
 def _table(optimizer: OptimizerConfig) -> Table | None:
     known = PARAMETERS.get(optimizer.type)
     if known is None:
-        by_lower = {name.lower(): table for name, table in _torch_classes().items()}
-        return by_lower.get(optimizer.type.lower())
+        by_lower = {name.lower(): name for name in _torch_classes()}
+        name = by_lower.get(optimizer.type.lower())
+        return signature_table(_torch_classes()[name], skip=1) if name else None
     if optimizer.type not in _FROM_TORCH or set(optimizer.params) <= set(known):
         return known
-    return {**_torch_classes()[optimizer.type], **known}
+    return {**signature_table(_torch_classes()[optimizer.type], skip=1), **known}
+
+
+def _torch_class(kind: str) -> type:
+    return {name.lower(): value for name, value in _torch_classes().items()}[kind.lower()]
 
 
 @cache
-def _torch_classes() -> dict[str, Table]:
-    """Every optimizer of the installed torch with its parameters; imports torch, so it is asked last."""
+def _torch_classes() -> dict[str, type]:
+    """Every optimizer of the installed torch; imports torch, so it is asked last."""
     import torch
 
-    classes = {
+    return {
         name: value
         for name, value in vars(torch.optim).items()
         if isinstance(value, type) and issubclass(value, torch.optim.Optimizer) and value is not torch.optim.Optimizer
     }
-    return {name: signature_table(value, skip=1) for name, value in classes.items()}
 
 
 def signature_table(owner: type, skip: int) -> Table:
-    """The parameters in the signature of a class, without the first `skip`; shapes are not known there."""
+    """The parameters in the signature of a class, without the first `skip`; shapes are those of the defaults."""
     names = list(inspect.signature(owner).parameters.values())[skip:]
-    return {one.name: Parameter("any", ... if one.default is one.empty else one.default) for one in names}
+    return {
+        one.name: Parameter(shape_of(one.default), ... if one.default is one.empty else one.default) for one in names
+    }

@@ -1,25 +1,37 @@
-"""Free-form parameters of optimizers and schedules: what a name means, and whether a value fits it."""
+"""Free-form parameters of optimizers and schedules: which names there are, and which values fit."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from windlass.config.problems import Kind, Problem, Refusal, nearest, show
+from windlass.base.text import abridged, nearest, one_line
+from windlass.config.problems import Kind, Problem, Refusal, show
 from windlass.config.verdict import Verdict
 
 Shape = Literal["float", "int", "bool", "str", "floats", "float or floats", "any"]
+MOST_HINTS = 20
+"""Unknown parameters for which the nearest known one is looked up."""
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """A named parameter: the shape of its values, its default, and what becomes of it."""
+    """A named parameter: the shape and range of its values, its default, and its verdict.
+
+    `least` is the smallest number that fits, `above` and `below` are bounds that do not fit themselves; of a list they
+    bound each number. `choices` are the values that fit besides None where None is the default.
+    """
 
     shape: Shape
     default: Any
     verdict: Verdict = Verdict.HONOURED
     because: str = ""
+    least: float | None = None
+    above: float | None = None
+    below: float | None = None
+    choices: tuple[str, ...] = ()
 
 
 Table = Mapping[str, Parameter]
@@ -49,16 +61,18 @@ def unknown_type(path: str, kind: str, given: str, known: Collection[str]) -> Pr
     """There is no `kind` of that name: the nearest that there is, or all."""
     near = nearest(given, known)
     hint = f"nearest is {near}" if near else f"known are {', '.join(sorted(set(known)))}"
-    return Problem(Kind.TYPE, path, f'there is no {kind} "{given}"; {hint}')
+    return Problem(Kind.TYPE, path, f"there is no {kind} {show(given)}; {hint}")
 
 
 def problems(path: str, params: Mapping[str, Any], table: Table, owner: str) -> Iterator[Problem]:
-    """Every parameter under `path` that `owner` does not have, or whose value has the wrong shape."""
+    """Every parameter under `path` that `owner` does not have, or whose value has the wrong shape or range."""
+    unknown = 0
     for name, value in params.items():
         if name not in table:
-            hint = _hint(name, table)
+            unknown += 1
+            hint = _hint(name, table) if unknown <= MOST_HINTS else "delete it"
             yield Problem(Kind.UNKNOWN, f"{path}.{name}", f"{owner} has no such parameter; {hint}")
-        elif value != "auto" and not _fits(value, table[name].shape, table[name].default):
+        elif value != "auto" and not fits(value, table[name]):
             yield Problem(Kind.TYPE, f"{path}.{name}", f"{show(value)} does not fit; write {_words(table[name])}")
 
 
@@ -72,35 +86,95 @@ def refusals(path: str, params: Mapping[str, Any], table: Table) -> Iterator[Ref
             yield Refusal(f"{path}.{name}", value, parameter.because)
 
 
+def trial(path: str, owner: str, construct: Callable[[], Any]) -> Iterator[Problem]:
+    """Construct a class of torch whose ranges are not in a table, and report its own complaint."""
+    try:
+        construct()
+    except Exception as error:  # a foreign constructor: whatever it raises here it would raise in `initialize`
+        reason = one_line(f"{type(error).__name__}: {error}", 300)
+        yield Problem(Kind.TYPE, path, f"{owner} refuses these values: {reason}")
+
+
+def shape_of(default: Any) -> Shape:
+    """The shape of values beside a default in a signature; "any" where the default does not say."""
+    if isinstance(default, bool):
+        return "bool"
+    if isinstance(default, int | float):  # torch writes 0 where it takes 0.9 (RMSprop's momentum)
+        return "float"
+    if isinstance(default, str):
+        return "str"
+    numbers = isinstance(default, list | tuple) and bool(default) and all(map(_is_number, default))
+    return "floats" if numbers else "any"
+
+
+def fits(value: Any, parameter: Parameter) -> bool:
+    """Return True if `value` has the shape and the range of `parameter`."""
+    if value is None and parameter.default is None:
+        return True
+    if not _has_shape(value, parameter.shape, parameter.default):
+        return False
+    if parameter.choices and value not in parameter.choices:
+        return False
+    numbers = value if isinstance(value, list | tuple) else [value]
+    return all(_in_range(number, parameter) for number in numbers if _is_number(number))
+
+
 def _hint(name: str, table: Table) -> str:
     if name == "max_grad_norm":
         return "write gradient_clipping at the top level"
     near = nearest(name, table) or ("lr" if name == "learning_rate" and "lr" in table else None)
-    return f"nearest is {near}" if near else f"it has {', '.join(table)}"
+    return f"nearest is {near}" if near else f"it has {abridged(list(table), 40)}"
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _fits(value: Any, shape: Shape, default: Any) -> bool:
-    if shape == "any" or (value is None and default is None):
+def _is_finite(value: Any) -> bool:
+    try:
+        return _is_number(value) and math.isfinite(value)
+    except OverflowError:  # an integer beyond every float
+        return False
+
+
+def _in_range(number: float, parameter: Parameter) -> bool:
+    return (
+        _is_finite(number)
+        and (parameter.least is None or number >= parameter.least)
+        and (parameter.above is None or number > parameter.above)
+        and (parameter.below is None or number < parameter.below)
+    )
+
+
+def _has_shape(value: Any, shape: Shape, default: Any) -> bool:
+    if shape == "any":
         return True
     if shape == "bool":
         return isinstance(value, bool)
     if shape == "str":
         return isinstance(value, str)
     if shape == "int":
-        return _is_number(value) and float(value).is_integer()
-    numbers = isinstance(value, list | tuple) and bool(value) and all(_is_number(item) for item in value)
-    if shape == "floats" and numbers and isinstance(default, list):
+        return _is_finite(value) and float(value).is_integer()
+    numbers = isinstance(value, list | tuple) and bool(value) and all(_is_finite(item) for item in value)
+    if shape == "floats" and numbers and isinstance(default, list | tuple):
         return len(value) == len(default)
-    return (shape != "floats" and _is_number(value)) or (shape != "float" and numbers)
+    return (shape != "floats" and _is_finite(value)) or (shape != "float" and numbers)
 
 
 def _words(parameter: Parameter) -> str:
     words = {
         "float": "a number", "int": "a whole number", "bool": "true or false", "str": "a string",
-        "floats": "a list of numbers", "float or floats": "a number or a list of numbers", "any": "any value",
+        "floats": "a list of numbers", "float or floats": "a number or a list of numbers", "any": "any finite value",
     }[parameter.shape]  # fmt: skip
+    if parameter.shape == "floats" and isinstance(parameter.default, list | tuple):
+        words = f"a list of {len(parameter.default)} numbers"
+    if parameter.choices:
+        words = " or ".join(map(show, parameter.choices))
+    bounds = (
+        (">=", parameter.least),
+        (">", parameter.above),
+        ("<", parameter.below),
+    )
+    ranges = [f"{sign} {bound:g}" for sign, bound in bounds if bound is not None]
+    words = " ".join([words, " and ".join(ranges)]).rstrip()
     return words if parameter.default in (None, ...) else f"{words}, such as {show(parameter.default)}"

@@ -32,9 +32,9 @@ class Fp16(Section):
     """Refill the tolerated overflows after every good step, so that only overflows in a row count."""
     min_loss_scale: Annotated[float, Field(gt=0, allow_inf_nan=False), NUMBER] = honoured(1.0)
     """The scale never falls below this."""
-    fp16_master_weights_and_grads: bool = refused(
-        False, "not yet built: 16-bit master weights belong to host offload; write false"
-    )
+    fp16_master_weights_and_grads: bool = honoured(False)
+    """Keep master weights and accumulated gradients in fp16: the parameters serve as master weights where both rest in
+    the same memory. The optimizer computes in fp32 and keeps fp32 states; what it adds is rounded to fp16."""
 
 
 class Bf16(Section):
@@ -53,8 +53,12 @@ class Bf16(Section):
         "`deepspeed.initialize` the step is skipped); the check rides in the norm",
     )
     check_overflow: bool = refused(False, "retired: the name never worked; write check_grad_overflow")
-    bf16_master_weights_and_grads: bool = refused(False, "not yet built: master weights are fp32; write false")
-    bf16_optimizer_states: bool = refused(False, "not yet built: optimizer states are fp32; write false")
+    bf16_master_weights_and_grads: bool = honoured(False)
+    """Keep master weights and accumulated gradients in bf16: the parameters serve as master weights where both rest in
+    the same memory. The optimizer computes in fp32 and keeps fp32 states, unless bf16_optimizer_states is true."""
+    bf16_optimizer_states: bool = honoured(False)
+    """Step the bf16 master weights themselves, with bf16 states, as plain PyTorch steps a bf16 model; needs
+    bf16_master_weights_and_grads."""
 
 
 class TorchAutocast(Section):
@@ -66,9 +70,10 @@ class TorchAutocast(Section):
     """Run the forward pass under `torch.autocast`."""
     dtype: DtypeName | None = honoured(None)
     """The autocast dtype; bf16 when absent."""
-    lower_precision_safe_modules: Names | None = refused(
-        None, "not yet built: torch's own list of operations decides what autocast lowers; delete the key"
-    )
+    lower_precision_safe_modules: Names | None = honoured(None)
+    """Classes of modules by full name, such as `torch.nn.Linear`: gradients of their own parameters travel in the
+    autocast dtype, all others in communication_data_type. When absent, all do. What autocast computes in fewer bits is
+    torch's list of operations in any case."""
 
 
 class DataTypes(Section):
@@ -78,12 +83,13 @@ class DataTypes(Section):
     """Dtype in which micro-batch gradients are added up; fp32 when absent, at every stage."""
     param_dtype: DtypeName | None = honoured(None)
     """Dtype of the parameters; must agree with fp16.enabled and bf16.enabled."""
-    buffer_dtype: DtypeName | None = refused(
-        None, "not yet built: buffers keep the dtype they were made with; delete the key"
-    )
-    keep_in_fp32_modules: Literal["auto"] | Names = refused(
-        "auto", "not yet built: a module cannot be exempted from fp16 or bf16; delete the key"
-    )
+    buffer_dtype: DtypeName | None = honoured(None)
+    """Dtype of floating-point buffers beside fp16 or bf16 parameters. When absent, those of the saved state are cast
+    like parameters, since a norm computes in one dtype, and all others keep the dtype that they were made with."""
+    keep_in_fp32_modules: Literal["auto"] | Names = honoured("auto")
+    """Buffers that are fp32 beside fp16 or bf16 parameters: those whose names contain one of these patterns, in which
+    `*` stands for any characters. `auto`: those that a model of transformers names. Parameters are not meant, as in
+    DeepSpeed."""
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-import difflib
 import json
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
+
+from windlass.base.text import one_line
+
+MOST_LISTED = 100
+"""Longest list of problems that is printed; the rest is counted."""
 
 
 class Kind(StrEnum):
@@ -29,7 +33,7 @@ class Problem:
 
     def __str__(self) -> str:
         where = f" (line {self.line})" if self.line else ""
-        return f"{self.path}: {self.sentence}{where}"
+        return f"{one_line(self.path, 120)}: {self.sentence}{where}"
 
 
 @dataclass(frozen=True)
@@ -41,7 +45,7 @@ class Refusal:
     because: str
 
     def __str__(self) -> str:
-        return f"{self.path} = {show(self.value)}: {self.because}"
+        return f"{one_line(self.path, 120)} = {show(self.value)}: {self.because}"
 
 
 def show(value: Any) -> str:
@@ -50,13 +54,9 @@ def show(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that is most like `name`, or None if none is like it."""
-    spelled = {candidate.lower(): candidate for candidate in known}
-    found = difflib.get_close_matches(name.lower(), spelled, n=1, cutoff=0.6)
-    return spelled[found[0]] if found else None
-
-
-def listing(items: Iterable[object]) -> str:
-    """One numbered line an item."""
-    return "\n".join(f"  {number}. {item}" for number, item in enumerate(items, start=1))
+def listing(items: Sequence[object]) -> str:
+    """Return one numbered line for each of the first items, and a count of the others."""
+    lines = [f"  {number}. {item}" for number, item in enumerate(items[:MOST_LISTED], start=1)]
+    if len(items) > MOST_LISTED:
+        lines.append(f"  and {len(items) - MOST_LISTED:,} more")
+    return "\n".join(lines)

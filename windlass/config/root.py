@@ -89,17 +89,20 @@ class Config(Section):
     """Ranks that read samples of their own, held against what the axes leave; read only beside
     sequence_parallel_size."""
 
-    managed_gradient_accumulation: bool = refused(
-        True, "not yet built: a step at every call; use set_gradient_accumulation_boundary and write true"
-    )
-    gradient_allreduce_op: Reduction = refused("mean", 'not yet built: summed gradients; write "mean"')
+    managed_gradient_accumulation: bool = honoured(True)
+    """false: every `engine.step()` ends a step, after however many backwards; each is still divided by
+    gradient_accumulation_steps."""
+    gradient_allreduce_op: Reduction = honoured("mean")
+    """`sum`: gradients are summed over the ranks that read samples of their own, at every stage; `mean`: averaged."""
     seq_parallel_communication_data_type: DtypeName = accepted(
         "fp32", "gradients travel along sp as along the data axes, in communication_data_type"
     )
     use_data_before_expert_parallelism: bool = refused(
         False, "ranks along ep are always neighbours, whose tokens stay inside a node; write false"
     )
-    sparse_gradients: bool = refused(False, "not yet built: sparse gradients; write false")
+    sparse_gradients: bool = accepted(
+        False, "gradients of embeddings, sparse=True included, are added into one flat buffer; the sums are the same"
+    )
     graph_harvesting: bool = refused(False, "retired: CUDA graphs of the step; write false")
     datastates_ckpt: Any = refused(False, "retired: the DataStates checkpoint service; delete the key")
     vocabulary_size: Int | None = accepted(None, "DeepSpeed only warns when it is no multiple of 8")
@@ -141,6 +144,8 @@ class Config(Section):
     """CSV files."""
     wandb: Wandb = honoured(Wandb)
     """Weights & Biases."""
+    comet: Comet = honoured(Comet)
+    """Comet."""
     timers: Timers = honoured(Timers)
     """Timers that can be set one by one."""
     checkpoint: Checkpoint = honoured(Checkpoint)
@@ -150,7 +155,6 @@ class Config(Section):
     aio: Aio = honoured(Aio)
     """Tuning of file I/O."""
 
-    comet: Comet = refused(Comet, "")
     comms_logger: CommsLogger = honoured(CommsLogger)
     """A log of collectives."""
     flops_profiler: FlopsProfiler = refused(FlopsProfiler, "")
@@ -174,6 +178,7 @@ class Config(Section):
     _name: str = PrivateAttr(default="config")
     _lines: dict[str, int] = PrivateAttr(default_factory=dict)
     _autos: frozenset[str] = PrivateAttr(default=frozenset())
+    _comments: tuple[str, ...] = PrivateAttr(default=())
 
     @property
     def raw(self) -> dict[str, Any]:
@@ -185,9 +190,17 @@ class Config(Section):
         """The file that was read; `config` for a dict."""
         return self._name
 
-    def remember(self, raw: dict[str, Any], name: str, lines: Mapping[str, int], autos: frozenset[str]) -> None:
-        """Keep where this came from: raw input, its name, lines by dotted key, and the keys left at "auto"."""
-        self._raw, self._name, self._lines, self._autos = raw, name, dict(lines), autos
+    def remember(
+        self,
+        raw: dict[str, Any],
+        name: str,
+        lines: Mapping[str, int],
+        autos: frozenset[str],
+        comments: tuple[str, ...] = (),
+    ) -> None:
+        """Keep where this came from: raw input, its name, lines by dotted key, the keys left at "auto", and those that
+        are comments."""
+        self._raw, self._name, self._lines, self._autos, self._comments = raw, name, dict(lines), autos, comments
 
     def axes(self, world_size: int, world_size_source: str = "torch.distributed", others: Others | None = None) -> Axes:
         """How many ranks lie along each axis, of `world_size`.
@@ -234,14 +247,21 @@ class Config(Section):
         """The dtype of everything, by short name, for a model whose parameters arrive as `model_dtype`."""
         parameter = "fp16" if self.fp16.enabled else "bf16" if self.bf16.enabled else model_dtype
         autocast = (self.torch_autocast.dtype or "bf16") if self.torch_autocast.enabled else parameter
-        accumulate = self.data_types.grad_accum_dtype or "fp32"
+        master = (
+            "fp16"
+            if self.fp16.enabled and self.fp16.fp16_master_weights_and_grads
+            else "bf16"
+            if self.bf16.enabled and self.bf16.bf16_master_weights_and_grads
+            else "fp32"
+        )
+        accumulate = self.data_types.grad_accum_dtype or master
         return DtypeTable(
             parameter=parameter,
             compute=autocast,
             accumulate=accumulate,
             reduce=self.communication_data_type or accumulate,
-            master="fp32",
-            state="fp32",
+            master=master,
+            state="bf16" if self.bf16.enabled and self.bf16.bf16_optimizer_states else "fp32",
         )
 
     def tensor_table(self, names: Iterable[str], model_type: str | None = None) -> dict[str, str]:
@@ -273,6 +293,11 @@ class Config(Section):
         found = self.refusals()
         if found:
             raise ConfigError(f"{self._name} asks for what is not supported:\n{listing(found)}")
+
+    @property
+    def comments(self) -> tuple[str, ...]:
+        """Dotted keys that were left out because they are comments."""
+        return self._comments
 
     @property
     def autos(self) -> frozenset[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import json
 import os
 from collections import Counter
 from dataclasses import dataclass, field
@@ -12,18 +11,30 @@ from pathlib import Path
 from typing import Any
 
 import hjson
+from hjson.decoder import HjsonDecodeError, make_scanner
 
 from windlass.base.errors import ConfigError
+from windlass.base.json_text import MOST_LEVELS, JsonError, deeper_than, parse_json
+from windlass.base.limits import read_at_most
+from windlass.base.text import abridged, one_line
 from windlass.config.lines import key_lines
+
+_MOST_BYTES = 16 * 2**20
+_MOST_RELAXED = 64 * 2**10
+"""The reader of relaxed JSON takes a time that grows with the square of the text in bad cases."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """A configuration as it was handed over: its data, a name for messages, and the lines of its dotted keys."""
+    """A configuration as it was handed over: its data, a name for messages, and the lines of its dotted keys.
+
+    `not_strict` says why `json.load` would refuse the text; it is empty for strict JSON and for a dict.
+    """
 
     data: dict[str, Any]
     name: str = "config"
     lines: dict[str, int] = field(default_factory=dict)
+    not_strict: str = ""
 
 
 def read(source: object) -> Source:
@@ -31,9 +42,18 @@ def read(source: object) -> Source:
 
     Raises:
         ConfigError: there is no such file, it cannot be read, it is not JSON even by the relaxed rules (comments,
-            trailing and missing commas), a key is written twice, or it does not hold an object.
+            trailing and missing commas), a key is written twice, it does not hold an object, or it exceeds a limit
+            (of bytes, of nesting, of the digits of a number).
     """
+    found = _read(source)
+    _check_keys(found.data, found.name)
+    return found
+
+
+def _read(source: object) -> Source:
     if isinstance(source, dict):
+        if deeper_than(source, MOST_LEVELS):
+            raise ConfigError(f"config is nested more than {MOST_LEVELS} levels deep, or contains itself")
         return Source(source)
     if not isinstance(source, str | os.PathLike):
         raise ConfigError(f"a configuration is a dict, a path or a base64 string, not {type(source).__name__}")
@@ -61,47 +81,94 @@ def _from_base64(text: str) -> str | None:
 
 
 def _text(path: Path) -> str:
-    shown = str(path) if len(str(path)) < 200 else f"{str(path)[:80]}..."
+    shown = one_line(str(path) if len(str(path)) < 200 else f"{str(path)[:80]}...")
     if not _is_file(path):
         raise ConfigError(f"there is no configuration file {shown}; give a path that exists, or base64 of JSON")
     try:
-        return path.read_text(encoding="utf-8-sig")
+        data = read_at_most(path, _MOST_BYTES)
+        if data is None:
+            raise ConfigError(f"{shown} has more than {_MOST_BYTES // 2**20} MiB; a configuration is a small text file")
+        return data.decode()
     except (OSError, UnicodeError) as error:
         raise ConfigError(f"cannot read the configuration {shown}: {error}; it must be a UTF-8 text file") from error
 
 
 def _parse(text: str, name: str) -> Source:
-    lines = key_lines(text)
+    name = one_line(name)
     twice: list[str] = []
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice.extend(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
         return dict(pairs)
 
+    bare = text.removeprefix("\ufeff")
+    not_strict = "it begins with a byte order mark" if bare != text else ""
+    if not bare.strip():
+        raise ConfigError(f"{name} is empty; write an object, such as {{}}")
     try:
-        data = json.loads(text, object_pairs_hook=unique)
-    except json.JSONDecodeError as strict:
+        data = parse_json(bare, unique)
+    except JsonError as strict:
         twice.clear()
-        data = _relaxed(text, name, unique, strict)
-    if twice:
-        shown = [f"{key}{_where(key, lines)}" for key in sorted(set(twice))]
-        raise ConfigError(f"{name}: written twice: {', '.join(shown)}; delete one of each")
+        not_strict = str(strict)
+        data = _relaxed(bare, name, unique, strict)
     if not isinstance(data, dict):
         raise ConfigError(f"{name} holds {type(data).__name__}, not an object; put the keys between {{ and }}")
-    return Source(data, name, {key: found[0] for key, found in lines.items()})
+    lines = key_lines(bare)
+    if twice:
+        shown = [f"{one_line(key, 100)}{_where(key, lines)}" for key in sorted(set(twice))]
+        raise ConfigError(f"{name}: written twice: {abridged(shown)}; delete one of each")
+    return Source(data, name, {key: found[0] for key, found in lines.items()}, not_strict)
 
 
-def _relaxed(text: str, name: str, unique: Any, strict: json.JSONDecodeError) -> Any:
+class _Relaxed(hjson.HjsonDecoder):
+    """hjson's decoder without multi-line strings, which it scans back to the line's begin for each of them."""
+
+    def __init__(self, pairs: Any) -> None:
+        super().__init__(object_pairs_hook=pairs)
+        self.parse_mlstring = self._refuse
+        self.scan_once, self.scan_object_once = make_scanner(self)
+
+    @staticmethod
+    def _refuse(text: str, index: int) -> Any:
+        raise HjsonDecodeError("Multi-line strings are not read", text, index)
+
+
+def _relaxed(text: str, name: str, unique: Any, strict: JsonError) -> Any:
+    if len(text) > _MOST_RELAXED:
+        limit = f"comments and missing commas are allowed in files of up to {_MOST_RELAXED // 2**10} KiB"
+        raise ConfigError(f"{name} is not JSON: {strict} ({limit})")
     try:
-        data = hjson.loads(text, object_pairs_hook=unique)
-    except hjson.HjsonDecodeError as error:
+        data = _Relaxed(unique).decode(text)
+    except (ValueError, OverflowError, LookupError, RecursionError) as error:
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else one_line(str(error), 300)
         raise ConfigError(
-            f"{name} is not JSON, even with comments and missing commas allowed: {error}\n"
+            f"{name} is not JSON, even with comments and missing commas allowed: {reason}\n"
             f"  by the strict rules: {strict}"
         ) from error
-    if isinstance(data, str):
+    if isinstance(data, str) or deeper_than(data, MOST_LEVELS):
         raise ConfigError(f"{name} is not JSON: {strict}")
     return data
+
+
+def _check_keys(data: Any, name: str) -> None:
+    items = list(data.items()) if isinstance(data, dict) else list(enumerate(data))
+    for key, value in items:
+        if isinstance(data, dict) and not isinstance(key, str):
+            raise ConfigError(f"{name} has the key {key!r}, a {type(key).__name__}; keys are strings, as in JSON")
+        for text in (key, value):
+            if isinstance(text, str) and not _is_whole(text):
+                raise ConfigError(f'{name} has half a character in "{one_line(text, 100)}"; it was cut inside one')
+        if isinstance(value, dict | list | tuple):
+            _check_keys(value, name)
+
+
+def _is_whole(text: str) -> bool:
+    """Return False for text with a lone surrogate, which no encoding has."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _where(key: str, lines: dict[str, list[int]]) -> str:

@@ -104,9 +104,8 @@ class Zero(Section):
     mics_hierarchical_params_gather: bool = accepted(False, "how a gather crosses hosts is the transport's choice")
     grad_hooks: bool = accepted(True, "gradients are reduced when they arrive or at the boundary, as the stage demands")
 
-    load_from_fp32_weights: bool = refused(
-        True, "not yet built: master weights are always restored from the saved fp32 ones; write true"
-    )
+    load_from_fp32_weights: bool = honoured(True)
+    """false: `load_checkpoint` sets master weights to the 16-bit parameters, not to the saved fp32 weights."""
     legacy_stage1: bool = refused(False, "retired: one path serves all stages; write false")
     zero_quantized_weights: bool = refused(False, "not yet built: quantized gathers; write false")
     zero_quantized_nontrainable_weights: bool = refused(False, "not yet built: quantized gathers; write false")
@@ -120,7 +119,7 @@ class Zero(Section):
     """Where parameters live between uses."""
     offload_optimizer: OffloadOptimizer | None = honoured(None)
     """Where master weights and optimizer states live."""
-    zenflow: ZenFlow | None = refused(None, "not yet built: ZenFlow; delete the section")
+    zenflow: ZenFlow | None = refused(None, ZenFlow.refusal)
     leaf_module: LeafModule = accepted(LeafModule, _LEAVES)
 
     @property

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import json
 import logging
 import zlib
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from windlass.base.errors import DataError
+from windlass.base.json_text import JsonError, parse_json
 
 _KIND_OF_SUFFIX = {".jsonl": "lines", ".ndjson": "lines", ".json": "json", ".parquet": "parquet"}
 KINDS = tuple(_KIND_OF_SUFFIX)
@@ -51,8 +51,8 @@ def holds_records(path: Path) -> bool:
     if first.lstrip().startswith(b"["):
         return True
     try:
-        return isinstance(json.loads(first), dict | str)
-    except (ValueError, RecursionError):
+        return isinstance(parse_json(first), dict | str)
+    except JsonError:
         return False
 
 
@@ -127,7 +127,7 @@ def read_hub(location: str, field: str) -> Iterator[str]:
     name, _, split = location.partition(":")
     name, _, config = name.partition("@")
     try:
-        dataset = datasets.load_dataset(name, config or None, split=split or "train")
+        dataset = datasets.load_dataset(name, config or None, split=split or "train", trust_remote_code=False)
     except Exception as error:  # the library raises what its file systems and HTTP clients raise
         reason = str(error).strip().split("\n")[0]
         raise DataError(f"cannot load hub:{location}: {reason}; check the name, the split and the network") from error
@@ -155,13 +155,9 @@ def _decode(data: bytes, where: str) -> str:
 
 def _parse(text: str, where: str) -> Any:
     try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise DataError(
-            f"{where} is not JSON ({error.msg} at column {error.colno}); one object a line is read"
-        ) from error
-    except RecursionError as error:
-        raise DataError(f"{where} is JSON nested too deeply to be a record; one object a line is read") from error
+        return parse_json(text)
+    except JsonError as error:
+        raise DataError(f"{where} is not JSON ({error}); one object a line is read") from error
 
 
 def _text_of(record: Any, field: str, where: str) -> str:

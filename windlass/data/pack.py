@@ -32,6 +32,7 @@ class Packed:
     tokenizer: TextTokenizer
     header: Header
     reused: bool
+    documents: int  # before few long ones were cut into pieces
 
 
 class Corpus:
@@ -41,6 +42,7 @@ class Corpus:
         self._sources, self._text_field = sources, text_field
         self._piece_bytes: int | None = None
         self._survey()
+        self.documents = len(self.sizes)
         if 0 < len(self.sizes) < _FEW_DOCUMENTS:
             self._piece_bytes = max(int(self.sizes.sum()) // _FEW_DOCUMENTS, 1)
             self._survey()
@@ -127,12 +129,12 @@ def _pack(corpus: Corpus, directory: Path, given: Path | None, vocab_size: int, 
     if given is not None or (folder / "tokenizer.json").is_file() and tokens.is_file():
         tokenizer = load_tokenizer(folder)
         if _is_current(tokens, _key(recipe, tokenizer)):
-            return Packed(tokens, folder, tokenizer, read_header(tokens), reused=True)
+            return Packed(tokens, folder, tokenizer, read_header(tokens), True, corpus.documents)
     held_out = choose_held_out(corpus.digests, corpus.sizes, eval_bytes)
     if given is None:
         tokenizer = train_tokenizer(_sample(corpus, held_out), vocab_size, folder)
     _write(corpus, held_out, tokenizer, tokens, _key(recipe, tokenizer))
-    return Packed(tokens, folder, tokenizer, read_header(tokens), reused=False)
+    return Packed(tokens, folder, tokenizer, read_header(tokens), False, corpus.documents)
 
 
 def _is_current(tokens: Path, key: str) -> bool:

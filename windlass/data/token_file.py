@@ -1,7 +1,7 @@
 """The packed corpus on disk: one file of token ids that every rank maps, with a checked JSON header.
 
-Layout: 8 bytes of magic, JSON padded with spaces to 4,096 bytes, the training tokens, the held-out tokens; both as
-little-endian uint16, or uint32 for a vocabulary above 65,536.
+Layout: 8 bytes of magic, JSON (with a hash of its own fields) padded with spaces to 4,096 bytes, the training tokens,
+the held-out tokens; both as little-endian uint16, or uint32 for a vocabulary above 65,536.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ from typing import IO
 import numpy as np
 
 from windlass.base.errors import DataError
+from windlass.base.json_text import parse_json
+from windlass.base.whole_file import temporary_beside
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 _MAGIC = b"WLTOKENS"
 _HEADER_BYTES = 4096
 _READ_BYTES = 2**22
@@ -38,6 +40,11 @@ class Header:
     key: str  # hash of the documents, the tokenizer and the split
     digest: str  # hash of the tokens
     format_version: int = FORMAT_VERSION
+
+    @property
+    def seal(self) -> str:
+        """Hash of all other fields: damage of the header would change a score, and no other check would see it."""
+        return hashlib.blake2b(json.dumps(asdict(self), sort_keys=True).encode(), digest_size=16).hexdigest()
 
     @property
     def dtype(self) -> np.dtype[np.uint16] | np.dtype[np.uint32]:
@@ -67,7 +74,7 @@ class TokenWriter:
 
     def __init__(self, path: Path, vocab_size: int) -> None:
         self._path = path
-        self._partial = path.with_name(f".{path.name}.{os.getpid()}.part")
+        self._partial = temporary_beside(path)
         self._dtype = token_dtype(vocab_size)
         self._vocab_size = vocab_size
         self._digest = hashlib.blake2b(digest_size=16)
@@ -123,7 +130,7 @@ class TokenWriter:
             key,
             self._digest.hexdigest(),
         )
-        text = _MAGIC + json.dumps(asdict(header)).encode()
+        text = _MAGIC + json.dumps({**asdict(header), "seal": header.seal}).encode()
         self._stream.seek(0)
         self._stream.write(text.ljust(_HEADER_BYTES))
         self._stream.flush()
@@ -160,6 +167,8 @@ def read_header(path: Path) -> Header:
         DataError: missing, not a token file, or of a format version that this release does not read.
     """
     try:
+        if path.exists() and not path.is_file():
+            raise DataError(f"token file {path} is no regular file; delete it to build it again")
         with open(path, "rb") as stream:
             block = stream.read(_HEADER_BYTES)
     except OSError as error:
@@ -168,18 +177,34 @@ def read_header(path: Path) -> Header:
     if not block.startswith(_MAGIC):
         raise damaged
     try:
-        fields = json.loads(block[len(_MAGIC) :])
+        fields = parse_json(block[len(_MAGIC) :])
         version = fields["format_version"]
         if version != FORMAT_VERSION:
             raise DataError(
                 f"token file {path} has format version {version}, this release reads {FORMAT_VERSION}; "
                 "delete it to build it again"
             )
-        return Header(**fields)
+        seal = fields.pop("seal")
+        header = Header(**fields)
+        if header.seal != seal or not _is_sound(header):
+            raise damaged
+        return header
     except (ValueError, TypeError, KeyError) as error:
         if isinstance(error, DataError):
             raise
         raise damaged from error
+
+
+def _is_sound(header: Header) -> bool:
+    """Return True if every field has its type and range, whoever wrote them."""
+    counts = (header.train_tokens, header.eval_tokens, header.train_bytes, header.eval_bytes, header.documents)
+    numbers = (*counts, header.vocab_size, header.eos)
+    return (
+        all(type(number) is int and 0 <= number < 2**62 for number in numbers)
+        and header.eos < header.vocab_size <= 2**32
+        and isinstance(header.key, str)
+        and isinstance(header.digest, str)
+    )
 
 
 def _payload_digest(path: Path) -> str:

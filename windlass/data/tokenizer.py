@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,8 @@ from typing import Any
 import numpy as np
 
 from windlass.base.errors import DataError
+from windlass.base.json_text import parse_json
+from windlass.base.whole_file import write_whole
 
 EOS, PAD = "<|endoftext|>", "<|pad|>"
 
@@ -87,7 +88,7 @@ def _settings(directory: Path) -> dict[str, Any]:
     merged: dict[str, Any] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         if (directory / name).is_file():
-            merged |= {key: value for key, value in json.loads((directory / name).read_bytes()).items() if value}
+            merged |= {key: value for key, value in parse_json((directory / name).read_bytes()).items() if value}
     return merged
 
 
@@ -113,9 +114,7 @@ def _save(backend: Any, directory: Path) -> None:
     }
     texts = {"tokenizer.json": backend.to_str(), "tokenizer_config.json": json.dumps(settings, indent=2)}
     for name, text in texts.items():
-        partial = directory / f".{name}.part"
-        partial.write_text(text)
-        os.replace(partial, directory / name)
+        write_whole(directory / name, text)
 
 
 def _library() -> Any:

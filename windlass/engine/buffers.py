@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -12,6 +14,47 @@ from windlass.comm.groups import Group
 from windlass.parallel.experts import is_bias
 
 
+class BufferCasts:
+    """Which dtype each floating-point buffer of a 16-bit model takes.
+
+    Args:
+        model: may name buffers that stay fp32, as models of transformers do.
+        compute: dtype of the parameters.
+        dtype: of all buffers (`data_types.buffer_dtype`). None: buffers of the saved state are cast to `compute` (a
+            norm computes in one dtype), and the others (tables of positions) keep their precision.
+        keep: patterns of names of buffers that are fp32, or "auto" for those that the model names.
+    """
+
+    def __init__(
+        self, model: nn.Module, compute: torch.dtype, dtype: torch.dtype | None, keep: Literal["auto"] | list[str]
+    ) -> None:
+        self._compute, self._dtype = compute, dtype
+        patterns = [_glob(name) for name in keep] if keep != "auto" else list(_named_by_model(model, compute))
+        self._kept = re.compile("|".join(patterns)) if patterns else None
+
+    def dtype_of(self, prefix: str, module: nn.Module, name: str, buffer: torch.Tensor) -> torch.dtype | None:
+        """The dtype of the buffer `name` of the module at `prefix`; None: as it is."""
+        if not buffer.is_floating_point() or is_bias(module, name):
+            return None
+        if self._kept is not None and self._kept.search(f"{prefix}.{name}" if prefix else name):
+            return torch.float32
+        if self._dtype is not None or name in module._non_persistent_buffers_set:
+            return self._dtype
+        return self._compute
+
+
+def _glob(name: str) -> str:
+    return re.escape(name).replace(r"\*", ".*")
+
+
+def _named_by_model(model: nn.Module, compute: torch.dtype) -> Iterator[str]:
+    """Patterns of what models of transformers inside `model` keep in fp32: some in both 16-bit dtypes, some in fp16."""
+    lists = ["_keep_in_fp32_modules_strict"] + (["_keep_in_fp32_modules"] if compute == torch.float16 else [])
+    for prefix, module in model.named_modules():
+        for name in (name for one in lists for name in getattr(module, one, None) or ()):
+            yield rf"^{re.escape(prefix)}\..*{_glob(name)}" if prefix else _glob(name)
+
+
 class Buffers:
     """The buffers of a model. They are sent at the first training forward after a step, if anyone changed one.
 
@@ -19,8 +62,7 @@ class Buffers:
         model: whose buffers.
         data: the ranks that share them.
         device: where they shall be.
-        dtype: floating-point buffers that belong to the saved state are cast to it (a norm computes in one dtype);
-            the others (tables of positions) and biases of balanced routers keep their precision. None: all keep theirs.
+        casts: the dtypes that floating-point buffers take; None: all keep theirs.
         meet: waits until all ranks are about to send, and serves those that run a forward alone meanwhile.
     """
 
@@ -29,17 +71,15 @@ class Buffers:
         model: nn.Module,
         data: Group,
         device: torch.device,
-        dtype: torch.dtype | None,
+        casts: BufferCasts | None,
         meet: Callable[[], None],
     ) -> None:
         self._model, self._data, self._meet = model, data, meet
-        for module in model.modules():
+        for prefix, module in model.named_modules():
             for name, buffer in module._buffers.items():
-                if buffer is None:
-                    continue
-                stays = name in module._non_persistent_buffers_set or is_bias(module, name)
-                cast = dtype is not None and buffer.is_floating_point() and not stays
-                module._buffers[name] = buffer.to(device=device, dtype=dtype if cast else None)
+                if buffer is not None:
+                    dtype = casts.dtype_of(prefix, module, name, buffer) if casts is not None else None
+                    module._buffers[name] = buffer.to(device=device, dtype=dtype)
         self._seen: list[tuple[int, int]] = []
         self._stale = False
         self.send()

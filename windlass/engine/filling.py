@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from windlass.engine.states import Update, of_tenant, strange
 from windlass.kernels.piece import scales_of
 from windlass.optim import coded
 from windlass.optim.cpu_optimizer import Format
+from windlass.parallel.joining import select
 from windlass.parallel.placement import Placement
 from windlass.zero.chunk import Chunk, Tenancy
 from windlass.zero.masters import Masters
@@ -28,6 +30,8 @@ from windlass.zero.update import ElementwiseUpdate
 @dataclass
 class _Conversion:
     """A state that was saved in another format, or whose codes may have been cut elsewhere.
+
+    Codes of a whole parameter, of which only a part is here, come whole, since their blocks are those of the whole.
 
     Attributes:
         came, scales: what was saved of the span, while its chunk is open.
@@ -41,9 +45,24 @@ class _Conversion:
     came: torch.Tensor | None = None
     scales: list[coded.Scales] = field(default_factory=list)
 
+    @property
+    def _placement(self) -> Placement:
+        return self.tenancy.chunk.unit.placements[self.tenancy.index]
+
+    @property
+    def _comes_whole(self) -> bool:
+        return self.saved_as.coded and not self._placement.whole
+
+    @property
+    def _range(self) -> tuple[int, int]:
+        """Which elements are read: of the part that is here, or of the whole parameter."""
+        if self._comes_whole:
+            return 0, math.prod(self._placement.shape)
+        return self.tenancy.start, self.tenancy.stop
+
     def begin(self) -> None:
         """Make memory for what was saved."""
-        start, stop = self.tenancy.start, self.tenancy.stop
+        start, stop = self._range
         self.came = torch.empty(stop - start, dtype=self.saved_as.dtype, device="cpu")
         self.scales = []
         for first, last in self.spans:
@@ -55,9 +74,10 @@ class _Conversion:
     def shards(self, drawer: Drawer) -> Iterator[FlatShard]:
         """What is to be read, of the codes or values and of the scales."""
         where = f"state/{self.tenancy.name}/{self.key}"
-        start, stop = self.tenancy.start, self.tenancy.stop
-        shape = tuple(self.tenancy.chunk.unit.shapes[self.tenancy.index])
-        yield FlatShard(where, shape, start, Resting(stop - start, self.saved_as.dtype, drawer, self._came))
+        start, stop = self._range
+        shape = self._placement.shape if self._comes_whole else self._placement.local_shape
+        of = None if self._comes_whole else self._placement
+        yield FlatShard(where, shape, start, Resting(stop - start, self.saved_as.dtype, drawer, self._came), of)
         for number, (first, last) in enumerate(self.spans):
             lowest, highest = coded.blocks_between(first, last, start, stop)
             resting = Resting(highest - lowest, torch.float32, drawer, partial(self._scales, number))
@@ -74,7 +94,16 @@ class _Conversion:
         """Put it into the state as this optimizer keeps it."""
         assert self.came is not None
         into, signed = state[self.key].view(-1), self.saved_as.signed
-        if not self.saved_as.coded:
+        if self._comes_whole:
+            whole = torch.empty(self.came.numel(), dtype=torch.float32)
+            coded.read(self.came, 0, self.scales, signed, whole)
+            part = select(whole.view(self._placement.shape), self._placement).reshape(-1)
+            values = part[self.tenancy.start : self.tenancy.stop]
+            if self.kept_as.coded:
+                coded.write(values, into, state[f"{self.key}_scale"], self.kept_as.signed)
+            else:
+                into.copy_(values)
+        elif not self.saved_as.coded:
             coded.write(self.came, into, state[f"{self.key}_scale"], self.kept_as.signed)
         elif self.kept_as.coded:
             coded.recode(self.came, self.tenancy.start, self.scales, signed, into, state[f"{self.key}_scale"])
@@ -188,7 +217,7 @@ def incoming(
         values = about.get("values", {}).get(tenancy.name, {})
         loose = {key: copy.deepcopy(value) for key, value in values.items()}
         drawer.expect(tenancy, loose)
-        for key, kind in about["states"].get(tenancy.name, {}).items():
+        for key, kind in about.get("states", {}).get(tenancy.name, {}).items():
             where, form = f"state/{tenancy.name}/{key}", kind.split()[0]
             if form == "value":
                 continue
@@ -218,9 +247,14 @@ def _expect(
             raise CheckpointError(strange(update, tenancy, key, tuple(saved.shape)))
         drawer.take(tenancy, key, saved, tuple(saved.shape))
     elif form in ("signed", "unsigned"):
-        met = [(a, b) for a, b in spans[tenancy.name] if a < tenancy.stop and tenancy.start < b]
+        placement = tenancy.chunk.unit.placements[tenancy.index]
+        start, stop = (tenancy.start, tenancy.stop) if placement.whole else (0, math.prod(placement.shape))
+        met = [(a, b) for a, b in spans.get(tenancy.name, ()) if a < stop and start < b]
+        coded.require_covered(met, start, stop, f"the state {key!r} of {tenancy.name!r}")
         saved_as = Format(saved.dtype, form == "signed")
-        drawer.convert(_Conversion(tenancy, key, saved_as, kept or Format(tenancy.chunk.dtype, saved_as.signed), met))
+        drawer.convert(
+            _Conversion(tenancy, key, saved_as, kept or Format(tenancy.chunk.state_dtype, saved_as.signed), met)
+        )
     elif kept is not None and kept.coded:
         drawer.convert(_Conversion(tenancy, key, Format(torch.float32, kept.signed), kept, []))
     else:
@@ -237,4 +271,4 @@ def _dtype(update: Update, tenancy: Tenancy, now: Any, kept: Format | None, save
     if isinstance(now, torch.Tensor):
         return now.dtype
     wide = isinstance(update, ElementwiseUpdate) and saved.is_floating_point()
-    return tenancy.chunk.dtype if wide else saved.dtype
+    return tenancy.chunk.state_dtype if wide else saved.dtype

@@ -21,8 +21,7 @@ from windlass.checkpoint.agree import Ranks
 from windlass.checkpoint.fingerprint import Hash, digest
 from windlass.checkpoint.fragment import parts, runs
 from windlass.engine.pieces import ChunkToRead, parameters
-from windlass.engine.states import Update, is_coded, kind_of, of_tenant
-from windlass.optim import coded
+from windlass.engine.states import Update, decoded, is_coded, kind_of, of_tenant
 from windlass.parallel.placement import Placement
 from windlass.zero.chunk import Chunk, Tenancy
 from windlass.zero.unit import Unit
@@ -188,6 +187,8 @@ def _states(update: Update, drawer_of: DrawerOf, into: Hash, *, cut: bool) -> It
                 get = partial(_decoded, update, tenancy, key, codes[key])
                 resting = Resting(value.numel(), torch.float32, drawer, get)
             whole = kind.startswith("whole")
+            if whole and not placement.begins:  # the ranks of other parts have the same
+                continue
             shape = tuple(value.shape if whole else unit.shapes[tenancy.index])
             shard = FlatShard(where, shape, 0 if whole else tenancy.start, resting, None if whole else placement)
             yield _Part(shard, into, holders.index, holders.size)
@@ -211,11 +212,8 @@ def _plain(value: Any) -> Any:
 
 
 def _decoded(update: Update, tenancy: Tenancy, key: str, signed: bool) -> torch.Tensor:
-    codes = of_tenant(update.residence, tenancy, key)
-    scales = of_tenant(update.residence, tenancy, f"{key}_scale")
-    values = torch.empty(codes.numel(), dtype=torch.float32, device="cpu")
-    coded.read(codes, 0, [coded.Scales(0, codes.numel(), 0, scales)], signed, values)
-    return values
+    codes, scales = (of_tenant(update.residence, tenancy, name) for name in (key, f"{key}_scale"))
+    return decoded(codes, scales, signed)
 
 
 def _by_drawer(parts: Iterable[_Part]) -> Iterator[tuple[Drawer | None, list[_Part]]]:

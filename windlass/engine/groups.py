@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from windlass.base.errors import CheckpointError
 from windlass.base.log import logger
+from windlass.base.text import plural
 from windlass.checkpoint.load import listed
 from windlass.parallel.placement import name_of
 
@@ -99,7 +100,7 @@ def take(engine: Engine, found: Match, saved: Groups) -> None:
         group.update({key: tuple(v) if isinstance(v, list) else v for key, v in values.items()})
     own = [str(number) for number, source in enumerate(found.source) if source is None]
     logger.info(
-        f"optimizer: {found.matched} parameters matched, {listed('missing', found.missing)}, "
+        f"optimizer: {plural(found.matched, 'parameter')} matched, {listed('missing', found.missing)}, "
         f"{listed('unexpected', found.unexpected)}"
         + (f"; groups that keep their own hyper-parameters: {', '.join(own)}" if own else "")
     )

@@ -31,18 +31,18 @@ class MicroBatches:
         """Read from here from now on."""
         self._data = iter(data)
 
-    def read(self, count: int, what: str, data: Iterable[Any] | None = None, loader: Any = None) -> list[Any]:
-        """The next micro-batches. Collective the first time of each `what`.
+    def read(self, count: int, data: Iterable[Any] | None = None, *, what: str, loader: Any = None) -> list[Any]:
+        """The next micro-batches.
 
         Args:
             count: how many.
-            what: is made of them.
             data: whence this time; by default what was taken.
+            what: is made of them.
             loader: taken, again and again, if nothing was.
 
         Raises:
             StopIteration: there are no more.
-            DataError: there are too few, nobody said whence, or ranks that compute the same samples read others.
+            DataError: there are too few, or nobody said whence.
         """
         if data is None and self._data is None and loader is not None:
             self._data = again_and_again(loader)
@@ -60,14 +60,20 @@ class MicroBatches:
                 f"{what} needs {count} micro-batches (gradient_accumulation_steps), and its iterator ended after "
                 f"{len(found)}; leave the last ones out, or repeat the loader"
             )
-        if self.change is not None:
-            found = [self.change(batch) for batch in found]
-        if what not in self._compared:
-            self._compared.add(what)
-            self._compare(found)
-        return found
+        return found if self.change is None else [self.change(batch) for batch in found]
 
-    def _compare(self, batches: list[Any]) -> None:
+    def begins(self, what: str) -> bool:
+        """Whether `what` is made for the first time; True once for each."""
+        first = what not in self._compared
+        self._compared.add(what)
+        return first
+
+    def compare(self, batches: list[Any]) -> None:
+        """Compare micro-batches over the ranks that compute the same samples. Collective over them.
+
+        Raises:
+            DataError: others read other ones.
+        """
         SameInput(self._mesh).check(batches)
         axis = self._mesh.pp
         heard = axis.everyone(digest(batches))

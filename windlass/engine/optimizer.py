@@ -55,7 +55,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Nothing: gradients are consumed by the step."""
+        """As torch's: drop the gradients of this optimizer's parameters; after a step there are none.
+
+        Args:
+            set_to_none: else gradients become zero, and the next step steps with that.
+        """
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        self._model.script_gradients.drop_all(parameters, zero=not set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; the parameters must be the model's. Collective where any was not trained before."""

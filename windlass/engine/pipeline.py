@@ -9,10 +9,12 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from windlass.base.errors import ModelError
+from windlass.base.errors import ConfigError, ModelError
 from windlass.base.log import logger
 from windlass.base.tree import replace, tensors
+from windlass.comm.beside_main import BesideMain
 from windlass.config import Config
+from windlass.engine.common_failure import CommonFailure
 from windlass.engine.micro_batches import MicroBatches, again_and_again
 from windlass.engine.progress import Progress
 from windlass.engine.refresh import unfrozen
@@ -20,17 +22,34 @@ from windlass.engine.same_input import SameInput
 from windlass.engine.train import Engine
 from windlass.engine.whole_schedule import WholeSchedule
 from windlass.optim.loss_scale import LossScale
+from windlass.parallel.pipeline.action import Kind as Action
 from windlass.parallel.pipeline.action import Order
 from windlass.parallel.pipeline.apply import stages_of
 from windlass.parallel.pipeline.passing import Passing
 from windlass.parallel.pipeline.programs import programs
-from windlass.parallel.pipeline.run import Around, execute
+from windlass.parallel.pipeline.run import Around, Halted, execute
 from windlass.parallel.pipeline.schedule import forward_orders, orders
 from windlass.parallel.pipeline.simulation import bubble
 from windlass.parallel.pipeline.stage import Ended
 from windlass.zero.sharded import ShardedModel
 
 Kind = TypeVar("Kind", bound=Engine)
+
+_WORDS = {
+    Action.FORWARD: "forward",
+    Action.BACKWARD: "backward",
+    Action.INPUT: "backward",
+    Action.WEIGHT: "backward of the weights",
+    Action.SEND_ACTIVATION: "sending of the activation",
+    Action.RECEIVE_ACTIVATION: "receiving of the activation",
+    Action.SEND_GRADIENT: "sending of the gradient",
+    Action.RECEIVE_GRADIENT: "receiving of the gradient",
+}
+_NOT_BEGUN = "nothing was computed on any rank, and the next batch may follow"
+_DROPPED = (
+    "this batch is dropped on all ranks, parameters and optimizer states are as they were, and the next batch may "
+    "follow"
+)
 
 
 class PipelineEngine(Engine):
@@ -41,7 +60,8 @@ class PipelineEngine(Engine):
     """
 
     _completes = False  # the backward that runs is the last one of the step
-    _failed = False  # a schedule ended half-way
+    _failed = False  # a schedule was left half-way
+    _in_step = True  # a rank that fails can make the transfers and collectives that others still need
     _passing: Passing | None = None
 
     def __init__(
@@ -53,6 +73,11 @@ class PipelineEngine(Engine):
         scaler: LossScale,
     ) -> None:
         super().__init__(sharded, optimizer, config, progress, scaler)
+        if not progress.managed:
+            raise ConfigError(
+                "managed_gradient_accumulation is false, but a pipeline runs all micro-batches of a step in one "
+                "train_batch; write true"
+            )
         stages = stages_of(sharded.model)
         assert stages is not None, "a pipeline's engine is for models that apply_pipeline_parallel has seen"
         self._stages, self._axis = stages, sharded.mesh.pp
@@ -60,6 +85,7 @@ class PipelineEngine(Engine):
         self._passing = Passing(self._axis, self.device, dynamic=stages.dynamic)
         self._programs: dict[tuple[str, int], Order] = {}
         self._source = MicroBatches(sharded.mesh)
+        self._common = CommonFailure(sharded.mesh.world, f"rank {self.global_rank}")
         section, micros = config.pipeline, progress.batch.accumulation
         idle = bubble(section.schedule, self._axis.size, micros, self._each)
         logger.info(
@@ -69,6 +95,8 @@ class PipelineEngine(Engine):
 
     def _adopt(self, sharded: ShardedModel) -> None:
         super()._adopt(sharded)
+        # collectives inside a stage's own forward can't be made by a rank that failed in it
+        self._in_step = all(axis.size == 1 for axis in (sharded.mesh.tp, sharded.mesh.sp, sharded.mesh.ep))
         sharded.steps_next = lambda: self._completes
         self._same_input = _Compared(sharded.mesh)
         self._whole = WholeSchedule(sharded, self._config)
@@ -89,8 +117,10 @@ class PipelineEngine(Engine):
             micro-batch counts as much as any other, whatever its size, as in plain accumulation.
 
         Raises:
-            StopIteration: there are no more micro-batches; nothing happened.
+            StopIteration: there are no more micro-batches, on any rank; nothing happened.
             DataError: there are fewer than a step needs, or ranks of a pipeline read others; nothing happened.
+            PeerError: reading, a stage or the loss raised on another rank, which the text names with its stage and
+                micro-batch; that rank raises its own error. No rank makes a step, and the next batch may follow.
             LossError, StorageError, UpdateError: as `Engine.step`.
         """
         self._require_ready("train_batch")
@@ -100,7 +130,7 @@ class PipelineEngine(Engine):
         if data_iter is not None:
             self.set_dataiterator(data_iter)
         micros = self.progress.batch.accumulation
-        batches = self._source.read(micros, "train_batch", loader=self.training_dataloader)
+        batches = self._read(micros, "train_batch", loader=self.training_dataloader)
         self.module.train()
         ended = self._run(self._program("train", micros), batches, self._around())
         loss: torch.Tensor = self._mean([one.loss for one in ended], True)
@@ -133,13 +163,13 @@ class PipelineEngine(Engine):
             that, else a list. None where a rank has nothing of it.
 
         Raises:
-            StopIteration, DataError: as `train_batch`.
+            StopIteration, DataError, PeerError: as `train_batch`.
         """
         self._require_ready("eval_batch")
         if reduce_output not in ("avg", None):
             raise ModelError(f'eval_batch: reduce_output is {reduce_output!r}; write "avg", or None')
         micros = num_micro_batches or self.progress.batch.accumulation
-        batches = self._source.read(micros, "eval_batch", data_iter)
+        batches = self._read(micros, "eval_batch", data_iter, loss=compute_loss)
         training, wanted = self.module.training, return_logits or not compute_loss
         self.module.eval()
         try:
@@ -196,19 +226,54 @@ class PipelineEngine(Engine):
             self._programs[key] = programs(made or forward_orders(ranks, micros, self._each))[self._axis.index]
         return self._programs[key]
 
+    def _read(self, count: int, what: str, data: Any = None, loader: Any = None, *, loss: bool = True) -> list[Any]:
+        """The micro-batches of a step, read and looked at on every rank before anything is run. Collective."""
+
+        def read() -> list[Any]:
+            found = self._source.read(count, data, what=what, loader=loader)
+            for batch in found:
+                self._stages.check(batch, loss=loss)
+            return found
+
+        batches: list[Any] = self._common.run(read, "reading micro-batches", _NOT_BEGUN)
+        if self._source.begins(what):
+            self._common.run(lambda: self._source.compare(batches), "comparing micro-batches", _NOT_BEGUN)
+        return batches
+
     def _run(self, program: Order, batches: list[Any], around: Around, **more: bool) -> list[Ended]:
         assert self._passing is not None
-        for batch in batches:
-            self._stages.check(batch, loss=more.get("loss", True))
         if self._failed:
             raise ModelError(
-                "a schedule of this pipeline failed half-way, so its stages are no longer at the same micro-batch; "
-                "make a new engine, and load the last checkpoint"
+                "a schedule of this pipeline was left half-way (Ctrl-C, or a connection that broke), so its stages are "
+                "no longer at the same micro-batch; start the run again from its last checkpoint"
             )
-        self._failed = True
-        ended = execute(program, self._stages, self._passing, batches, around, **more)
+        self._failed, ended, halted = True, [], None
+        try:
+            with self._half_way.part("schedule"):
+                ended = execute(program, self._stages, self._passing, batches, around, **more)
+        except Halted as raised:
+            halted = raised
+        if halted is not None and not self._in_step:
+            raise halted.error or halted
+        if self._in_step:
+            self._end(halted)
         self._failed = False
         return ended
+
+    def _end(self, halted: Halted | None) -> None:
+        """Raise on every rank if a stage raised on any, with all transfers and collectives done. Collective."""
+        drain = BesideMain(halted.drain) if halted is not None else None
+        self._sharded.order.meet("the end of a schedule")  # serves the collectives of ranks that are not there yet
+        if drain is not None:
+            drain.join()
+        if not self._common.failed(halted, "a schedule"):
+            return
+        self._sharded.order.new_step()
+        self._sharded.forget_gradients()
+        self._failed = False
+        action = halted.action if halted is not None else None
+        what = f"the {_WORDS[action.kind]} of micro-batch {action.micro} in stage {action.stage}" if action else ""
+        self._common.tell(halted.error if halted is not None else None, what, _DROPPED)
 
     def _around(self) -> Around:
         return Around(

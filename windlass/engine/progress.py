@@ -17,18 +17,36 @@ class Progress:
     global_samples: int = 0
     skipped_steps: int = 0
     override: bool | None = None  # the caller's word on where the boundary is, until the caller changes it
+    managed: bool = True  # False: each call of step ends a step, and nothing else does
+    stepping: bool = False  # a call of step is running
+    backwards: int = 0  # since the last step, where the caller chooses its end
     applied: bool = False  # whether the last call of step updated the parameters
 
     def at_boundary(self) -> bool:
-        """Whether the current micro-batch is the last of its step."""
+        """Whether the current micro-batch is known to be the last of its step."""
+        return self.ends_at_step() and (self.managed or self.stepping)
+
+    def ends_at_step(self) -> bool:
+        """Whether a call of step would end a step now."""
+        if not self.managed:
+            return True
         if self.override is not None:
             return self.override
         return (self.micro_steps + 1) % self.batch.accumulation == 0
 
+    @property
+    def begun(self) -> bool:
+        """Whether micro-batches of an unfinished step were counted."""
+        return self.managed and self.micro_steps % self.batch.accumulation > 0
+
     def stepped(self, *, applied: bool) -> None:
         """An optimizer step ended."""
         self.global_steps += 1
-        self.global_samples += self.batch.train
+        if self.managed:
+            self.global_samples += self.batch.train
+        else:
+            self.global_samples += self.batch.train // self.batch.accumulation * self.backwards
+            self.backwards = 0
         self.applied = applied
         self.skipped_steps += not applied
 
@@ -48,7 +66,7 @@ class Progress:
             accumulation: micro-batches that a step had then, if that is known. Where it is another number now,
                 micro-batches count as if all steps had had so many.
         """
-        for name, value in state.items():
-            setattr(self, name, int(value))
-        if accumulation is not None:
+        for name in self.state_dict():
+            setattr(self, name, int(state[name]))
+        if accumulation is not None and self.managed:
             self.micro_steps = self.micro_steps // accumulation * self.batch.accumulation

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -9,6 +10,9 @@ from torch import nn
 
 from windlass.base.errors import ModelError
 from windlass.base.log import logger
+from windlass.base.text import plural
+from windlass.engine.parallelize import mesh_of
+from windlass.zero.access import put_grad, raw_grad
 from windlass.zero.alike import check_alike
 from windlass.zero.carried import Carried
 from windlass.zero.construct import check_devices
@@ -40,14 +44,15 @@ def refresh(engine: Engine) -> None:
     carried = Carried(before)
     trained = sum(unit.numel for unit in before.units if unit.trainable)
     engine._saves.wait()  # what it reads goes with the old layout
-    before.destroy()
+    with before.mesh.kept() if mesh_of(before.model) is before.mesh else nullcontext():
+        before.destroy()
     for parameter in before.model.parameters():
-        parameter.grad = None  # of a backward before, of which nobody took anything
+        put_grad(parameter, None)  # of a backward before, of which nobody took anything
     after = engine.rebuild(engine)
     engine._adopt(after)
     carried.give(after)
     now = sum(unit.numel for unit in after.units if unit.trainable)
-    logger.info(f"the model was laid out again: {now:,} parameters are trained now, {trained:,} were before")
+    logger.info(f"the model was laid out again: trained are {plural(now, 'parameter')} now, {trained:,} before")
 
 
 def pending(model: ShardedModel) -> bool:
@@ -82,7 +87,7 @@ def refuse_lost_gradients(model: ShardedModel) -> None:
     """
     groups = model.update.optimizer.param_groups if model.update is not None else []
     unseen = [p for group in groups if not model.trains_all(group["params"]) for p in group["params"]]
-    lost = {id(p) for p in unseen if p.grad is not None and not model.trains_all([p])}
+    lost = {id(p) for p in unseen if raw_grad(p) is not None and not model.trains_all([p])}
     for name, parameter in model.model.named_parameters() if lost else ():
         if id(parameter) in lost:
             raise ModelError(
@@ -102,7 +107,7 @@ def take_foreign_gradients(model: ShardedModel) -> list[str]:
     with torch._C.DisableTorchFunctionSubclass():  # released parameters are asked for nothing but this
         for slot in model.slots:
             for name, parameter in zip(slot.unit.names, slot.unit.parameters, strict=True):
-                if parameter.grad is not None:
-                    parameter.grad = None
+                if raw_grad(parameter) is not None:
+                    put_grad(parameter, None)
                     found.append(name)
     return found

@@ -10,6 +10,7 @@ import torch
 
 from windlass.base.dtypes import dtype_name
 from windlass.base.log import logger
+from windlass.base.text import plural
 from windlass.config import Config
 from windlass.observe.memory import see_memory_usage
 from windlass.observe.monitor import Monitor
@@ -191,8 +192,8 @@ def opening_lines(model: ShardedModel, config: Config, world: int) -> list[str]:
     table = config.dtype_table(dtype_name(model.units[0].dtype if model.units else first))
     released = sum(1 for unit in model.units if unit.released)
     return [
-        f"stage {model.policy.stage} on {world} rank{'s' if world > 1 else ''}, {total:,} parameters "
-        f"({trained:,} trained) in {len(model.units)} units, {released} of them released between uses",
+        f"stage {model.policy.stage} on {plural(world, 'rank')}, {plural(total, 'parameter')} "
+        f"({trained:,} trained) in {plural(len(model.units), 'unit')}, {released} of them released between uses",
         f"transport {model.transport.name}: {model.families[0].why}",
         f"dtypes: {table}",
         *_homes(model),

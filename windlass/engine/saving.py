@@ -11,6 +11,7 @@ import torch
 
 from windlass.base.errors import CheckpointError
 from windlass.base.log import logger
+from windlass.base.text import plural
 from windlass.checkpoint import (
     Drawer,
     FlatShard,
@@ -24,6 +25,7 @@ from windlass.checkpoint import (
 from windlass.checkpoint.agree import Ranks
 from windlass.checkpoint.deepspeed_files import Order, names_in_order
 from windlass.checkpoint.deepspeed_out import write_deepspeed_files
+from windlass.checkpoint.engine_data import require_engine_data
 from windlass.checkpoint.retention import retire
 from windlass.checkpoint.save import Begun
 from windlass.checkpoint.scripts import write_scripts
@@ -47,11 +49,18 @@ from windlass.engine.position import (
     set_random_state,
 )
 from windlass.engine.refresh import pending
+from windlass.engine.saved_values import (
+    check_groups,
+    check_position,
+    check_random_state,
+    check_schedule,
+    check_states,
+)
 from windlass.engine.states import Outgoing, merged, outgoing
 from windlass.engine.tag import one_tag
 from windlass.engine.weights import load_by, require_all_known, said_of_weights
 from windlass.zero.chunk import Chunk
-from windlass.zero.health import HALF_DONE
+from windlass.zero.health import LOST
 
 if TYPE_CHECKING:
     from windlass.engine.train import Engine
@@ -79,7 +88,7 @@ def save_engine(
     engine._saves.finish()
     model.finish_update()
     if model.health.lost:
-        raise CheckpointError(f"nothing is saved: {model.health.lost}; what was saved before is whole. {HALF_DONE}")
+        raise CheckpointError(f"nothing is saved: {model.health.lost}; what was saved before is whole. {LOST}")
     model.gradients.finish()
     if pending(model):
         logger.warning(
@@ -144,6 +153,7 @@ def save_engine(
         "extra": union(model.mesh, plain_extra_states(engine.module)),
         "client": client,
     }
+    require_engine_data(plain, "the state of this engine", whole=True)  # what is saved must load again
     # rank 0's count, and others may have their own until the next forward (engine/buffers)
     tensors = states.tensors | (_buffers(engine) if model.mesh.first_of_stage else {})
     state = SavedState(
@@ -173,6 +183,7 @@ def save_engine(
             afterwards,
             None if blocking else later[0],
             None if target is None else beside,
+            engine._config.checkpoint.use_node_local_storage,
         )
         if blocking:
             begun.finish(ranks)
@@ -206,6 +217,11 @@ class Wanted:
     progress: bool = True
     by: Callable[..., Any] | None = None
 
+    @property
+    def whole(self) -> bool:
+        """Whether nothing of parameters and optimizer states is left as it is."""
+        return self.module_strict and self.optimizer and self.optimizer_strict and self.by is None
+
 
 def load_engine(
     engine: Engine, directory: str, tag: str | None, wanted: Wanted
@@ -214,7 +230,6 @@ def load_engine(
     model = engine._sharded
     require_all_known(model)
     engine._saves.finish()  # it may be the one that is asked for
-    model.health.refuse("load_checkpoint")
     ranks = Ranks.of(model.mesh.world.process_group)
     if tag is None:  # one word for all: another may be saved meanwhile, and not every rank need see it
         tag = ranks.first("looking for the checkpoint", lambda: _named(engine, directory))
@@ -227,6 +242,7 @@ def load_engine(
     )
     ranks.each("looking at the checkpoint", lambda: outlines.append(read_outline(directory, tag, order)))
     plain, saved = outlines[0]
+    require_engine_data(plain, f"the checkpoint {tag!r} in {directory}", whole=True)
     _complete(plain, saved, model)
     groups_too = wanted.optimizer and engine._optimizer is not None and bool(plain["groups"])
     here = union(model.mesh, groups_of(engine))
@@ -235,13 +251,34 @@ def load_engine(
         require_whole(matched, here, plain["groups"])
     position = plain.get("data") if wanted.position else None
     ranks.each("looking at the place in the data", lambda: check_data_position(engine, position))
+
+    def check(shared: dict[str, Any], own: dict[str, Any] | None) -> None:
+        require_engine_data(shared, f"the checkpoint {tag!r} in {directory}", whole=True)
+        if groups_too:
+            check_groups(engine, matched, shared["groups"])
+            check_states(shared.get("values", {}))
+        if wanted.schedule and shared["schedule"] is not None:
+            check_schedule(engine, shared["schedule"])
+        check_position(engine, position)
+        if wanted.progress and own is not None and own.get("random") is not None:
+            check_random_state(own["random"])
+
     trainable_only = bool(plain["trainable_only"])
     if trainable_only and wanted.module_strict and wanted.by is None:
         check_base(model, plain.get("base", {}), saved, f"the checkpoint {tag!r} in {directory}")
     units = [unit for unit in model.units if unit.trainable or not trainable_only]
+    lost = bool(model.health.lost)
+    if lost and not (wanted.whole and not trainable_only and (groups_too or engine._optimizer is None)):
+        model.health.refuse("loading only a part of parameters and optimizer states")
     with model.renewing(units):
-        found, alike = _fill(engine, directory, tag, plain, saved, groups_too, wanted, order)
+        if lost:
+            model.discard()
+        found, alike = _fill(engine, directory, tag, plain, saved, groups_too, wanted, order, check)
     _compare(model, units, found, alike, base_of(model) if trainable_only else frozenset())
+    if lost:
+        model.health.recover()
+    if not engine._config.zero_optimization.load_from_fp32_weights:
+        model.masters.round_to_parameters(units)
     if wanted.by is not None:
         load_by(model, read_checkpoint(directory, tag).model_state_dict(), wanted.by)
     set_extra_states(engine.module, found.plain.get("extra", {}))
@@ -275,7 +312,9 @@ def _go_on(engine: Engine, found: LoadedState, position: dict[str, Any] | None, 
             set_random_state(random, engine.device)
             told.append("random states as saved")
         else:
-            told.append(f"random states as they were here (those of {found.saved_world_size} ranks were saved)")
+            told.append(
+                f"random states as they were here (saved were those of {plural(found.saved_world_size, 'rank')})"
+            )
     if place := set_data_position(engine, position):
         told.append(f"data at {place}")
     if told:
@@ -317,6 +356,7 @@ def _fill(
     states_too: bool,
     wanted: Wanted,
     order: Order | None,
+    check: Callable[[dict[str, Any], dict[str, Any] | None], None],
 ) -> tuple[LoadedState, tuple[bool, bool]]:
     """Read the checkpoint into where the engine's tensors rest, chunk by chunk.
 
@@ -355,6 +395,7 @@ def _fill(
         optional if wanted.optimizer_strict else (*optional, "state/"),
         left,
         order,
+        check,
     )
     for drawer in drawers.values():
         if not drawer.opened:  # nothing of it is in the checkpoint, so it has no states either
@@ -399,6 +440,7 @@ def _load(
     optional: tuple[str, ...],
     ignore: tuple[str, ...],
     order: Order | None,
+    check: Callable[[dict[str, Any], dict[str, Any] | None], None],
 ) -> LoadedState:
     group = model.mesh.world.process_group
     try:
@@ -412,6 +454,7 @@ def _load(
             cast=True,
             advice=_ADVICE,
             order=order,
+            check=check,
         )
     except CheckpointError:  # on all ranks
         model.health.check("a checkpoint was loaded in part", loses=True)

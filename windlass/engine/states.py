@@ -4,7 +4,8 @@
 
 - `pieces DTYPE`: one value an element, cut as the parameter is;
 - `signed uint8`, `unsigned uint8`: likewise, but codes of 8 bits; the scales of the span `[start, stop)` lie beside
-  them under `.../KEY_scale/START` ([Note: codes that are cut elsewhere]);
+  them under `.../KEY_scale/START` ([Note: codes that are cut elsewhere]). Of a parameter that is cut over tp or ep the
+  blocks are those of its parts, which another layout does not have: what the codes mean is saved, as `pieces float32`;
 - `whole DTYPE`: one tensor for the parameter, a count or what only its rule knows;
 - `value`: a plain Python value (or a tensor of no elements), kept in the index.
 """
@@ -21,6 +22,7 @@ import torch
 from windlass.base.errors import CheckpointError
 from windlass.checkpoint import Drawer, FlatShard, Resting
 from windlass.engine.away import ChunkAway
+from windlass.optim import coded
 from windlass.optim.cpu_optimizer import Format
 from windlass.zero.chunk import Chunk, Tenancy
 from windlass.zero.residence import Residence
@@ -72,10 +74,13 @@ def outgoing(update: Update, drawer_of: Callable[[Chunk], Drawer], found: Outgoi
         state = update.residence.described(tenancy.chunk, tenancy.tenant)
         codes = {key: one for key, one in formats.get(id(tenancy.parameter), {}).items() if is_coded(state, key, one)}
         scales = {f"{key}_scale" for key in codes}
+        in_part = not tenancy.chunk.unit.placements[tenancy.index].whole
         for key, value in state.items():
             if key in scales:
                 continue
-            if key in codes:
+            if key in codes and in_part:
+                kind = "pieces float32"
+            elif key in codes:
                 kind = "signed uint8" if codes[key].signed else "unsigned uint8"
                 _send_scales(found, tenancy, key, _at_rest(update, drawer, tenancy, f"{key}_scale", state))
             else:
@@ -91,6 +96,8 @@ def outgoing(update: Update, drawer_of: Callable[[Chunk], Drawer], found: Outgoi
                 unit = tenancy.chunk.unit
                 shape = tuple(value.shape if whole else unit.shapes[tenancy.index])
                 resting = _at_rest(update, drawer, tenancy, key, state)
+                if key in codes and in_part:
+                    resting = _decoding(resting, _at_rest(update, drawer, tenancy, f"{key}_scale", state), codes[key])
                 of = None if whole else unit.placements[tenancy.index]
                 found.shards.append(FlatShard(where, shape, 0 if whole else tenancy.start, resting, of))
 
@@ -134,6 +141,18 @@ def _send_scales(found: Outgoing, tenancy: Tenancy, key: str, scales: Resting) -
     spans = found.spans.setdefault(tenancy.name, [])
     if (tenancy.start, tenancy.stop) not in spans[-1:]:
         spans.append((tenancy.start, tenancy.stop))
+
+
+def _decoding(codes: Resting, scales: Resting, kept: Format) -> Resting:
+    """What codes mean, decoded when their drawer is open."""
+    return Resting(codes.numel, torch.float32, codes.drawer, lambda: decoded(codes.get(), scales.get(), kept.signed))
+
+
+def decoded(codes: torch.Tensor, scales: torch.Tensor, signed: bool) -> torch.Tensor:
+    """What flat codes with scales of their own mean, in float32 on the CPU."""
+    values = torch.empty(codes.numel(), dtype=torch.float32, device="cpu")
+    coded.read(codes, 0, [coded.Scales(0, codes.numel(), 0, scales)], signed, values)
+    return values
 
 
 def _at_rest(update: Update, drawer: Drawer, tenancy: Tenancy, key: str, state: dict[str, Any]) -> Resting:

@@ -12,6 +12,7 @@ from torch import nn
 
 from windlass.base.activity import activity
 from windlass.base.autograd import at_end_of_backward, current_backward
+from windlass.base.dtypes import parse_dtype
 from windlass.base.errors import ConfigError, LossError, ModelError, StorageError
 from windlass.base.garbage import hold_off
 from windlass.base.log import logger
@@ -20,8 +21,9 @@ from windlass.comm.axis import Axis
 from windlass.config import Batch, Config
 from windlass.engine.batches import loader_of
 from windlass.engine.blame import Blame
-from windlass.engine.buffers import Buffers
+from windlass.engine.buffers import BufferCasts, Buffers
 from windlass.engine.files import Files
+from windlass.engine.half_way import HalfWay
 from windlass.engine.optimizer import ShardedOptimizer
 from windlass.engine.progress import Progress
 from windlass.engine.questions import Questions
@@ -32,6 +34,7 @@ from windlass.optim.loss_scale import LossScale
 from windlass.parallel.experts import balances_of, move_all
 from windlass.parallel.sequence.apply import sequence_parallel_of
 from windlass.zero.parking import KINDS
+from windlass.zero.script_gradients import foreign
 from windlass.zero.settings import Outcome
 from windlass.zero.sharded import ShardedModel
 
@@ -42,6 +45,14 @@ class Engine(Questions, Files, nn.Module):
     What is not the engine's own falls through to the module.
     """
 
+    # whether a step right after another, without a backward, is accepted: gradients of the first are gone
+    repeats_steps = False
+    hides_gradients = False  # whether parameters' `.grad` reads as None; else reading its values raises
+    takes_foreign_gradients = (
+        False  # whether a gradient that the script sets is dropped at the step; else setting raises
+    )
+    # whether zero_grad between a micro-batch that does not end a step and the next backward keeps what was accumulated
+    keeps_accumulated = False
     skips_bad_steps = False  # whether a gradient that is not finite costs its step, with a warning, and no error
     _scaling: Engine | None = None  # of the class: whose loss the backward that runs began with
 
@@ -72,6 +83,7 @@ class Engine(Questions, Files, nn.Module):
         self._no_sync = False
         self._scaled = False  # the loss of the backward to come has the loss scale in it
         self._norm: float | None = None
+        self._micro_backwards = 0  # backwards of the step under way when its last micro-batch ended
         self._saves = Background(sharded.mesh.world.ranks)
         self._destroyed = False
         self.saved_tags: set[str] = set()  # of checkpoints that this engine wrote
@@ -85,11 +97,15 @@ class Engine(Questions, Files, nn.Module):
         if self._optimizer is not None:
             self._optimizer.follow(sharded)
         meet = partial(sharded.order.meet, "the sending of buffers")
-        self._buffers_of = Buffers(self.module, data, self.device, sharded.settings.compute, meet)
+        self._buffers_of = Buffers(self.module, data, self.device, self._buffer_casts(), meet)
         self._balances = balances_of(self.module)
         self._blame = Blame(sharded.mesh.world)
+        self._half_way = HalfWay(sharded.mesh)
         sequences = sequence_parallel_of(self.module)
         self._same_input = SameInput(sharded.mesh, parts=sequences is None or sequences.given)
+        script = sharded.script_gradients
+        script.hidden, script.raises = self.hides_gradients, not self.takes_foreign_gradients
+        script.keeps, script.dropping = self._keeps_accumulated, self._tell_dropped
         gradients = sharded.gradients
         gradients.weight = lambda: self._weight * self._own_share()
         gradients.syncing = self._syncs
@@ -98,6 +114,14 @@ class Engine(Questions, Files, nn.Module):
         sharded.steps_next = lambda: self.progress.at_boundary() and not self._no_sync
         sharded.loss_scale = lambda: self._scaler.scale
         sharded.runtime.on_backward_end.append(self._backward_ended)
+        sharded.runtime.on_backward_end.append(self._count_backward)
+
+    def _buffer_casts(self) -> BufferCasts | None:
+        compute, section = self._sharded.settings.compute, self._config.data_types
+        if compute is None:
+            return None
+        dtype = parse_dtype(section.buffer_dtype) if section.buffer_dtype else None
+        return BufferCasts(self.module, compute, dtype, section.keep_in_fp32_modules)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -142,7 +166,7 @@ class Engine(Questions, Files, nn.Module):
         self._blame.micro_batch = self.progress.micro_steps
         self._sharded.health.refuse("a forward")
         activity.evaluating = not self.module.training
-        with self._reporter.timed("forward"), self._autocast():
+        with self._half_way.part("forward"), self._reporter.timed("forward"), self._autocast():
             output = self.module(*args, **kwargs)
         self._sharded.after_forward()
         return output
@@ -167,7 +191,7 @@ class Engine(Questions, Files, nn.Module):
         self._scaled = True
         self._reporter.saw_loss(loss)
         try:
-            with self._reporter.timed("backward"):
+            with self._half_way.part("backward"), self._reporter.timed("backward"):
                 (loss.float() * self._scaler.scale if self._scaler.scale != 1.0 else loss).backward(
                     retain_graph=retain_graph
                 )
@@ -189,21 +213,26 @@ class Engine(Questions, Files, nn.Module):
         Raises:
             LossError: a gradient is not finite (under fp16, or with `skips_bad_steps`, such a step is skipped instead).
                 Nothing was updated.
-            StorageError: a disk failed, on any rank: before the update, and nothing was updated; or within it, and the
-                model is of no use any more: then every call but `destroy` is refused. The text says which.
+            StorageError: a disk failed, on any rank: before the update, and nothing was updated; or within it, or it
+                returned damaged parameters or states, and the model is of no use any more: then every call is refused
+                but `destroy` and a `load_checkpoint` of all that it has. The text says which.
             UpdateError: the update of the step before, which was delayed, failed on some rank.
         """
         assert self._optimizer is not None, "step needs an optimizer: pass one to initialize or name one in the config"
         self._require_ready("step")
+        self._half_way.rejoin()
         if self._no_sync:
             raise ModelError("step() inside no_sync(): gradients were not reduced; leave the context first")
         self.progress.applied = False
+        self.progress.stepping = True
         try:
             if self.progress.at_boundary():
                 with self._reporter.timed("step"):
                     self._take_step(lr_kwargs or {})
         finally:  # a refused step has dropped its micro-batches: the next one begins a step
+            self.progress.stepping = False
             self.progress.micro_steps += 1
+            self._micro_backwards = self._sharded.gradients.backwards
 
     def _take_step(self, lr_kwargs: dict[str, Any]) -> None:
         assert self._optimizer is not None
@@ -223,6 +252,7 @@ class Engine(Questions, Files, nn.Module):
                 skip_overflow=fp16,
                 flags=flags,
                 delay=section is not None and self.global_steps >= section.delayed_update_start,
+                repeats=self.repeats_steps,
             )
         except StorageError:
             self._blame.clear()
@@ -338,13 +368,37 @@ class Engine(Questions, Files, nn.Module):
         self.module.eval()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of the step under way; after a step there are none."""
-        self._sharded.forget_gradients()
+        """Drop the gradients of the step under way, of all micro-batches so far; after a step there are none. As in
+        plain PyTorch, `optimizer.zero_grad()`, `zero_grad()` of the module or of one inside it and
+        `parameter.grad = None` do the same for their parameters.
+
+        Not collective, but all ranks have to drop the same after the same backwards.
+
+        Args:
+            set_to_none: else gradients become zero, and the optimizer steps with that.
+        """
+        self._sharded.script_gradients.drop_all(self.module.parameters(), zero=not set_to_none)
 
     # what hooks ask
 
     def _syncs(self) -> bool:
         return not self._no_sync and (self._sharded.policy.grad or self.progress.at_boundary())
+
+    def _between_micro_batches(self) -> bool:
+        """Whether a micro-batch was ended that does not end the step, and no backward came since."""
+        return 0 < self._micro_backwards == self._sharded.gradients.backwards
+
+    def _keeps_accumulated(self) -> bool:
+        return self.keeps_accumulated and self._between_micro_batches()
+
+    def _tell_dropped(self) -> None:
+        if self._between_micro_batches():
+            self._reporter.once(
+                "dropped",
+                f"zero_grad() in the middle of a step: gradients of micro-batches that engine.step() had ended are "
+                f"dropped (gradient_accumulation_steps is {self.progress.batch.accumulation}). The engine clears "
+                "gradients itself after each step",
+            )
 
     def _watch(self, unit: Any, index: int, gradient: torch.Tensor) -> None:
         if not self._scaled and self._scaler.scale != 1.0 and Engine._scaling is None:
@@ -371,6 +425,9 @@ class Engine(Questions, Files, nn.Module):
             else:
                 _forget_scaling()
 
+    def _count_backward(self) -> None:
+        self.progress.backwards += 1
+
     def _own_share(self) -> float:
         """What makes the loss scale in the gradients this engine's own, where another's loss passes through it."""
         other = Engine._scaling
@@ -380,8 +437,6 @@ class Engine(Questions, Files, nn.Module):
         section = self._config.torch_autocast
         if not section.enabled:
             return nullcontext()
-        from windlass.base.dtypes import parse_dtype
-
         return torch.autocast(self.device.type, dtype=parse_dtype(section.dtype or "bf16"))
 
     def resize(self, train: int, micro: int, accumulation: int) -> None:
@@ -390,14 +445,23 @@ class Engine(Questions, Files, nn.Module):
         Raises:
             ModelError: a step has begun.
         """
-        if self.progress.micro_steps % self.progress.batch.accumulation:
+        if self.progress.begun:
             raise ModelError("the batch can't change in the middle of a step: end it first, by engine.step()")
         self.progress.batch = Batch(train=train, micro=micro, accumulation=accumulation)
         self.progress.micro_steps = self.progress.global_steps * accumulation
         self._weight = 1.0 / accumulation
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Say whether the current micro-batch ends a step; holds until it is said otherwise."""
+        """Say whether the current micro-batch ends a step; holds until it is said otherwise.
+
+        Raises:
+            ModelError: the configuration says that every call of `step` ends one.
+        """
+        if not self.progress.managed:
+            raise ModelError(
+                "set_gradient_accumulation_boundary: managed_gradient_accumulation is false, so every engine.step() "
+                "ends a step; call step() where one ends, or write true"
+            )
         self.progress.override = bool(is_boundary)
 
     def offload_states(
@@ -462,15 +526,6 @@ class Engine(Questions, Files, nn.Module):
 
 def _nothing() -> None:
     return
-
-
-def foreign(names: list[str]) -> str:
-    """What is said of gradients that were set by hand."""
-    return (
-        f"{names[0]!r}.grad was set by hand ({len(names)} such): a step takes what backwards bring and reduce, and "
-        "drops this. Have it reduced: torch.autograd.backward(parameters, gradients); or set what was reduced: "
-        "windlass.zero.set_full_grad(parameter, gradient)"
-    )
 
 
 def _forget_scaling() -> None:

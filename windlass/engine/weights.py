@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from windlass.base.errors import CheckpointError, ModelError
+from windlass.base.whole_file import temporary_beside
 from windlass.checkpoint.directory import disk_errors
 from windlass.checkpoint.pickled import Planned
 from windlass.checkpoint.tensor_file import Entry, TensorFileWriter
@@ -204,7 +205,7 @@ class _Writing:
     in every gather until then."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._partial = path, path.with_name(path.name + ".partial")
+        self._path, self._partial = path, temporary_beside(path)
         self._file: TensorFileWriter | _Pickled | None = None
         self._problem = ""
 
@@ -242,4 +243,4 @@ class _Writing:
             with suppress(CheckpointError, OSError):  # the first error is the one to tell
                 if file is not None:
                     file.__exit__(type(error), error, None)
-                self._partial.unlink()
+                self._partial.unlink(missing_ok=True)

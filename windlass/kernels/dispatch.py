@@ -12,7 +12,7 @@ from types import ModuleType
 
 import torch
 
-from windlass.base.errors import ConfigError
+from windlass.base.errors import ConfigError, ModelError
 from windlass.base.log import logger
 from windlass.kernels import reference
 from windlass.kernels.piece import Piece
@@ -80,7 +80,7 @@ def update(
         threads: of the native code; torch's own number by default.
 
     Raises:
-        ModelError: tensors that do not fit together; says which.
+        ModelError: tensors that do not fit together, have no memory, or share some; says which.
     """
     groups: dict[tuple[torch.dtype | None, ...], list[Piece]] = defaultdict(list)
     for piece in pieces:
@@ -116,17 +116,20 @@ def _run_native(
     module, why = _module()
     if module is None:
         raise ConfigError(f"the native path {path} was asked for, and {why}")
-    module.update(
-        path,
-        rule.code,
-        rule.flags,
-        rule.numbers,
-        tuple(_FORMATS[dtype] for dtype in formats),
-        [_addresses(piece) for piece in pieces],
-        -divisor if rule.maximize else divisor,
-        rule.seed & 0xFFFFFFFF,
-        threads,
-    )
+    try:
+        module.update(
+            path,
+            rule.code,
+            rule.flags,
+            rule.numbers,
+            tuple(_FORMATS[dtype] for dtype in formats),
+            [_addresses(piece) for piece in pieces],
+            -divisor if rule.maximize else divisor,
+            rule.seed & 0xFFFFFFFF,
+            threads,
+        )
+    except ValueError as error:  # before anything was changed
+        raise ModelError(f"nothing was updated: {error}") from error
 
 
 def _addresses(piece: Piece) -> tuple[int, ...]:

@@ -8,12 +8,26 @@ from types import ModuleType
 
 import torch
 
+from windlass.base.errors import ModelError
+from windlass.base.raw_memory import freed, has_memory
 from windlass.kernels import reference
 from windlass.kernels.dispatch import path_in_use
 
+_WORDS = (torch.int8, torch.int16, torch.int32, torch.int64)
+
 
 def keyed_sum(words: torch.Tensor, start: int, seed: int) -> torch.Tensor:
-    """As `reference.keyed_sum`, bit for bit, in one pass over memory for contiguous words on the CPU."""
+    """As `reference.keyed_sum`, bit for bit, in one pass over memory for contiguous words on the CPU.
+
+    Raises:
+        ModelError: `words` are no integers, or their storage was freed, or `start` is negative.
+    """
+    if words.dtype not in _WORDS:
+        raise ModelError(f"words to be hashed are {words.dtype}; pass int8, int16, int32 or int64, such as .view(...)")
+    if start < 0:
+        raise ModelError(f"words to be hashed begin at {start}; begin at 0 or later")
+    if words.device.type == "cpu" and words.is_contiguous() and not has_memory(words):
+        raise ModelError(f"the tensor of words to be hashed {freed(words)}")
     module = _module() if path_in_use().native else None
     if module is None or words.device.type != "cpu" or not words.is_contiguous():
         return reference.keyed_sum(words, start, seed)

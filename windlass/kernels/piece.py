@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from windlass.base.errors import ModelError
+from windlass.base.raw_memory import freed, has_memory
 
 BLOCK = 256  # elements that share a scale where a state is coded in 8 bits
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -75,3 +76,5 @@ def _check(name: str, tensor: torch.Tensor, count: int, dtypes: tuple[torch.dtyp
         raise ModelError(f"the {name} has {tensor.numel()} elements where {count} are needed")
     if tensor.layout != torch.strided or not tensor.is_contiguous():
         raise ModelError(f"the {name} of shape {tuple(tensor.shape)} is not contiguous; pass .contiguous()")
+    if not has_memory(tensor):
+        raise ModelError(f"the {name} of shape {tuple(tensor.shape)} {freed(tensor)}")

@@ -8,6 +8,10 @@ import os
 import threading
 from typing import Any
 
+from windlass.base.json_text import JsonError, parse_json
+from windlass.base.text import one_line
+from windlass.launch.errors import LaunchError
+
 MARK = b"\x1ewindlass "
 BEAT = b"\n"
 BEAT_S = 1.0
@@ -78,5 +82,10 @@ def _parse(line: bytes) -> dict[str, Any] | bytes | None:
         return None
     if not line.startswith(MARK):
         return line + b"\n"
-    found: dict[str, Any] = json.loads(line[len(MARK) :])
+    try:
+        found = parse_json(line[len(MARK) :])
+    except JsonError as error:
+        raise LaunchError(f"the other end of the connection sent a damaged message: {error}") from None
+    if not isinstance(found, dict):
+        raise LaunchError(f"the other end of the connection sent {one_line(repr(found), 60)} for a message")
     return found

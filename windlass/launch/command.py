@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from windlass.base.limits import whole_number
 from windlass.base.log import logger, set_level
+from windlass.base.text import plural, say
 from windlass.comm.slurm import port_of
 from windlass.launch.back_ends import Asked, command_of, is_installed
 from windlass.launch.conduct import Events, last_words
@@ -69,7 +71,7 @@ def perform_plan(args: argparse.Namespace, plan: Plan, name: str = "deepspeed") 
 
 def _told(outcome: Outcome, name: str) -> int:
     for failure in outcome.failures:
-        print(f"{name}: {failure}", file=sys.stderr)
+        say(f"{name}: {failure}", to_stderr=True)
     if outcome.interrupted_by is not None:
         print(f"{name}: stopped by {signal.Signals(outcome.interrupted_by).name}, no rank is left", file=sys.stderr)
     return outcome.code
@@ -182,7 +184,8 @@ def _by_back_end(args: argparse.Namespace, plan: Plan, launcher: str) -> Outcome
         raise LaunchError(
             f"--launcher {launcher}: {command.words[0]} is not installed; plain ssh needs nothing but ssh"
         )
-    logger.info("%s starts %d ranks on %d hosts", command.words[0], plan.world_size, len(plan.hosts))
+    ranks, hosts = plural(plan.world_size, "rank"), plural(len(plan.hosts), "host")
+    logger.info("%s starts %s on %s", command.words[0], ranks, hosts)
     return run_starter(command, plan)
 
 
@@ -190,7 +193,7 @@ def _port_for_all(args: argparse.Namespace, plan: Plan, launcher: str) -> int:
     """Where ranks meet that another launcher starts; jobs of Slurm may share a host, and each has a port of its own."""
     asked = None if getattr(args, "any_port", False) else plan.master_port
     job = os.environ.get("SLURM_JOB_ID", "") if launcher == "slurm" else ""
-    return asked or (port_of(int(job), 0) if job.isdecimal() else plan.master_port or LATE_PORT)
+    return asked or (port_of(int(job), 0) if whole_number(job) is not None else plan.master_port or LATE_PORT)
 
 
 def _shown(args: argparse.Namespace, plan: Plan, start: Callable[[Plan, Events], Outcome], *, here: bool) -> Outcome:
@@ -216,7 +219,7 @@ def _shown(args: argparse.Namespace, plan: Plan, start: Callable[[Plan, Events],
         if isinstance(events, Watch):
             events.finish()
     for line in last_words(console, outcome, plan.world_size):
-        print(line, file=sys.stderr)
+        say(line, to_stderr=True)
     return outcome
 
 

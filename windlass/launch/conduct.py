@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from windlass.launch.console import Console, write
+from windlass.launch.memory_kills import MemoryKills
 from windlass.launch.outcome import Failure, Outcome, outcome_of
 
 _SETTLE_S = 0.25  # after a first failure: who fails by itself in the same moment counts too
@@ -44,6 +45,7 @@ class Events:
         self.pids: dict[int, int] = {}
         self.statuses: dict[int, int] = {}
         self.memory: dict[int, int] = {}
+        self._kills = MemoryKills()
 
     def started(self, rank: int, pid: int) -> None:
         """A rank is a process now."""
@@ -61,7 +63,8 @@ class Events:
             self.console.finish(rank)
         if status:
             host = self._hosts[rank] if self._hosts else ""
-            self.failures.append(Failure(rank, status, time.time(), host))
+            memory = status == -signal.SIGKILL and not host and self._kills.more()
+            self.failures.append(Failure(rank, status, time.time(), host, memory=memory))
 
     def lost(self, host: str, first: int, ranks: int, why: str) -> None:
         """A host is gone with these ranks."""

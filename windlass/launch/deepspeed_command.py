@@ -10,6 +10,7 @@ from pathlib import Path
 from windlass.base.errors import WindlassError
 from windlass.base.log import logger
 from windlass.base.output import while_read
+from windlass.base.process import refuse_world_writable
 from windlass.launch.back_ends import is_installed
 from windlass.launch.command import perform
 from windlass.launch.flags import parse, take_flags
@@ -71,6 +72,7 @@ def run(args: Sequence[str] | None = None) -> None:
 @while_read()
 def main(argv: Sequence[str] | None = None) -> None:
     """Behave as the `deepspeed` command: like `run`, and what cannot be started is one message and exit code 1."""
+    refuse_world_writable()
     try:
         run(argv)
     except WindlassError as error:

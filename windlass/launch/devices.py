@@ -6,7 +6,12 @@ import glob
 import sys
 from collections.abc import Mapping, Sequence
 
+from windlass.base.limits import whole_number
+from windlass.base.text import one_line
 from windlass.launch.errors import LaunchError
+
+_MOST_NUMBERED = 65_536
+"""Cores or local ranks that a list may name."""
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 _OF_SLURM = ("GPU_DEVICE_ORDINAL", "SLURM_STEP_GPUS", "SLURM_JOB_GPUS")
@@ -86,7 +91,11 @@ def parse_numbers(text: str, source: str) -> list[int]:
     found: list[int] = []
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
-        if not first.isdecimal() or (dash and not last.isdecimal()) or (dash and int(last) < int(first)):
-            raise LaunchError(f"{source} is {text!r}, and {part!r} is neither a number nor a range; write 1,3-5,7")
-        found.extend(range(int(first), int(last or first) + 1))
+        begin, end = whole_number(first), whole_number(last or first)
+        if begin is None or end is None or begin < 0 or (dash and not last) or not begin <= end < _MOST_NUMBERED:
+            raise LaunchError(
+                f"{source} is {one_line(text, 200)!r}, and {one_line(part, 60)!r} is neither a number nor a range "
+                f"below {_MOST_NUMBERED:,}; write 1,3-5,7"
+            )
+        found.extend(range(begin, end + 1))
     return found

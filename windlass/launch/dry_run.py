@@ -7,6 +7,7 @@ import math
 import sys
 from typing import TYPE_CHECKING, Any
 
+from windlass.base.text import plural
 from windlass.launch.errors import LaunchError
 from windlass.launch.flags import AXES
 from windlass.launch.request import hosts_of
@@ -42,10 +43,12 @@ def show(args: argparse.Namespace, console: Console | None = None) -> int:
         ConfigError: sizes that don't multiply to the ranks, a configuration or a model's shape that can't be read.
         LaunchError: hosts that make no sense, or sizes said twice.
     """
-    from rich.console import Console
+    from windlass.base.screen import PrintableConsole
 
     wide = 120 if not sys.stdout.isatty() else None  # a pipe has no width, and would get 80
-    draw(_sketch_of(args), console or Console(width=wide, highlight=False, soft_wrap=True), args.shape or _SHAPE)
+    draw(
+        _sketch_of(args), console or PrintableConsole(width=wide, highlight=False, soft_wrap=True), args.shape or _SHAPE
+    )
     return 0
 
 
@@ -90,15 +93,15 @@ def _sketch_of(args: argparse.Namespace) -> Sketch:
 def draw(sketch: Sketch, console: Console, shape: str) -> None:
     """Write the drawing: nodes, axes, and what is wrong."""
     grid, work, model = sketch.grid, sketch.work, sketch.model
-    console.print(f"{grid.world} ranks on {len(sketch.hosts)} node{'s' * (len(sketch.hosts) > 1)}: {grid}\n")
+    console.print(f"{plural(grid.world, 'rank')} on {plural(len(sketch.hosts), 'node')}: {grid}\n")
     console.print(_nodes(sketch))
     rest = len(sketch.hosts) - MOST_NODES
     if rest > 0:
-        console.print(f"  and {rest} more node{'s' * (rest > 1)}, up to rank {grid.world - 1}\n")
+        console.print(f"  and {plural(rest, 'more node')}, up to rank {grid.world - 1}\n")
     console.print(_talks(sketch))
     console.print(
         f"Counted for a model of {model.parameters / 1e9:.3g}e9 parameters (--shape {shape}): a step of "
-        f"{work.micro_batches} micro-batch{'es' * (work.micro_batches > 1)} of {work.tokens:,} tokens (--tokens), ZeRO "
+        f"{plural(work.micro_batches, 'micro-batch', 'micro-batches')} of {work.tokens:,} tokens (--tokens), ZeRO "
         f"stage {work.stage};\nactivations of {work.activation_bytes} bytes an element, parameters of "
         f"{work.parameter_bytes}, gradients of {work.gradient_bytes}; of several stages the one that receives most.",
         style="dim",

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from windlass.base.log import logger
+from windlass.base.text import plural
 from windlass.launch.conduct import Events
 from windlass.launch.errors import LaunchError
 from windlass.launch.jobs import RESTARTS as RESTARTS
@@ -68,7 +69,9 @@ def again_and_again(plan: Plan, begin: Callable[[Plan], Outcome], min_nproc: int
         if left < min_nproc:
             logger.warning("%s; not started again: ranks left are %d, fewer than %d", told, left, min_nproc)
             return outcome
-        logger.warning("%s; started again on %d ranks (restart %d of %d)", told, left, restarts + 1, plan.max_restarts)
+        logger.warning(
+            "%s; started again on %s (restart %d of %d)", told, plural(left, "rank"), restarts + 1, plan.max_restarts
+        )
         plan = plan.on(hosts, restarts + 1)
     raise AssertionError("the last start returns")
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
+
+from windlass.base.limits import MOST_HOSTS, MOST_RANKS, MOST_RANKS_OF_A_HOST, real_number, whole_number
+from windlass.base.text import one_line
 
 LAUNCHERS = ("ssh", "pdsh", "openmpi", "mpich", "impi", "slurm", "mvapich")
 AXES = {
@@ -15,6 +18,8 @@ AXES = {
     "tp": "ranks over which matrices are cut",
 }
 """The flags that say sizes of axes, for a dry run."""
+_HUGE = 10**15
+_LONGEST_S = 10**8  # three years; time.sleep and select fail at more than about 10^9
 LEVELS = ("debug", "info", "warning", "error", "critical")
 
 _ABOUT = """Start SCRIPT on N ranks of this machine, or on those of several hosts over ssh.
@@ -74,6 +79,33 @@ def parse(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Nam
     return args
 
 
+def whole(least: int = -_HUGE, most: int = _HUGE) -> Callable[[str], int]:
+    """A parser of whole numbers within bounds, for argparse."""
+
+    def whole_number_of(text: str) -> int:
+        value = whole_number(text)
+        if value is None or not least <= value <= most:
+            bounds = f" from {least:,} to {most:,}" if most < _HUGE else ""
+            raise argparse.ArgumentTypeError(f"{one_line(text, 60)!r} is no whole number{bounds}")
+        return value
+
+    return whole_number_of
+
+
+def seconds(least: float) -> Callable[[str], float]:
+    """A parser of durations, for argparse."""
+
+    def seconds_of(text: str) -> float:
+        value = real_number(text)
+        if value is None or not least <= value <= _LONGEST_S:
+            raise argparse.ArgumentTypeError(
+                f"{one_line(text, 60)!r} is no number of seconds from {least:g} to {_LONGEST_S:,}"
+            )
+        return value
+
+    return seconds_of
+
+
 def add(group: Any, *names: str, **settings: Any) -> None:
     """Add a flag under each of its names, spelled with dashes and with underscores."""
     every = []
@@ -97,16 +129,38 @@ def _where(parser: argparse.ArgumentParser) -> None:
     text = "ranks on each host: a number, gpu, cpu (cores), auto (GPUs, else cores) [one for each GPU, else 1]"
     add(group, "-n", "--nproc", "--nproc_per_node", metavar="N", help=text)
     text = "devices on each host, the first N that it gives; as many CPU ranks where it has none"
-    add(group, "--num_gpus", "--num_accelerators", type=int, default=-1, metavar="N", help=text)
+    add(
+        group,
+        "--num_gpus",
+        "--num_accelerators",
+        type=whole(-1, MOST_RANKS_OF_A_HOST),
+        default=-1,
+        metavar="N",
+        help=text,
+    )
     text = "hosts: of the hostfile the first N, else as many as run this command; MIN:MAX needs a rendezvous"
     add(group, "--nnodes", metavar="N", help=text)
-    add(group, "--num_nodes", type=int, default=-1, metavar="N", help="hosts: the first N of the hostfile")
-    add(group, "--node_rank", type=int, default=-1, metavar="K", help="this host among --nnodes, or with --no_ssh")
+    add(
+        group,
+        "--num_nodes",
+        type=whole(-1, MOST_HOSTS),
+        default=-1,
+        metavar="N",
+        help="hosts: the first N of the hostfile",
+    )
+    add(
+        group,
+        "--node_rank",
+        type=whole(-1, MOST_HOSTS),
+        default=-1,
+        metavar="K",
+        help="this host among --nnodes, or with --no_ssh",
+    )
     add(group, "--master_addr", metavar="HOST", help="where ranks meet [the first host]")
     add(
         group,
         "--master_port",
-        type=int,
+        type=whole(),
         metavar="PORT",
         help="and at which port [a free one; 29500 where hosts start by themselves]",
     )
@@ -127,7 +181,7 @@ def _hosts(parser: argparse.ArgumentParser) -> None:
     add(
         group, "--launcher_args", default="", metavar="TEXT", help="more options of ssh, pdsh, mpirun or srun, one text"
     )
-    add(group, "--ssh_port", type=int, metavar="PORT", help="of ssh and pdsh")
+    add(group, "--ssh_port", type=whole(1, 65_535), metavar="PORT", help="of ssh and pdsh")
     add(group, "--venv_script", metavar="FILE", help="sourced on each host first; ssh and pdsh")
     add(group, "--no_ssh", action="store_true", help="this command runs on every host by itself, with --node_rank")
     add(group, "--no_ssh_check", action="store_true", help="no probe before: there is none here but the connection")
@@ -147,14 +201,14 @@ def _rendezvous(parser: argparse.ArgumentParser) -> None:
 def _ends(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("ends")
     text = "how often to start again after a failure, without the ranks that were lost [0]"
-    add(group, "--max-restarts", type=int, default=0, metavar="K", help=text)
-    add(group, "--min-nproc", type=int, default=1, metavar="N", help="with fewer ranks it is not started again [1]")
+    add(group, "--max-restarts", type=whole(), default=0, metavar="K", help=text)
+    add(group, "--min-nproc", type=whole(), default=1, metavar="N", help="with fewer ranks it is not started again [1]")
     text = "seconds to end in after Ctrl-C or another rank's failure, before ranks are killed [7]"
-    add(group, "--grace", "--shutdown_timeout", type=float, default=7.0, metavar="S", help=text)
+    add(group, "--grace", "--shutdown_timeout", type=seconds(0), default=7.0, metavar="S", help=text)
     text = "signals that are passed on [SIGTERM,SIGINT,SIGHUP,SIGQUIT]"
     add(group, "--signals_to_handle", metavar="NAME,...", help=text)
     text = "seconds between two looks at the ranks [0.1]"
-    add(group, "--monitor_interval", type=float, default=0.1, metavar="S", help=text)
+    add(group, "--monitor_interval", type=seconds(0.001), default=0.1, metavar="S", help=text)
     text = "write the pid of this process to /tmp/PID.deepspeed while it runs"
     add(group, "--save_pid", action="store_true", help=text)
 
@@ -196,11 +250,11 @@ def _dry_run(parser: argparse.ArgumentParser) -> None:
     add(group, "--dry-run", action="store_true", help="say that, and end; SCRIPT is not needed")
     add(group, "--config", metavar="FILE", help="with --dry-run: the configuration that says the axes")
     for axis, words in AXES.items():
-        add(group, f"--{axis}", type=int, metavar="N", help=f"or these sizes: {words} [1]")
+        add(group, f"--{axis}", type=whole(-1, MOST_RANKS), metavar="N", help=f"or these sizes: {words} [1]")
     text = "for such a model: 7b, 70b, 8x7b, a config.json of transformers, or hidden=4096,layers=32,... [7b]"
     add(group, "--shape", metavar="MODEL", help=text)
     text = "in a micro-batch of one rank that reads, samples times whole sequences [4096]"
-    add(group, "--tokens", type=int, metavar="N", help=text)
+    add(group, "--tokens", type=whole(), metavar="N", help=text)
 
 
 def _refused(parser: argparse.ArgumentParser) -> None:
@@ -215,7 +269,7 @@ def _refused(parser: argparse.ArgumentParser) -> None:
         add(group, name, metavar="TEXT", help="only with a rendezvous; there is --log-dir")
     text = "gone from DeepSpeed too; there is --max-restarts"
     add(group, "--elastic_training", action="store_true", help=text)
-    add(group, "--min_elastic_nodes", "--max_elastic_nodes", type=int, metavar="N", help=text)
+    add(group, "--min_elastic_nodes", "--max_elastic_nodes", type=whole(), metavar="N", help=text)
 
 
 def _wants_next(parser: argparse.ArgumentParser, word: str) -> bool:

@@ -9,13 +9,17 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from windlass.base.errors import WindlassError
+from windlass.base.json_text import parse_json
+from windlass.base.limits import MOST_RANKS_OF_A_HOST, read_at_most, whole_number
 from windlass.base.log import logger
+from windlass.base.text import one_line
 from windlass.launch.errors import LaunchError
 from windlass.launch.quoting import check_host
 
 DEFAULT_HOSTFILE = "/job/hostfile"
 """Where the `deepspeed` command looks for one."""
 
+_MOST_BYTES = 16 * 2**20
 _LINE = re.compile(r"^(\S+)\s+slots=(\d+)")
 
 
@@ -35,9 +39,14 @@ def fetch_hostfile(path: str | Path) -> dict[str, int] | None:
         logger.warning("no hostfile at %s: only this machine is used", path)
         return None
     try:
-        text = Path(path).read_text(encoding="utf-8-sig")  # editors of Windows put a mark before it
+        data = read_at_most(Path(path), _MOST_BYTES)
+        text = (data or b"").decode("utf-8-sig")  # editors of Windows put a mark before it
+    except OSError as error:
+        raise HostError(f"cannot read {path}: {error.strerror or error}; give a file that you may read") from None
     except UnicodeDecodeError as error:
         raise HostError(f"{path} is no text: {error}; write a line HOST slots=N for each host") from None
+    if data is None:
+        raise HostError(f"{path} has more than {_MOST_BYTES // 2**20} MiB; a hostfile has a line for each host")
     return parse_hostfile(text.splitlines(), source=str(path))
 
 
@@ -49,8 +58,13 @@ def parse_hostfile(lines: Iterable[str], source: str = "the hostfile") -> dict[s
             continue
         match = _LINE.match(line)
         if match is None:
-            raise HostError(f"{source}, line {number}: {line!r} is a bad entry; write HOST slots=N")
-        name, slots = match[1], int(match[2])
+            raise HostError(f"{source}, line {number}: {one_line(line, 200)!r} is a bad entry; write HOST slots=N")
+        name, slots = match[1], whole_number(match[2])
+        if slots is None or slots > MOST_RANKS_OF_A_HOST:
+            raise HostError(
+                f"{source}, line {number}: {name} has slots={one_line(match[2], 40)}; a host has at most "
+                f"{MOST_RANKS_OF_A_HOST:,}"
+            )
         try:
             check_host(name)
         except WindlassError as error:
@@ -129,10 +143,10 @@ def decode_world_info(text: str) -> dict[str, list[int | str]]:
         HostError: it is no such text.
     """
     try:
-        found = json.loads(base64.urlsafe_b64decode(text.encode()))
+        found = parse_json(base64.urlsafe_b64decode(text.encode()))
         return {str(name): list(slots) for name, slots in found.items()}
     except (ValueError, AttributeError, TypeError) as error:
-        raise HostError(f"{text!r} is no base64 of {{host: [slot, ...]}}: {error}") from None
+        raise HostError(f"{one_line(text, 200)!r} is no base64 of {{host: [slot, ...]}}: {error}") from None
 
 
 def _parse_filter(text: str, known: Container[str]) -> dict[str, list[int]]:
@@ -145,13 +159,22 @@ def _parse_filter(text: str, known: Container[str]) -> dict[str, list[int]]:
     for node in _nodes(text, known):
         name, colon, slots = node.rpartition(":") if ":" in node and node not in known else (node, "", "")
         try:
-            numbers = [int(slot) for slot in slots.split(",")] if colon else []
+            numbers = [_slot(slot) for slot in slots.split(",")] if colon else []
         except ValueError:
-            raise HostError(f"{node!r} in {text!r} is no NAME[:SLOT[,SLOT...]]; slots are numbers") from None
+            raise HostError(
+                f"{node!r} in {text!r} is no NAME[:SLOT[,SLOT...]]; slots are numbers below {MOST_RANKS_OF_A_HOST:,}"
+            ) from None
         if not name:
             raise HostError(f"{text!r} names no host before {node!r}; write NAME[:SLOT[,SLOT...]][@...]")
         found[name] = sorted({*found.get(name, []), *numbers})
     return found
+
+
+def _slot(text: str) -> int:
+    number = whole_number(text)
+    if number is None or not 0 <= number < MOST_RANKS_OF_A_HOST:
+        raise ValueError(text)
+    return number
 
 
 def _nodes(text: str, known: Container[str]) -> list[str]:

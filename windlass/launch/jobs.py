@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 
 from windlass.base.log import logger
+from windlass.comm.addresses import gloo_at_loopback
 from windlass.launch import cores as own_cores
 from windlass.launch.devices import VISIBLE, chosen, count_devices, devices_given
 from windlass.launch.place import Place
@@ -27,6 +28,8 @@ def jobs_of(plan: Plan, node: int, master: tuple[str, int]) -> list[Job]:
     """
     places = plan.places(node)
     shared = {**_inherited(), **plan.env, **_of_the_run(plan, master)}
+    if len(plan.hosts) == 1:
+        shared |= gloo_at_loopback(shared)
     devices = _devices(plan, node, shared)
     cores = own_cores.cores_to_share(plan.core_list) if plan.bind_cores else None
     if cores is None:
@@ -91,5 +94,6 @@ def _threads(nproc: int, given: Mapping[str, str]) -> dict[str, str]:
     if "OMP_NUM_THREADS" in given:
         return {}
     threads = threads_per_rank(nproc)
-    logger.info("OMP_NUM_THREADS=%d for each of %d ranks, their share of the cores (set it to choose)", threads, nproc)
+    whose = f"for each of {nproc} ranks, their" if nproc > 1 else "for the rank, its"
+    logger.info("OMP_NUM_THREADS=%d %s share of the cores (set it to choose)", threads, whose)
     return {"OMP_NUM_THREADS": str(threads)}

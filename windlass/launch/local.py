@@ -7,6 +7,7 @@ import selectors
 import socket
 import threading
 
+from windlass.comm.addresses import is_loopback
 from windlass.launch.conduct import Events, conduct, signals_taken
 from windlass.launch.errors import LaunchError
 from windlass.launch.jobs import jobs_of
@@ -55,7 +56,7 @@ def _meeting_point(plan: Plan, stack: contextlib.ExitStack) -> tuple[str, int]:
         return address, plan.master_port
     if not plan.keep_store:
         return address, check_port(plan.master_port) if plan.master_port is not None else free_port()
-    store = Store(plan.master_port or 0, everywhere=not alone or address != LOOPBACK)
+    store = Store(plan.master_port or 0, everywhere=not alone or not is_loopback(address))
     stack.callback(store.close)
     store.serve()
     return address, store.port

@@ -19,6 +19,7 @@ from typing import Any
 
 import windlass
 from windlass.base.errors import WindlassError
+from windlass.base.process import refuse_world_writable
 from windlass.launch.channel import SILENCE_S, Channel, Lines, text_of
 from windlass.launch.conduct import memory_of, signals_taken
 from windlass.launch.errors import LaunchError
@@ -178,6 +179,7 @@ def own_address() -> str:
 
 def main() -> None:
     """Serve the launcher at the other end, from a process whose parent ends what it leaves."""
+    refuse_world_writable()
     if sys.platform == "linux":
         go_on_as_child()
     channel = Channel(os.dup(1))

@@ -13,6 +13,7 @@ import threading
 from dataclasses import replace
 
 from windlass.base.errors import WindlassError
+from windlass.base.text import say
 from windlass.launch.conduct import Events
 from windlass.launch.console import Console, Route
 from windlass.launch.local import start_here
@@ -30,7 +31,7 @@ def main(node: int, plan: Plan) -> int:
     threading.Thread(target=_end_unread, name="windlass-reader", daemon=True).start()
     outcome = start_here(plan, Events(console, [host.name for host in plan.hosts for _ in host.slots]))
     for failure in outcome.failures:
-        print(f"windlass run: {failure}", file=sys.stderr)
+        say(f"windlass run: {failure}", to_stderr=True)
     return outcome.code
 
 

@@ -19,7 +19,7 @@ class Failure:
     """A rank that did not end with 0. `status` is negative for a signal, `time` in seconds of the epoch.
 
     `host` is named where there are several. A host that was lost with all its ranks is one failure: of its first rank,
-    with their number and the reason.
+    with their number and the reason. `memory`: the kernel killed a process for want of memory in the same run.
     """
 
     rank: int
@@ -28,6 +28,7 @@ class Failure:
     host: str = ""
     ranks: int = 1
     why: str = ""
+    memory: bool = False
 
     @property
     def code(self) -> int:
@@ -49,7 +50,17 @@ class Failure:
             return f"{who} was ended by its watchdog, whose report says why"
         if self.status >= 0:
             return f"{who} ended with exit code {self.status}"
-        return f"{who} was ended by {_signal_name(-self.status)}"
+        return f"{who} was ended by {_signal_name(-self.status)}{self._cause()}"
+
+    def _cause(self) -> str:
+        if self.status != -signal.SIGKILL:
+            return ""
+        if self.memory:
+            return (
+                ": the kernel killed a process for want of memory (the machine's, or up to the limit of its container "
+                "or cgroup); take a smaller micro-batch, activation checkpointing or offload, or raise the limit"
+            )
+        return " (by somebody, a scheduler, or the kernel for want of memory: `dmesg` tells)"
 
 
 @dataclass(frozen=True)

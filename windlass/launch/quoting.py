@@ -6,6 +6,7 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 
+from windlass.base.text import one_line
 from windlass.launch.errors import LaunchError
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -45,7 +46,8 @@ def check_host(name: str) -> str:
     """
     if not _HOST.fullmatch(name):
         raise LaunchError(
-            f"{name!r} is no name of a host; write letters, digits, '.', '-', '_' or an address, and no '-' first"
+            f"{one_line(name, 100)!r} is no name of a host; write letters, digits, '.', '-', '_' or an address, "
+            "and no '-' first"
         )
     return name
 

@@ -8,7 +8,9 @@ import re
 import signal
 from collections.abc import Mapping
 
+from windlass.base.limits import MOST_HOSTS, MOST_RANKS, MOST_RANKS_OF_A_HOST, whole_number
 from windlass.base.log import logger
+from windlass.base.text import one_line, plural
 from windlass.comm.slurm import allocated_hosts
 from windlass.launch.devices import VISIBLE, count_devices, devices_given, devices_of_slurm
 from windlass.launch.errors import LaunchError
@@ -101,12 +103,12 @@ def plan_of(args: argparse.Namespace, env: Mapping[str, str]) -> Plan:
         LaunchError: flags that contradict each other, a hostfile or filter that makes no sense, devices that are not
             given.
     """
-    if args.master_port is not None and not 0 <= args.master_port < 65536:
-        raise LaunchError(f"--master-port {args.master_port} is no port; give one from 1 to 65535, or none")
     if args.rdzv_endpoint:  # of the static kind, else it would have gone another way
         address, colon, port = args.rdzv_endpoint.rpartition(":")
         args.master_addr = args.master_addr or (address if colon else port)
-        args.master_port = args.master_port or (int(port) if colon and port.isdecimal() else None)
+        args.master_port = args.master_port or (whole_number(port) if colon else None)
+    if args.master_port is not None and not 0 <= args.master_port < 65536:
+        raise LaunchError(f"--master-port {args.master_port} is no port; give one from 1 to 65535, or none")
     hosts, use_devices = hosts_of(args)
     env = {**devices_of_slurm(os.environ), **env}
     names = tuple((args.signals_to_handle or ",".join(SIGNALS)).split(","))
@@ -137,8 +139,18 @@ def hosts_of(args: argparse.Namespace) -> tuple[tuple[Host, ...], bool]:
 
     Raises:
         LaunchError: flags that contradict each other, a hostfile or filter that makes no sense, devices that are not
-            given.
+            given, more ranks than any run has.
     """
+    hosts, use_devices = _hosts_of(args)
+    ranks = sum(len(host.slots) for host in hosts)
+    if ranks > MOST_RANKS:
+        raise LaunchError(
+            f"{plural(ranks, 'rank')} on {plural(len(hosts), 'host')}; at most {MOST_RANKS:,} are started"
+        )
+    return hosts, use_devices
+
+
+def _hosts_of(args: argparse.Namespace) -> tuple[tuple[Host, ...], bool]:
     pool = fetch_hostfile(args.hostfile) if args.hostfile else None
     filtered = bool(args.include or args.exclude)
     if filtered and (args.num_nodes >= 0 or args.num_gpus >= 0 or args.nproc or args.nnodes):
@@ -147,7 +159,7 @@ def hosts_of(args: argparse.Namespace) -> tuple[tuple[Host, ...], bool]:
         raise LaunchError("--num_gpus and --nproc together; give one of them")
     if args.num_nodes >= 0 and args.nnodes:
         raise LaunchError("--num_nodes and --nnodes together; give one of them")
-    nodes = _number(args.nnodes.partition(":")[0], "--nnodes") if args.nnodes else args.num_nodes
+    nodes = _number(args.nnodes.partition(":")[0], "--nnodes", MOST_HOSTS) if args.nnodes else args.num_nodes
     if pool is None and args.launcher == "slurm":
         pool = _allocated()
     if pool is not None:
@@ -174,7 +186,10 @@ def _of_pool(args: argparse.Namespace, pool: Mapping[str, int], nodes: int) -> t
     each = args.num_gpus
     if args.nproc:
         if not str(args.nproc).isdecimal():
-            raise LaunchError(f"--nproc {args.nproc} with a hostfile, whose slots say how many; give a number or none")
+            raise LaunchError(
+                f"--nproc {one_line(str(args.nproc), 60)} with a hostfile, whose slots say how many; give a number or "
+                "none"
+            )
         each = _number(args.nproc, "--nproc")
     if VISIBLE in os.environ:
         logger.warning(
@@ -198,7 +213,7 @@ def _slots_here(args: argparse.Namespace) -> tuple[tuple[int | str, ...], bool]:
         return tuple(range(_of_kind(str(args.nproc), len(given)))), False
     if args.include or args.exclude:
         return _filtered(args, given), True
-    local_size = os.environ.get("LOCAL_SIZE", "") if not given else ""
+    local_size = 1 if given else _local_size()
     if args.num_gpus > 0:
         if given and args.num_gpus > len(given):
             raise LaunchError(
@@ -208,7 +223,13 @@ def _slots_here(args: argparse.Namespace) -> tuple[tuple[int | str, ...], bool]:
         return tuple(range(args.num_gpus)), True
     if args.num_gpus == 0:
         raise LaunchError("--num_gpus 0 leaves no rank; leave it out, and set CUDA_VISIBLE_DEVICES= for CPU ranks")
-    return tuple(range(len(given) or int(local_size if local_size.isdecimal() else 1) or 1)), False
+    return tuple(range(len(given) or local_size)), False
+
+
+def _local_size() -> int:
+    """`LOCAL_SIZE`, DeepSpeed's number of ranks where there are no devices; 1 where it is no such number."""
+    number = whole_number(os.environ.get("LOCAL_SIZE", ""))
+    return number if number is not None and 1 <= number <= MOST_RANKS_OF_A_HOST else 1
 
 
 def _filtered(args: argparse.Namespace, given: list[str]) -> tuple[int | str, ...]:
@@ -218,8 +239,9 @@ def _filtered(args: argparse.Namespace, given: list[str]) -> tuple[int | str, ..
         )
     numbers = [int(name) for name in given]
     if not numbers:  # CPU ranks: slots only count
-        highest = max(map(int, re.findall(r"(?<=[:,])\d+", args.include)), default=0)
-        numbers = list(range(max(int(os.environ.get("LOCAL_SIZE") or 1), highest + 1)))
+        named = [whole_number(slot) for slot in re.findall(r"(?<=[:,])\d+", args.include)]
+        highest = max((slot for slot in named if slot is not None), default=0)
+        numbers = list(range(max(_local_size(), min(highest, MOST_RANKS_OF_A_HOST) + 1)))
     left = parse_resource_filter({"localhost": numbers}, args.include, args.exclude)
     if not left:
         raise LaunchError(f"--exclude {args.exclude} leaves no slot; nothing would run")
@@ -232,15 +254,17 @@ def _of_kind(kind: str, devices: int) -> int:
         raise LaunchError("--nproc gpu, and this machine gives no GPU; give a number")
     known = {"gpu": devices, "cpu": cores, "auto": devices or cores}
     if kind not in known:
-        raise LaunchError(f"--nproc {kind} is neither a number nor gpu, cpu or auto")
+        raise LaunchError(f"--nproc {one_line(kind, 60)} is neither a number nor gpu, cpu or auto")
     return known[kind]
 
 
-def _number(text: str, flag: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise LaunchError(
-            f"{flag} is {text}; at least one is needed"
-            if text.lstrip("-").isdecimal()
-            else f"{flag} {text} is no number"
-        )
-    return int(text)
+def _number(text: str, flag: str, most: int = MOST_RANKS_OF_A_HOST) -> int:
+    number = whole_number(text)
+    shown = one_line(text, 60)
+    if number is None and not text.lstrip("-").isdecimal():
+        raise LaunchError(f"{flag} {shown} is no number")
+    if number is None or number > most:
+        raise LaunchError(f"{flag} is {shown}; at most {most:,} are started")
+    if number < 1:
+        raise LaunchError(f"{flag} is {shown}; at least one is needed")
+    return number

@@ -6,6 +6,7 @@ import argparse
 import time
 from pathlib import Path
 
+from windlass.base.limits import whole_number
 from windlass.launch.console import Route
 from windlass.launch.devices import parse_numbers
 from windlass.launch.errors import LaunchError
@@ -54,7 +55,7 @@ def _streams(text: str | None, flag: str) -> dict[int, frozenset[str]]:
     found = {}
     for part in text.split(","):
         rank, colon, streams = part.rpartition(":")
-        if streams not in _STREAMS or (colon and not rank.isdecimal()) or (not colon and "," in text):
+        if streams not in _STREAMS or (colon and whole_number(rank) is None) or (not colon and "," in text):
             raise LaunchError(f"{flag} {text}: write 0, 1 (stdout), 2 (stderr), 3 (both), or LOCAL_RANK:THAT,...")
         found[int(rank) if colon else -1] = _STREAMS[streams]
     return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from windlass.base.limits import MOST_RANKS_OF_A_HOST
 from windlass.base.log import logger as logger
 from windlass.launch.conduct import Events
 from windlass.launch.errors import LaunchError as LaunchError
@@ -72,8 +73,8 @@ def plan_here(
     """The plan of `start`, checked."""
     if not entrypoint:
         raise LaunchError("nothing to run: name a script, or a module with --module")
-    if nproc < 1:
-        raise LaunchError(f"--nproc is {nproc}; at least one rank is needed")
+    if not 1 <= nproc <= MOST_RANKS_OF_A_HOST:
+        raise LaunchError(f"--nproc is {nproc}; give a number of ranks from 1 to {MOST_RANKS_OF_A_HOST:,}")
     if not module and not entrypoint[0].startswith("-") and not Path(entrypoint[0]).exists():
         raise LaunchError(f"no such script: {entrypoint[0]}; check the path, or give --module to name a module")
     check_main_thread()

@@ -1,4 +1,4 @@
-"""Writes a run's numbers to TensorBoard, CSV files and Weights & Biases, from rank 0."""
+"""Writes a run's numbers to TensorBoard, CSV files, Weights & Biases and Comet, from rank 0."""
 
 from __future__ import annotations
 
@@ -39,6 +39,27 @@ class _Wandb(Protocol):
     def project(self) -> str: ...
 
 
+class _Comet(Protocol):
+    @property
+    def enabled(self) -> bool: ...
+    @property
+    def samples_log_interval(self) -> int: ...
+    @property
+    def project(self) -> str | None: ...
+    @property
+    def workspace(self) -> str | None: ...
+    @property
+    def api_key(self) -> str | None: ...
+    @property
+    def experiment_name(self) -> str | None: ...
+    @property
+    def experiment_key(self) -> str | None: ...
+    @property
+    def online(self) -> bool | None: ...
+    @property
+    def mode(self) -> str | None: ...
+
+
 class Sections(Protocol):
     """The sections of the configuration that are read."""
 
@@ -48,6 +69,8 @@ class Sections(Protocol):
     def csv_monitor(self) -> _Files: ...
     @property
     def wandb(self) -> _Wandb: ...
+    @property
+    def comet(self) -> _Comet: ...
 
 
 class Writer(Protocol):
@@ -67,7 +90,7 @@ class Monitor:
     fails (disk full, network) is dropped with an error in the log and training goes on.
 
     Args:
-        config: with sections `tensorboard`, `csv_monitor`, `wandb`.
+        config: with sections `tensorboard`, `csv_monitor`, `wandb`, `comet`.
         rank: this process; by default torch.distributed's, else the environment's RANK, else 0.
 
     Raises:
@@ -82,6 +105,7 @@ class Monitor:
             ("tensorboard", config.tensorboard.enabled, lambda: TensorBoardWriter(_folder(config.tensorboard, "runs"))),
             ("csv_monitor", config.csv_monitor.enabled, lambda: CsvWriter(_folder(config.csv_monitor, "csv_monitor"))),
             ("wandb", config.wandb.enabled, lambda: WandbWriter(config.wandb)),
+            ("comet", config.comet.enabled, lambda: CometWriter(config.comet)),
         ]
         for name, enabled, make in made:
             if enabled:
@@ -157,7 +181,7 @@ class TensorBoardWriter:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
-            raise ConfigError(_missing("tensorboard", error)) from error
+            raise ConfigError(_missing("tensorboard", "tensorboard", "monitor", error)) from error
         make: Callable[..., Any] = SummaryWriter
         self._writer = make(log_dir=str(folder))
 
@@ -183,7 +207,7 @@ class WandbWriter:
         try:
             wandb = import_module("wandb")
         except ImportError as error:
-            raise ConfigError(_missing("wandb", error)) from error
+            raise ConfigError(_missing("wandb", "wandb", "monitor", error)) from error
         try:
             self._run = wandb.init(project=section.project, group=section.group, entity=section.team)
         except Exception as error:  # wandb has kinds of its own: no key, no network, no such team
@@ -205,6 +229,50 @@ class WandbWriter:
         self._run.finish()
 
 
+class CometWriter:
+    """An experiment of Comet. A quantity is logged when `samples_log_interval` samples have passed since the last time.
+
+    Raises:
+        ConfigError: the package comet_ml is not installed, or it cannot start (no key, no network).
+    """
+
+    def __init__(self, section: _Comet) -> None:
+        try:
+            comet = import_module("comet_ml")
+        except ImportError as error:
+            raise ConfigError(_missing("comet", "comet_ml", "comet", error)) from error
+        try:
+            self._experiment = comet.start(
+                api_key=section.api_key,
+                project=section.project,
+                workspace=section.workspace,
+                experiment_key=section.experiment_key,
+                mode=section.mode,
+                online=section.online,
+            )
+            if section.experiment_name is not None:
+                self._experiment.set_name(section.experiment_name)
+        except Exception as error:  # comet_ml has kinds of its own: no key, no network, no such experiment
+            raise ConfigError(
+                f"comet.enabled is true but comet_ml cannot start ({error}): set COMET_API_KEY, write comet.online "
+                "false, or set comet.enabled to false"
+            ) from error
+        self._interval = section.samples_log_interval
+        self._logged: dict[str, int] = {}
+
+    def write(self, events: list[Event]) -> None:
+        """Log what is due; the step of an event is its number of samples."""
+        for name, value, step in events:
+            last = self._logged.get(name)
+            if last is None or step - last >= self._interval:
+                self._logged[name] = step
+                self._experiment.log_metric(name, value, step=step)
+
+    def close(self) -> None:
+        """Upload what is left."""
+        self._experiment.end()
+
+
 def _made(name: str, make: Callable[[], Writer]) -> Writer:
     try:
         return make()
@@ -216,10 +284,10 @@ def _folder(section: _Files, default: str) -> Path:
     return Path(section.output_path or default).expanduser() / section.job_name
 
 
-def _missing(package: str, error: ImportError) -> str:
+def _missing(section: str, package: str, extra: str, error: ImportError) -> str:
     return (
-        f"{package}.enabled is true but the package {package} cannot be imported ({error}): "
-        f"pip install 'windlass[monitor]', or set {package}.enabled to false"
+        f"{section}.enabled is true but the package {package} cannot be imported ({error}): "
+        f"pip install 'windlass[{extra}]', or set {section}.enabled to false"
     )
 
 

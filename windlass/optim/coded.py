@@ -9,10 +9,12 @@ the new block's scale, a power of two as the old one: the same values, but for t
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 
+from windlass.base.errors import CheckpointError
 from windlass.kernels import reference
 from windlass.kernels.piece import BLOCK, scales_of
 
@@ -74,6 +76,20 @@ def recode(
         part = slice(first * BLOCK, min(last * BLOCK, stop - start))
         scales[first:last].copy_(one.values[there : there + last - first])
         into[part].copy_(codes[part])
+
+
+def require_covered(spans: Iterable[tuple[int, int]], start: int, stop: int, what: str) -> None:
+    """Check that spans, as a checkpoint says them, cover elements `[start, stop)` once. Raises CheckpointError where
+    they do not."""
+    position = start
+    for first, last in sorted(spans):
+        if last <= start or first >= stop:
+            continue
+        if max(first, start) != position:
+            break
+        position = min(last, stop)
+    if position != stop:
+        raise CheckpointError(f"the checkpoint has no scales for element {position} of {what}; load another one")
 
 
 def _decoded(codes: torch.Tensor, start: int, saved: list[Scales], signed: bool) -> torch.Tensor:

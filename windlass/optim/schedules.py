@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,6 +9,8 @@ import torch
 
 from windlass.base.errors import ConfigError
 from windlass.base.log import logger
+from windlass.base.text import nearest
+from windlass.config.scheduler import UNBUILT_TYPES, SchedulerConfig, parameter_problems, parameter_refusals
 from windlass.optim.lr_cycles import LRRangeTest, OneCycle
 from windlass.optim.lr_schedule import HasParamGroups, Schedule
 from windlass.optim.lr_warmups import WarmupCosineLR, WarmupDecayLR, WarmupLR
@@ -39,20 +39,11 @@ _TORCH: dict[str, type[Any]] = {
     for name, cls in vars(torch.optim.lr_scheduler).items()
     if isinstance(cls, type) and issubclass(cls, torch.optim.lr_scheduler.LRScheduler) and not name.startswith("_")
 }
-_NEEDS_CODE = "needs Python objects that a configuration cannot hold; pass a scheduler to initialize(lr_scheduler=...)"
-_REFUSED = {
-    "LRScheduler": "is the base class of torch's schedulers; name one of them",
-    "LambdaLR": _NEEDS_CODE,
-    "MultiplicativeLR": _NEEDS_CODE,
-    "SequentialLR": _NEEDS_CODE,
-    "ChainedScheduler": _NEEDS_CODE,
-    "ReduceLROnPlateau": "needs a metric at every step; call it yourself after each evaluation",
-}
 
 
 def names() -> list[str]:
     """Every name that `build` takes, DeepSpeed's first."""
-    return [*VALID_NAMES, *sorted(name for name in _TORCH if name not in _REFUSED and name not in VALID_NAMES)]
+    return [*VALID_NAMES, *sorted(name for name in _TORCH if name not in UNBUILT_TYPES and name not in VALID_NAMES)]
 
 
 def resolve_class(type: str) -> type[Any]:
@@ -64,34 +55,18 @@ def resolve_class(type: str) -> type[Any]:
     classes = {**_TORCH, **VALID_NAMES}
     name = {known.lower(): known for known in classes}.get(str(type).lower())
     if name is None:
-        near = difflib.get_close_matches(str(type), names(), n=1, cutoff=0.5)
-        hint = f"; did you mean {near[0]}?" if near else ""
+        near = nearest(str(type), names())
+        hint = f"; nearest is {near}" if near else ""
         raise ConfigError(f"scheduler.type {type!r} is unknown{hint}; known: {', '.join(names())}")
-    if name in _REFUSED:
-        raise ConfigError(f"scheduler.type {name!r} is refused: it {_REFUSED[name]}")
+    if name in UNBUILT_TYPES:
+        raise ConfigError(f"scheduler.type {name!r} is refused: {UNBUILT_TYPES[name]}")
     return classes[name]
 
 
 def problems(type: str, params: Mapping[str, Any] | None) -> list[str]:
     """What is wrong with `scheduler.type` and `scheduler.params`, one sentence each; needs no optimizer."""
-    try:
-        cls = resolve_class(type)
-    except ConfigError as error:
-        return [str(error)]
-    signature = dict(list(inspect.signature(cls.__init__).parameters.items())[2:])
-    required = [name for name, parameter in signature.items() if parameter.default is inspect.Parameter.empty]
-    given = params or {}
-    found = [f"scheduler.params.{name} is missing; {cls.__name__} needs it" for name in required if name not in given]
-    for name, value in given.items():
-        if name not in signature:
-            near = difflib.get_close_matches(name, signature, n=1, cutoff=0.5)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            found.append(
-                f"scheduler.params.{name} is no parameter of {cls.__name__}{hint}; it takes {', '.join(signature)}"
-            )
-        elif value == "auto":
-            found.append(f"scheduler.params.{name} is 'auto' and nothing filled it in; write a value")
-    return found
+    section = SchedulerConfig(type=str(type), params=dict(params or {}))
+    return [str(one) for one in (*parameter_problems(section), *parameter_refusals(section))]
 
 
 def build(type: str, params: Mapping[str, Any] | None, optimizer: HasParamGroups) -> Any:
@@ -107,12 +82,13 @@ def build(type: str, params: Mapping[str, Any] | None, optimizer: HasParamGroups
     wrong = problems(type, params)
     if wrong:
         raise ConfigError("\n".join(wrong))
-    cls, given = resolve_class(type), dict(params or {})
+    section = SchedulerConfig(type=type, params=dict(params or {}))
+    cls, given = resolve_class(section.type), section.params
     before = [float(group["lr"]) for group in optimizer.param_groups]
     make: Callable[..., Any] = cls
     try:
         schedule = make(optimizer, **given)
-    except (TypeError, ValueError) as error:
+    except Exception as error:  # a foreign constructor
         raise ConfigError(f"scheduler {type} with params {given} was refused by {cls.__name__}: {error}") from error
     if isinstance(schedule, WarmupLR) and schedule.max_lrs != before:
         logger.info(f"scheduler.params.warmup_max_lr {schedule.max_lrs} replaces the optimizer's lr {before}")

@@ -34,6 +34,15 @@ def put(local: torch.Tensor, whole: torch.Tensor, placement: Placement) -> None:
         whole[_whole(box)] = local[_local(box)]
 
 
+def collected(local: torch.Tensor, placement: Placement, axes: Mapping[str, Axis]) -> torch.Tensor:
+    """The whole of a tensor that is no part of a graph, on every rank along the axes that cut it, as traffic of a step.
+    Collective over them."""
+    whole = spread_out(local, placement)
+    for name in sorted(placement.cut):
+        axes[name].all_reduce(whole)
+    return whole
+
+
 def join(local: torch.Tensor, placement: Placement, axes: Mapping[str, Axis]) -> torch.Tensor:
     """The whole tensor, on every rank along the axes that cut it. Collective over them.
 

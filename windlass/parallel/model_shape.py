@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from windlass.base.errors import ConfigError
+from windlass.base.json_text import parse_json
+from windlass.base.limits import whole_number
 
 
 @dataclass(frozen=True)
@@ -119,8 +120,8 @@ def shape_of(text: str) -> ModelShape:
     path = Path(text)
     path = path / "config.json" if path.is_dir() else path
     try:
-        return from_transformers(json.loads(path.read_text("utf-8")))
-    except (OSError, ValueError) as error:
+        return from_transformers(parse_json(path.read_bytes()))
+    except (OSError, ValueError, TypeError, AttributeError, OverflowError) as error:
         names = ", ".join(PRESETS)
         raise ConfigError(
             f"{text} is no model's shape: write {names}, a config.json of transformers, or hidden=4096,layers=32,"
@@ -164,7 +165,7 @@ def _from_words(text: str) -> ModelShape:
     found: dict[str, Any] = {}
     for word in text.split(","):
         name, _, value = word.partition("=")
-        if name not in kinds or not value.isdecimal():
+        if name not in kinds or (whole_number(value) or -1) < 0 and value != "0":
             raise ConfigError(f"{word!r} in a model's shape is no NAME=NUMBER; names are {', '.join(kinds)}")
         found[name] = bool(int(value)) if isinstance(kinds[name].default, bool) else int(value)
     missing = [name for name in ("hidden", "layers", "heads", "vocabulary") if name not in found]

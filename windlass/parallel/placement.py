@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import product
 
 from torch import nn
@@ -67,7 +68,7 @@ class Placement:
             if ends != sorted(ends):
                 raise ValueError(f"ranges {ranges} do not ascend within a dimension of {size} elements")
 
-    @property
+    @cached_property
     def local_shape(self) -> tuple[int, ...]:
         """The shape of what lies here."""
         return tuple(sum(stop - start for start, stop in ranges) for ranges in self.ranges)
@@ -77,7 +78,7 @@ class Placement:
         """What decides who reduces it."""
         return Kind(self.cut, self.parts, self.stages, self.expert)
 
-    @property
+    @cached_property
     def whole(self) -> bool:
         """All of it lies here."""
         return self.local_shape == self.shape

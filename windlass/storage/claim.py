@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import os
 import platform
 import re
 import shutil
+import stat
 import tempfile
 from pathlib import Path
 
@@ -42,14 +42,33 @@ class Claim:
         except OSError as error:
             raise refusal(folder, error) from error
         self._lock = _lock(self.path)
+        self._released = False
 
     def release(self) -> None:
-        """Remove the directory, which its files have left by now."""
+        """Remove the directory, which its files have left by now. What somebody else put in its place stays; a device
+        that went away, and the directory with it, is no error. Releasing again does nothing."""
+        if self._released:
+            return
+        self._released = True
+        try:
+            if self._is_ours():
+                shutil.rmtree(self.path)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            number = error.errno or errno.EIO
+            logger.warning("%s stays behind: %s; %s", self.path, error_name(number), advice(number))
+        finally:
+            if self._lock is not None:
+                os.close(self._lock)
+                self._lock = None
+
+    def _is_ours(self) -> bool:
+        """Whether what has the directory's name is still that directory."""
+        found = os.stat(self.path, follow_symlinks=False)
         if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
-        with contextlib.suppress(FileNotFoundError):
-            shutil.rmtree(self.path)
+            return os.path.samestat(found, os.fstat(self._lock))
+        return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
 
 
 def refusal(path: Path, error: OSError) -> StorageError:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 from windlass.base.errors import StorageError
 from windlass.storage.failure import error_name
-from windlass.storage.python_engine import PythonEngine
+from windlass.storage.python_engine import PythonEngine, Span
 
 ENGINES = ("io_uring", "threads", "python")
 VARIABLE = "WINDLASS_DISK_ENGINE"
@@ -26,15 +26,18 @@ class Request(Protocol):
         ...
 
     def failure(self) -> tuple[int, int, int, int] | None:
-        """The first block that failed, if any: errno (ENODATA: short read), file, offset in it, bytes done."""
+        """The first block that failed, if any: errno, file, offset in it, bytes done.
+
+        ENODATA is a short read; EBADMSG: the page after those bytes is not what was written there.
+        """
         ...
 
 
 class Engine(Protocol):
     """Moves blocks between files and memory, many at once, in any order."""
 
-    def submit(self, write: bool, spans: Sequence[tuple[int, int, int, int]]) -> Request | None:
-        """Start (file, offset, address, bytes), all but the address in whole pages. None once closed."""
+    def submit(self, write: bool, spans: Sequence[Span]) -> Request | None:
+        """Start moving `spans`. None once closed."""
         ...
 
     def add_region(self, address: int, nbytes: int) -> int:

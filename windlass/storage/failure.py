@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Iterable
 
 _ADVICE = {
     errno.ENOSPC: "free space there, or name another directory (nvme_path)",
@@ -18,9 +19,14 @@ _ADVICE = {
     errno.EMFILE: "too many open files; raise the limit (ulimit -n)",
     errno.ENOMEM: "the system has no memory left for it; use smaller buffers (buffer_size, buffer_count)",
     errno.ENODATA: "something cut the file short; what it held is lost: resume from a checkpoint",
+    errno.EBADMSG: "the disk, its cable or its controller fails (see dmesg and smartctl), or something else wrote to "
+    "the file; what was there is lost: resume from a checkpoint",
     errno.ECANCELED: "the disk tier was closed first",
 }
-_LOST = "the device failed or went away (see dmesg); what it held is lost: resume from a checkpoint on another one"
+_LOST = (
+    "the device failed or went away (see dmesg); if it does not come back, what it held is lost: resume from a "
+    "checkpoint on another one"
+)
 _ADVICE.update(dict.fromkeys((errno.EIO, errno.ENODEV, errno.ENXIO, errno.EREMOTEIO, errno.ESTALE), _LOST))
 
 
@@ -28,12 +34,26 @@ def error_name(error: int) -> str:
     """As `ENOSPC: No space left on device`."""
     if error == errno.ENODATA:
         return "short read"
+    if error == errno.EBADMSG:
+        return "damaged, these are not the bytes that were written there (their checksum differs)"
     return f"{errno.errorcode.get(error, error)}: {os.strerror(error)}"
+
+
+def is_damage(error: int) -> bool:
+    """Whether an error of a read means that what was written is lost, whatever the device does next."""
+    return error in (errno.ENODATA, errno.EBADMSG)
 
 
 def advice(error: int) -> str:
     """What to do about an error number."""
     return _ADVICE.get(error, "see dmesg for what the system says about it")
+
+
+def listed(names: Iterable[str], most: int = 4) -> str:
+    """Names for a message, separated by commas; of many, the first and how many more there are."""
+    every = list(names)
+    more = len(every) - most
+    return ", ".join(every[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def in_words(nbytes: int) -> str:

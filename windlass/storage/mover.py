@@ -8,12 +8,14 @@ import threading
 
 import torch
 
-from windlass.base.errors import StorageError
+from windlass.base.errors import DamageError, StorageError
 from windlass.base.log import logger
 from windlass.base.pending import DONE, Pending
+from windlass.base.raw_memory import why_unusable
 from windlass.storage.engine import Engine
-from windlass.storage.failure import advice, error_name, in_words
+from windlass.storage.failure import advice, error_name, in_words, is_damage
 from windlass.storage.memory import aligned_buffer
+from windlass.storage.python_engine import Span
 from windlass.storage.rates import Rates
 from windlass.storage.space import PAGE, cut_at_pages, page_down, page_up
 from windlass.storage.stripes import Stripes
@@ -132,9 +134,14 @@ class Mover:
             edge.fill()
         return edge
 
-    def _spans(self, extent: Extent, first: int, last: int, address: int) -> list[tuple[int, int, int, int]]:
+    def _spans(self, extent: Extent, first: int, last: int, address: int) -> list[Span]:
+        """Whole pages `[first, last)` of an extent, as the engine moves them."""
         pieces = self._stripes.locate(extent.start + first, extent.start + last)
-        return [(piece.file, piece.offset, address + piece.start, piece.nbytes) for piece in pieces]
+        sums = extent.sums.data_ptr() + first // PAGE * extent.sums.itemsize
+        return [
+            (p.file, p.offset, address + p.start, p.nbytes, sums + p.start // PAGE * extent.sums.itemsize)
+            for p in pieces
+        ]
 
     def _settle(self, transfer: Transfer) -> None:
         """Note how a finished transfer went; once."""
@@ -163,18 +170,26 @@ class Mover:
     def _explain(self, transfer: Transfer, error: int, file: int, offset: int, done: int) -> StorageError:
         doing, names = "writing" if transfer.write else "reading", self._stripes.names
         where = names[file] if file < len(names) else "a closed tier"
-        return StorageError(
+        damaged = is_damage(error) and not transfer.write
+        return (DamageError if damaged else StorageError)(
             f"{doing} {in_words(transfer.last - transfer.first)} of {transfer.extent.what} failed at byte "
-            f"{offset + done} of the file on {where}: {error_name(error)}; {advice(error)}"
+            f"{offset + done} of the file on {where}{self._holding(transfer, file, offset + done) if damaged else ''}: "
+            f"{error_name(error)}; {advice(error)}"
         )
+
+    def _holding(self, transfer: Transfer, file: int, offset: int) -> str:
+        """What lies in a page of a file, as far as its extent can tell."""
+        extent = transfer.extent
+        first = page_down(self._stripes.position(file, offset) - extent.start)
+        last = min(first + PAGE, extent.nbytes)
+        names = extent.describe(first, last) if extent.describe is not None else ""
+        return f" (bytes {first} to {last} of it{', of ' if names else ''}{names})"
 
 
 def _bytes_of(tensor: torch.Tensor, extent: Extent) -> torch.Tensor:
     """`[bytes]` uint8 view of a tensor's memory."""
-    plain = tensor.layout == torch.strided and tensor.device.type == "cpu" and tensor.is_contiguous()
-    if not plain or tensor.is_conj() or tensor.is_neg():
+    if why := why_unusable(tensor):
         raise StorageError(
-            f"{extent.what} can't be moved from or to a {tensor.dtype} {tensor.layout} tensor on {tensor.device} "
-            f"of shape {list(tensor.shape)} and strides {list(tensor.stride())}; give a contiguous one on the CPU"
+            f"{extent.what} can't be moved from or to a {tensor.dtype} tensor of shape {list(tensor.shape)}: it {why}"
         )
     return tensor.detach().reshape(-1).view(torch.uint8)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from windlass.base.errors import StorageError
+from windlass.base.errors import DamageError, StorageError
 from windlass.base.log import logger
 from windlass.base.pending import Pending
 from windlass.storage.tier import DiskTier
@@ -26,7 +26,8 @@ class PatientTier(DiskTier):
 
     Attributes:
         failure: the first transfer that failed since `take_failure`.
-        torn: extents of which a part was not written, and why: what they should hold is lost.
+        torn: extents of which a part was not written, or was damaged on the disk, and why: what they should hold is
+            lost.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -67,6 +68,12 @@ class PatientTier(DiskTier):
         else:
             super().free(extent)
 
+    def discard(self, extent: Extent) -> None:
+        """As `DiskTier.discard`; what was torn is to be written anew."""
+        self.torn.pop(extent, None)
+        if extent not in self._nowhere:
+            super().discard(extent)
+
     def write(self, extent: Extent, offset: int, source: torch.Tensor) -> Pending:
         """As `DiskTier.write`."""
         self._check(extent)
@@ -83,6 +90,8 @@ class PatientTier(DiskTier):
 
         def failed(error: StorageError) -> None:
             into.detach().reshape(-1).view(torch.uint8).fill_(0xFF)  # NaN in every floating-point dtype
+            if isinstance(error, DamageError):  # another error may pass, and the bytes be there still
+                self.torn.setdefault(extent, error)
             self._note(error)
 
         return _Patient(lambda: super(PatientTier, self).read(extent, offset, into), failed)

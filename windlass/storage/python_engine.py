@@ -2,6 +2,7 @@
 
 What the native engines promise (windlass/kernels/native/disk_queue.hpp) holds here too: reads and writes take turns,
 the first failure of a request stops what is left of it, closing cancels what waits and awaits what is in flight.
+Checksums of pages are those of zlib: they never leave the process, so that both kinds of engine need not agree.
 """
 
 from __future__ import annotations
@@ -12,12 +13,17 @@ import mmap
 import os
 import threading
 import time
+import zlib
 from collections import deque
 from collections.abc import Sequence
 
 from windlass.storage.space import PAGE
 
-Span = tuple[int, int, int, int]  # file, offset, address, bytes
+Span = tuple[int, int, int, int, int]
+"""File, offset, address, bytes, and the address of one 32-bit checksum a page; all but addresses in whole pages.
+
+A write sets the checksums, a read compares them; at address 0 there are none.
+"""
 
 
 class PythonRequest:
@@ -110,7 +116,7 @@ class PythonEngine:
         with self._changed:
             self._stopped = True
             for waiting in self._waiting:
-                for request, (file, offset, _, _) in waiting:
+                for request, (file, offset, *_) in waiting:
                     self._finish(request, (errno.ECANCELED, file, offset, 0))
                 waiting.clear()
             self._changed.notify_all()
@@ -122,7 +128,7 @@ class PythonEngine:
         bounce: mmap.mmap | None = None
         while (job := self._next()) is not None:
             request, span = job
-            file, offset, address, nbytes = span
+            file, offset, address, nbytes, sums = span
             memory = memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
             aligned = address % self._alignment == 0
             if not aligned and bounce is None:
@@ -130,7 +136,12 @@ class PythonEngine:
             target = memory if aligned or bounce is None else memoryview(bounce)[:nbytes]
             if not aligned and request.write:
                 target[:] = memory
+            noted = (ctypes.c_uint32 * (nbytes // PAGE)).from_address(sums) if sums else None
+            if request.write and noted is not None:
+                noted[:] = [zlib.crc32(memory[at : at + PAGE]) for at in range(0, nbytes, PAGE)]
             error, done = self._move(request.write, file, offset, target)
+            if not request.write and noted is not None and not error:
+                error, done = _compare(target, noted)
             if not aligned and not request.write and not error:
                 memory[:] = target
             with self._changed:
@@ -170,3 +181,11 @@ class PythonEngine:
             self._busy[request.write].end()
             self._busy[2].end()
             self._changed.notify_all()
+
+
+def _compare(memory: memoryview, sums: ctypes.Array[ctypes.c_uint32]) -> tuple[int, int]:
+    """EBADMSG and the bytes before the first page that is not what was written, or 0 and all bytes."""
+    for page, at in enumerate(range(0, len(memory), PAGE)):
+        if zlib.crc32(memory[at : at + PAGE]) != sums[page]:
+            return errno.EBADMSG, at
+    return 0, len(memory)

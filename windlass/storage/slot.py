@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from enum import Enum
+from functools import partial
+from weakref import WeakMethod
 
 import torch
 
 from windlass.base.memory import copy_to_device, copy_to_host, host_empty, separate
 from windlass.base.pending import DONE, All, Pending, Then
+from windlass.storage.failure import listed
 from windlass.storage.staging import Staging
 from windlass.storage.tier import DiskTier
 from windlass.storage.transfer import Extent
@@ -53,6 +57,7 @@ class Slot:
         self.name, self.numel, self.dtype, self.home, self._device = name, numel, dtype, home, device
         self._pin, self._tier, self._staging = pin, tier, staging
         self.tensor: torch.Tensor | None = None
+        self._discarded = False
         self._ahead: tuple[torch.Tensor, Pending] | None = None
         self._kept: list[tuple[int, torch.Tensor, Pending]] = []
         if home is Home.NVME:
@@ -88,6 +93,20 @@ class Slot:
         assert self._staging is not None
         self._kept.append((start, staged, written))
         self._staging.watch(written)
+
+    def describe(self, names: Callable[[int, int], Iterable[str]]) -> None:
+        """Have messages about damage on disk name what `names(start, stop)`, a method, gives for elements `[start,
+        stop)`."""
+        if self.tensor is None:
+            self._extent.describe = partial(_described, WeakMethod(names), self.dtype.itemsize)
+
+    def discard(self) -> None:
+        """Forget what is on disk, damaged or not: `read` gives zeros until it is written anew."""
+        if self.tensor is None:
+            assert self._tier is not None
+            self.forget()
+            self._tier.discard(self._extent)
+            self._discarded = True
 
     def forget(self) -> None:
         """What was read ahead or kept is not what is on disk: drop it."""
@@ -151,6 +170,7 @@ class Slot:
             self.tensor.narrow(0, start, source.numel()).copy_(source)
             return DONE
         assert self._tier is not None
+        self._discarded = False
         stop = start + source.numel()
         if self._ahead is not None or any(s < stop and start < s + k.numel() for s, k, _ in self._kept):
             self.forget()
@@ -161,6 +181,8 @@ class Slot:
         if self.tensor is not None:
             return self.tensor
         into = host_empty(self.numel, self.dtype, pin=False)
+        if self._discarded:
+            return into.zero_()
         self.load(into).wait()
         return into
 
@@ -215,3 +237,9 @@ class Slot:
         written = self.store(staged, start)
         self._staging.give_back(staged, written)
         return written
+
+
+def _described(names: WeakMethod[Callable[[int, int], Iterable[str]]], size: int, first: int, last: int) -> str:
+    """Weakly, as the tier holds this to its end: it would keep the model alive that is to close it."""
+    found = names()
+    return "" if found is None else listed(found(first // size, -(-last // size)))

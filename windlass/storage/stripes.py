@@ -103,6 +103,11 @@ class Stripes:
             at = end
         return pieces
 
+    def position(self, file: int, offset: int) -> int:
+        """Which byte of the tier lies at `offset` of a file; the inverse of `locate`."""
+        turn, within = divmod(offset, self._block)
+        return (turn * len(self._files) + file) * self._block + within
+
     def resize(self, end: int, what: str) -> None:
         """Make the files hold `[0, end)` and no more, with all of it really taken on the disks.
 

@@ -20,6 +20,7 @@ from windlass.storage.memory import aligned_buffer
 from windlass.storage.mover import Mover
 from windlass.storage.rates import Rates
 from windlass.storage.space import PAGE, Space, page_up
+from windlass.storage.spans import Spans
 from windlass.storage.stripes import Stripes
 from windlass.storage.transfer import Extent
 
@@ -119,6 +120,15 @@ class DiskTier:
             self._space.give_back(extent.start, extent.size)
             self._stripes.resize(max(self._space.end, self._reserved), extent.what)
 
+    def discard(self, extent: Extent) -> None:
+        """Forget what an extent holds: all of it counts as never written. Nothing else of it changes."""
+        _await_guard(extent)
+        with self._lock:
+            self._mover.check(extent)
+            for transfer in list(extent.transfers):
+                transfer.finish()
+            extent.written = Spans()
+
     def write(self, extent: Extent, offset: int, source: torch.Tensor) -> Pending:
         """Start writing a tensor's bytes at `offset` bytes into the extent.
 
@@ -140,7 +150,8 @@ class DiskTier:
             into: contiguous, on the CPU, of any dtype; whole only once this is done.
 
         Raises:
-            StorageError: they reach beyond the extent, or were never written. Else as `write`.
+            StorageError: they reach beyond the extent, or were never written. Else as `write`; a `DamageError` where
+                the disk returned other bytes than were written.
         """
         return self._mover.start(False, extent, offset, into)
 

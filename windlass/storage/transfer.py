@@ -10,7 +10,7 @@ import torch
 
 from windlass.base.errors import StorageError
 from windlass.storage.engine import Request
-from windlass.storage.space import page_down, page_up
+from windlass.storage.space import PAGE, page_down, page_up
 from windlass.storage.spans import Spans
 
 
@@ -24,8 +24,16 @@ class Extent:
         start: where it begins among the tier's bytes; a whole page.
         size: what it takes of them: whole pages.
         written: which of its bytes have a value.
+        sums: a checksum of every page, as it was last written. See [Note: checksums of pages].
         transfers: what was started on it and not yet found to be finished.
         guard: called before anything of it is written over or freed; returns when that may be.
+        describe: names what lies in bytes `[first, last)` of it, for messages.
+
+    [Note: checksums of pages] A disk may return other bytes than were written: flipped bits, an old version of a block
+    whose write was lost, a block of another file. So the engine takes a checksum of every page that it writes, from the
+    memory that is to be written, and compares it with that of what it reads. All transfers are of whole pages, so that
+    no checksum is ever of a part of what was moved. They are in memory only, as the files are of use to this process
+    only, and take a thousandth of what is on disk.
     """
 
     what: str
@@ -35,6 +43,11 @@ class Extent:
     written: Spans = field(default_factory=Spans)
     transfers: list[Transfer] = field(default_factory=list)
     guard: Callable[[], None] | None = None
+    describe: Callable[[int, int], str] | None = None
+    sums: torch.Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.sums = torch.empty(self.size // PAGE, dtype=torch.int32)
 
 
 @dataclass(frozen=True, eq=False)

@@ -85,17 +85,16 @@ class Comparison:
                 "gradient", apart, tensor=name, what="gradient on its rank", rank=rank, hint=_multiple(have, want)
             )
 
-    def reduce(self, reduced: dict[str, torch.Tensor | None], records: list[Record]) -> None:
-        """The reduced gradients against the mean of what the ranks' autograd gave."""
-        ranks = len(records)
+    def reduce(self, reduced: dict[str, torch.Tensor | None], records: list[Record], factor: float) -> None:
+        """Compare the reduced gradients with the sum of what the ranks' autograd gave, times `factor`."""
         for name, have in reduced.items():
-            parts = [record.sums[name] / (record.scale * ranks) for record in records if name in record.sums]
+            parts = [record.sums[name] * (factor / record.scale) for record in records if name in record.sums]
             if have is None or not parts:
                 if (have is None) != (not parts):
                     self._one_sided("reduce", name, have)
                 continue
             want = torch.stack(parts).sum(0)
-            sizes = [record.size(name) / (record.scale * ranks) for record in records if name in record.sums]
+            sizes = [record.size(name) * (factor / record.scale) for record in records if name in record.sums]
             wire = torch.finfo(self._tolerance.wire)
             allowed = self._tolerance.reduce * torch.stack(sizes).sum(0) + wire.tiny * wire.eps / records[0].scale
             apart = difference(have, want, allowed, self._tolerance.accumulate)

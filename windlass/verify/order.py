@@ -22,6 +22,7 @@ class Order:
         batch: `ROWSxLENGTH` of generated tokens, or `package.module:function`.
         alone: let a second copy train on its own, and tell how far it drifts.
         seed: of initial weights and generated batches.
+        trust_remote_code: run Python files that come with the model.
     """
 
     folder: str
@@ -32,6 +33,7 @@ class Order:
     batch: str | None = None
     seed: int = 0
     alone: bool = False
+    trust_remote_code: bool = False
 
     @property
     def result(self) -> Path:

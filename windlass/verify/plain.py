@@ -38,14 +38,22 @@ class Plain:
         optimizer: of its parameters.
         compute: dtype that floating-point parameters are cast to; None: each keeps its own.
         device: where to compute.
+        masters: dtypes in which masters are kept, and in which the optimizer steps them; None: float32.
 
     Raises:
         ModelError: the model cannot be copied.
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, compute: torch.dtype | None, device: torch.device
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        compute: torch.dtype | None,
+        device: torch.device,
+        masters: tuple[torch.dtype, torch.dtype] | None = None,
     ) -> None:
+        self._kept: torch.dtype | None = masters[0] if masters is not None else None
+        self._stepped = masters[1] if masters is not None else torch.float32
         memo: dict[int, Any] = {}
         try:
             self.model: nn.Module = copy.deepcopy(model, memo)
@@ -121,6 +129,8 @@ class Plain:
         with torch.no_grad():
             for name, master in self.masters.items():
                 if self.parameters[name] is not master:
+                    if self._kept is not None:
+                        master.copy_(master.to(self._kept))
                     self.parameters[name].copy_(master)
 
     def add(self, gradients: dict[str, torch.Tensor]) -> None:
@@ -175,7 +185,7 @@ class Plain:
         narrow = parameter.is_floating_point() and parameter.dtype.itemsize < 4
         if not parameter.requires_grad or not narrow:
             return parameter
-        return nn.Parameter(wide.clone())
+        return nn.Parameter((wide if self._kept is None else wide.to(self._kept)).to(self._stepped, copy=True))
 
     def _point_optimizer(self) -> None:
         """Have the optimizer step masters where it was made for parameters."""

@@ -69,6 +69,7 @@ class Recorder:
         self._coming: list[tuple[Call, int, torch.Tensor]] = []  # gradients at exits of a backward, not yet known
         self._backward = -1
         self._reached = False  # the backward came to a parameter
+        self._partly = ""  # a parameter whose gradient the script dropped, while others have one
         self._watched: list[torch.Tensor] = []  # losses
         self._made: list[tuple[int, int]] = []  # numbers of the first and last graph node of each call
         self._names = {id(parameter): name for name, parameter in self._model.named_parameters()}
@@ -82,6 +83,13 @@ class Recorder:
     def take(self) -> Record:
         """What happened since the last step; a new record begins."""
         record, self.record = self.record, Record()
+        self._engine._sharded.gradients.on_drop = self._forget  # of another layout, after engine.refresh()
+        if self._partly:
+            record.problem = record.problem or (
+                f"the gradient of {self._partly!r} was dropped and others kept, or set to zero: a replay of backwards "
+                "has all of them; verify a script that drops whole backwards, or none"
+            )
+        self._partly = ""
         for call in self._calls:
             if call.gradients:
                 call.buffers = {**self._carried, **call.buffers}
@@ -99,7 +107,7 @@ class Recorder:
 
     def _wrap(self) -> None:
         engine: Any = self._engine
-        backward, scale, zero_grad = engine.backward, engine.scale, engine.zero_grad
+        backward, scale = engine.backward, engine.scale
 
         def watched_backward(loss: Any, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Any:
             self._weight = self._share if scale_wrt_gas else 1.0
@@ -113,11 +121,19 @@ class Recorder:
             self._watch(loss)
             return scale(loss)
 
-        def watched_zero_grad(set_to_none: bool = True) -> None:
-            self.take()
-            zero_grad(set_to_none)
+        engine.backward, engine.scale = watched_backward, watched_scale
+        engine._sharded.gradients.on_drop = self._forget
 
-        engine.backward, engine.scale, engine.zero_grad = watched_backward, watched_scale, watched_zero_grad
+    def _forget(self, name: str, zero: bool) -> None:
+        """The script drops the gradient of one parameter. Once all are dropped, the step begins anew."""
+        record = self.record
+        for of_name in (record.sums, record.sizes, record.outside):
+            of_name.pop(name, None)
+        if not record.sums:
+            for call in self._calls:  # some of them may still have their backward before them
+                call.gradients.clear()
+            record.losses.clear()
+        self._partly = name if record.sums or zero else ""
 
     def _watch(self, loss: Any) -> None:
         """Note what gradient a loss gets: it is the loss scale, and nothing else."""

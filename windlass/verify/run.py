@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from windlass.base.errors import WindlassError
+from windlass.base.text import plural
 from windlass.launch.run import start
 from windlass.verify.order import Order
 from windlass.verify.verdict import Verdict
@@ -31,10 +32,12 @@ def verify(order: Order, ranks: int) -> list[Verdict]:
         if outcome.interrupted_by is not None:
             raise RunFailed("interrupted before the verdict")
         if order.failure.exists():
-            raise RunFailed(f"the run on {ranks} ranks failed, so there is nothing to compare:\n{_read(order.failure)}")
+            raise RunFailed(
+                f"the run on {plural(ranks, 'rank')} failed, so there is nothing to compare:\n{_read(order.failure)}"
+            )
         if not order.result.exists():
             told = "; ".join(str(failure) for failure in outcome.failures) or "no rank says why"
-            raise RunFailed(f"the run on {ranks} ranks left no verdict: {told}; see the output above")
+            raise RunFailed(f"the run on {plural(ranks, 'rank')} left no verdict: {told}; see the output above")
         return [Verdict.read(one) for one in json.loads(_read(order.result))]
 
 

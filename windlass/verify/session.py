@@ -42,14 +42,16 @@ class Session(Watch):
         if optimizer is None:
             return
         mixed = config.fp16.enabled or config.bf16.enabled
-        compute = parse_dtype(config.dtype_table().parameter) if mixed else None
+        table = config.dtype_table()
+        compute = parse_dtype(table.parameter) if mixed else None
+        masters = (parse_dtype(table.master), parse_dtype(table.state)) if table.master != "fp32" else None
         sharded = [p for p in model.parameters() if born.find(p) is not None]
         whole: AbstractContextManager[Any] = GatheredParameters(sharded) if sharded else nullcontext()
         with whole:
             if dist.get_rank() == 0:
-                self._copy = Plain(model, optimizer, compute, local_device())
+                self._copy = Plain(model, optimizer, compute, local_device(), masters)
                 if self.order.alone:
-                    self._second = Plain(model, optimizer, compute, local_device())
+                    self._second = Plain(model, optimizer, compute, local_device(), masters)
 
     def after(self, engine: Engine) -> None:
         """Watch the engine from now on."""

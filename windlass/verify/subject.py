@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from windlass.base.errors import ConfigError, DataError, ModelError
+from windlass.base.remote_code import needs_remote_code, remote_code_refused
 from windlass.verify.order import Order
 
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
@@ -27,7 +28,7 @@ def train(order: Order) -> None:
     import windlass
 
     torch.manual_seed(order.seed)
-    model = build_model(order.model or "")
+    model = build_model(order.model or "", trust_remote_code=order.trust_remote_code)
     engine, optimizer, _, _ = windlass.initialize(model=model, config=order.config)
     if optimizer is None:
         raise ConfigError(f"{order.config} names no optimizer, and --model brings none; add a section optimizer")
@@ -39,18 +40,21 @@ def train(order: Order) -> None:
             engine.step()
 
 
-def build_model(name: str) -> nn.Module:
-    """The model that `name` stands for.
+def build_model(name: str, *, trust_remote_code: bool = False) -> nn.Module:
+    """Build the model that `name` stands for.
+
+    Args:
+        trust_remote_code: run Python files that come with a Hugging Face model.
 
     Raises:
-        ModelError: there is none.
+        ModelError: there is none, or it needs its own code.
     """
     if _FUNCTION.fullmatch(name):
         model = _function(name, "--model")()
         if not isinstance(model, nn.Module):
             raise ModelError(f"--model {name} returned a {type(model).__name__}, not a torch.nn.Module")
         return model
-    return _from_transformers(name)
+    return _from_transformers(name, trust_remote_code)
 
 
 def build_batches(order: Order, model: nn.Module, rows: int) -> Batches:
@@ -115,7 +119,7 @@ def _function(name: str, option: str) -> Callable[..., Any]:
     return call
 
 
-def _from_transformers(name: str) -> nn.Module:
+def _from_transformers(name: str, trust_remote_code: bool) -> nn.Module:
     try:
         import transformers
     except ImportError as error:
@@ -131,13 +135,20 @@ def _from_transformers(name: str) -> nn.Module:
             "one, or hub:NAME"
         )
     weights = name.startswith("hub:") or (path.is_dir() and next(path.glob("*.safetensors"), None) is not None)
-    source = name.removeprefix("hub:") if name.startswith("hub:") else str(file)
-    config = transformers.AutoConfig.from_pretrained(source)
-    kind = transformers.AutoModelForSeq2SeqLM if config.is_encoder_decoder else transformers.AutoModelForCausalLM
-    if weights:
-        model = kind.from_pretrained(name.removeprefix("hub:"), use_safetensors=True)
-    else:
-        model = kind.from_config(config)
+    # By its folder: that is where transformers looks for code.
+    local = file.parent if file.name == "config.json" else file
+    source = name.removeprefix("hub:") if name.startswith("hub:") else str(local)
+    try:
+        config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+        kind = transformers.AutoModelForSeq2SeqLM if config.is_encoder_decoder else transformers.AutoModelForCausalLM
+        if weights:
+            model = kind.from_pretrained(source, use_safetensors=True, trust_remote_code=trust_remote_code)
+        else:
+            model = kind.from_config(config, trust_remote_code=trust_remote_code)
+    except ValueError as error:
+        if needs_remote_code(error):
+            raise ModelError(remote_code_refused(name)) from error
+        raise
     model.config.use_cache = False  # keys and values of past tokens are of no use in training
     model.train()
     assert isinstance(model, nn.Module)

@@ -25,6 +25,7 @@ class Tolerance:
         wire: dtype in which they travel.
         longest: summands of the longest sum that the model or its backward takes, as far as shapes tell.
         parts: micro-batches of a step over all ranks.
+        master: dtype of master weights.
         coded: optimizer states are kept in 8 bits, whose scales depend on where a tensor is cut.
     """
 
@@ -34,6 +35,7 @@ class Tolerance:
     longest: int
     parts: int
     coded: bool = False
+    master: torch.dtype = torch.float32
 
     @property
     def forward(self) -> float:
@@ -53,10 +55,12 @@ class Tolerance:
 
     def update(self, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
         """Of each new weight: of the weight itself, and of the largest change in its tensor."""
-        eps = max(_eps(old.dtype), _eps(torch.float32) if old.dtype != torch.float64 else 0.0)
+        wide = old.dtype == torch.float64
+        eps = max(_eps(old.dtype), 0.0 if wide else _eps(torch.float32))
+        kept = max(eps, 0.0 if wide else _eps(self.master))
         change = (new.double() - old.double()).abs()
         largest = float(change.max()) if change.numel() else 0.0
-        return _OF_WEIGHT * eps * new.double().abs() + self._rule(eps) * largest
+        return _OF_WEIGHT * kept * new.double().abs() + self._rule(eps) * largest
 
     def _rule(self, eps: float) -> float:
         return 2.0**-2 if self.coded else _OF_UPDATE * eps

@@ -81,7 +81,7 @@ class Watched:
         step, load = engine.step, engine.load_checkpoint
 
         def watched_step(lr_kwargs: dict[str, Any] | None = None) -> None:
-            if not engine.is_gradient_accumulation_boundary():
+            if not engine.progress.ends_at_step():
                 step(lr_kwargs)
                 return
             if engine._sharded is not self._sharded:
@@ -247,7 +247,8 @@ class Watched:
             comparison.overflow(records)
         else:
             norm, clip = self._clip
-            comparison.reduce(self._reduced, records)
+            settings = self._sharded.settings
+            comparison.reduce(self._reduced, records, settings.before * settings.after)
             comparison.clip(self._reduced, norm, clip, self._config.gradient_clipping)
             given = {name: g.double() * clip for name, g in self._reduced.items() if g is not None}
             plain.step(given, self._options)
@@ -273,6 +274,7 @@ class Watched:
             longest=max([1, *sides, *(call.rows for call in own.calls)]),
             parts=dist.get_world_size() * max(1, len(own.calls)),
             coded=isinstance(optimizer, CPUOptimizer) and _is_coded(optimizer),
+            master=settings.master or torch.float32,
         )
 
 

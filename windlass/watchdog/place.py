@@ -200,6 +200,9 @@ def _call(code: CodeType) -> str:
 
 
 def _names(mark: During | None) -> tuple[str, ...]:
+    """The parameters of the innermost mark that names some: a wait for the agreed order serves the gather around it."""
+    while mark is not None and not mark.names:
+        mark = mark.around
     return tuple(mark.names) if mark is not None else ()
 
 

@@ -31,6 +31,7 @@ class Record:
         end: whether it is through.
         error: the traceback of what ended it.
         gone: ranks of this host whose processes are not there any more.
+        left: what raised in a call that it makes with others, and was caught.
     """
 
     rank: int
@@ -43,6 +44,7 @@ class Record:
     end: End = End.NO
     error: str = ""
     gone: tuple[int, ...] = field(default=())
+    left: str = ""
 
     def to_text(self) -> str:
         """As JSON, for the board."""

@@ -90,7 +90,11 @@ def _differ(sights: list[Sight]) -> Verdict | None:
     if len(groups) < 2:
         return None
     told = "; ".join(f"{ranks(who)} in {what}{f' of {name}' if name else ''}" for (what, name), who in groups.items())
-    return Verdict(f"ranks are in different collectives and will never meet: {told}", True)
+    left = "; ".join(
+        f"rank {one.rank} has left theirs: {one.record.left}" for one in sights if one.record and one.record.left
+    )
+    cause = f". {left}. Its script caught that; without it this run would have ended at once" if left else ""
+    return Verdict(f"ranks are in different collectives and will never meet: {told}{cause}", True)
 
 
 def _long(sights: list[Sight], limits: Limits) -> Verdict | None:

@@ -258,6 +258,7 @@ class Watch:
             idle_s=now - (self._since if self._through is not None else self._busy_since),
             end=end,
             error=error,
+            left=activity.left,
             gone=self._lookout.gone_here(self._near),
         )
 

@@ -36,6 +36,14 @@ class Keeper(Protocol):
         ...
 
 
+# The attributes themselves: see [Note: gradients that a script sees] for what reading `.grad` and `.data` may do.
+_grad: Any = torch.Tensor.grad
+_data: Any = torch.Tensor.data
+raw_grad: Callable[[torch.Tensor], torch.Tensor | None] = _grad.__get__
+put_grad: Callable[[torch.Tensor, torch.Tensor | None], None] = _grad.__set__
+raw_data: Callable[[torch.Tensor], torch.Tensor] = _data.__get__
+put_data: Callable[[torch.Tensor, torch.Tensor], None] = _data.__set__
+
 _NEW_PARAMETER = nn.Parameter.__new__.__code__
 _STATE_DICT = nn.Module._save_to_state_dict.__code__
 _released: dict[int, tuple[ReferenceType[Keeper], type[nn.Parameter]]] = {}  # by id, as long as it is released
@@ -51,6 +59,37 @@ HARMLESS = frozenset(
     _backward_hooks _post_accumulate_grad_hooks is_contiguous __len__ is_inference type is_shared retains_grad output_nr
     _is_view is_conj is_neg get_device is_signed _has_symbolic_sizes_strides is_tensor _has_compatible_shallow_copy_type
     backward
+    """.split()  # noqa: SIM905
+)
+
+
+def is_harmless(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Tell whether a call asks something of a tensor without reading its values; `type(dtype)` is a cast."""
+    return name in HARMLESS and not (name == "type" and len(args) + len(kwargs) > 1)
+
+
+_CAST_TO = {"float": torch.float32, "double": torch.float64, "half": torch.float16, "bfloat16": torch.bfloat16}
+
+# calls that make another tensor of the same shape or dtype
+_LIKE = frozenset(
+    (
+        "new_empty",
+        "new_zeros",
+        "new_ones",
+        "new_full",
+        "empty_like",
+        "zeros_like",
+        "ones_like",
+        "full_like",
+        "new_tensor",
+    )
+)
+
+# in-place calls that overwrite every element and read none
+_OVERWRITES = frozenset(
+    """
+    normal_ uniform_ fill_ zero_ copy_ random_ bernoulli_ exponential_ cauchy_ log_normal_ geometric_ constant_ ones_
+    zeros_ eye_ dirac_ trunc_normal_ xavier_uniform_ xavier_normal_ kaiming_uniform_ kaiming_normal_ sparse_
     """.split()  # noqa: SIM905
 )
 
@@ -77,11 +116,14 @@ class Released(nn.Parameter):
             return args[0]
         if name == "detach" and sys._getframe(1).f_code is _STATE_DICT and lends_name(args[0]):
             return Stub.of(args[0])
-        if name not in HARMLESS:
+        if not is_harmless(name, args, kwargs or {}):
             found = _tensors_in((args, kwargs))
             for parameter in found:
-                if isinstance(parameter, Released):
-                    _bring(parameter, name, found)
+                if isinstance(parameter, Released) and not _is_brought(parameter, found):
+                    dtype = _cast_to(name, args, kwargs or {})
+                    if dtype not in (None, parameter.dtype) and parameter is args[0]:
+                        return ReleasedCopy.of(parameter, dtype)
+                    raise _error(parameter, name)
         with torch._C.DisableTorchFunctionSubclass():
             result = function(*args, **(kwargs or {}))
         if name == "detach" and sys._getframe(1).f_code is _NEW_PARAMETER:
@@ -93,7 +135,8 @@ class Released(nn.Parameter):
         return f"Released parameter of shape {tuple(self.shape)}, {self.dtype}: its values are spread over ranks"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        _bring(self, "deepcopy", [self])
+        if not _is_brought(self, [self]):
+            raise _error(self, "deepcopy")
         copied: nn.Parameter = copy.deepcopy(self, memo)
         return copied
 
@@ -102,15 +145,82 @@ class Released(nn.Parameter):
 
 
 def _stays(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call only moves a released parameter, as `module.cpu()` and `module.to(device)` do with each, or puts
-    it where it is: its pieces rest where the configuration says."""
+    """Tell whether a call only moves a released parameter, as `module.cpu()` and `module.to(device)` do with each,
+    casts it to the dtype that it has, or puts it where it is: its pieces rest where the configuration says."""
     if name == "set data":
         return args[1] is args[0]
-    if name not in ("cpu", "cuda", "to"):
+    if name in _CAST_TO:
+        return bool(_CAST_TO[name] == args[0].dtype)
+    if name not in ("cpu", "cuda", "to", "type"):
         return False
+    if name == "type" and not all(isinstance(value, torch.dtype) for value in (*args[1:], *kwargs.values())):
+        return False  # torch's old names of types, which name a device too
     copies = kwargs.get("copy", False) or sum(isinstance(value, bool) for value in args[1:]) > 1
     asked = [value for value in (*args[1:], *kwargs.values()) if isinstance(value, (torch.dtype, torch.Tensor))]
     return not copies and all(getattr(value, "dtype", value) == args[0].dtype for value in asked)
+
+
+def _cast_to(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:
+    """The dtype to which a call casts its first argument; None where it is no cast."""
+    if name not in ("to", "type"):
+        return _CAST_TO.get(name)
+    asked = (value for value in (*args[1:], *kwargs.values()) if isinstance(value, (torch.dtype, torch.Tensor)))
+    return next((value if isinstance(value, torch.dtype) else value.dtype for value in asked), None)
+
+
+class ReleasedCopy(torch.Tensor):
+    """Copy of a released parameter in another dtype, made where the values cannot be gathered.
+
+    Initialisers overwrite such a copy without reading it (`init.normal_(weight.float())` in transformers 5.8, whose
+    result is dropped): it then becomes an ordinary tensor. Any other use raises as the parameter does.
+    """
+
+    _parameter: nn.Parameter
+
+    @classmethod
+    def of(cls, parameter: nn.Parameter, dtype: torch.dtype) -> ReleasedCopy:
+        """The copy of a released parameter."""
+        with torch._C.DisableTorchFunctionSubclass():
+            nan = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
+            value = torch.full((), nan, dtype=dtype, device=parameter.device).expand(parameter.shape)
+            copied = torch.Tensor._make_subclass(cls, value, False)
+        copied._parameter = parameter
+        return copied
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name, given = name_of_call(function), kwargs or {}
+        if is_harmless(name, args, given):
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(*args, **given)
+        if name in _LIKE:
+            like = torch.empty((), dtype=args[0].dtype, device=args[0].device).expand(args[0].shape)
+            return function(like, *args[1:], **given)
+        # Some callers of torch.nn.init pass the tensor by name.
+        written = (args[0] if args else given.get("tensor")) if name in _OVERWRITES else None
+        for copied in _tensors_in((args, given)):
+            if isinstance(copied, ReleasedCopy) and copied is not written:
+                raise _error(copied._parameter, name)
+        if isinstance(written, ReleasedCopy):
+            written._become_ordinary()
+        return function(*args, **given)
+
+    def _become_ordinary(self) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            self.data = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        del self._parameter
+        self.__class__ = torch.Tensor  # type: ignore[assignment]
+
+    def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
+        return f"Copy of a released parameter, of shape {tuple(self.shape)}, {self.dtype}: its values are not here"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise _error(self._parameter, "pickle")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise _error(self._parameter, "deepcopy")
 
 
 def _nobody(parameter: nn.Parameter) -> bool:
@@ -131,11 +241,16 @@ class Stub(torch.Tensor):
 
     _parameter: nn.Parameter
 
+    @property
+    def parameter(self) -> nn.Parameter:
+        """The parameter for which it stands."""
+        return self._parameter
+
     @classmethod
     def of(cls, parameter: Released) -> Stub:
         """The stub of a released parameter."""
         with torch._C.DisableTorchFunctionSubclass():
-            stub = torch.Tensor._make_subclass(cls, parameter.data, False)
+            stub = torch.Tensor._make_subclass(cls, raw_data(parameter), False)
         stub._parameter = parameter
         return stub
 
@@ -144,7 +259,7 @@ class Stub(torch.Tensor):
         cls, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name, given = name_of_call(function), kwargs or {}
-        if name in HARMLESS:
+        if is_harmless(name, args, given):
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **given)
         args, given = tree_map_only(Stub, lambda stub: stub._whole(name), (args, given))
@@ -173,12 +288,17 @@ def mark_released(parameter: nn.Parameter, keeper: Keeper) -> None:
     if isinstance(parameter, Released):
         return
     _released[id(parameter)] = ref(keeper), type(parameter)
+    put_data(parameter, nan_like(parameter))
+    parameter.__class__ = Released
+
+
+def nan_like(parameter: torch.Tensor) -> torch.Tensor:
+    """A tensor of a parameter's shape, dtype and device without memory of its own: every element is one NaN."""
     key = (parameter.dtype, parameter.device)
     if key not in _nan:
         empty = float("nan") if parameter.is_floating_point() else 0
         _nan[key] = torch.full((), empty, dtype=parameter.dtype, device=parameter.device)
-    parameter.data = _nan[key].expand(parameter.shape)
-    parameter.__class__ = Released
+    return _nan[key].expand(parameter.shape)
 
 
 def mark_present(parameter: nn.Parameter) -> None:
@@ -210,12 +330,10 @@ def _tensors_in(value: Any) -> list[torch.Tensor]:
     return found
 
 
-def _bring(parameter: nn.Parameter, what: str, together: Sequence[torch.Tensor]) -> None:
-    if not isinstance(parameter, Released):
-        return  # came with another parameter of its unit
+def _is_brought(parameter: Released, together: Sequence[torch.Tensor]) -> bool:
+    """Have the keeper make the parameter present, where that is possible."""
     keeper = keeper_of(parameter)
-    if keeper is None or not keeper.bring(parameter, together):
-        raise _error(parameter, what)
+    return keeper is not None and keeper.bring(parameter, together)
 
 
 def _error(parameter: nn.Parameter, what: str) -> ReleasedParameterError:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from windlass.base.errors import ModelError
+from windlass.base.log import logger
+from windlass.base.text import plural
 from windlass.comm.mesh import Mesh
 from windlass.comm.traffic import Traffic
 from windlass.comm.transport import cut
@@ -16,6 +19,8 @@ from windlass.zero.gradients import Gradients
 from windlass.zero.norm import Places, Verdict, agree
 from windlass.zero.policy import Policy
 from windlass.zero.unit import Unit
+
+T = TypeVar("T")
 
 
 class Agreement:
@@ -47,6 +52,7 @@ class Agreement:
         self._places = Places(mesh, device)
         self._copies = any(mesh.world_of(any(unit.sums for unit in units)))  # on any rank: all agree twice then
         self._summed = False  # gradients are the sum over replicas already
+        self._told_uneven = False
 
     def reach(self, flags: list[float]) -> Verdict:
         """Reduce what is left, add up replicas, and agree. Collective over all ranks.
@@ -75,7 +81,53 @@ class Agreement:
         if again:
             verdict = self._ask(flags)
             verdict.flags.pop()
+        if verdict.uneven and not self._told_uneven:
+            self._told_uneven = True
+            self._tell_uneven()
         return verdict
+
+    def refuse_diverged(self) -> None:
+        """Collective over the data ranks, where all know that they diverged.
+
+        Raises:
+            ModelError: ranks dropped gradients that others kept.
+        """
+        ranks, drops = self._mesh.dense.data.ranks, self._of_data_ranks(self._gradients.drops)
+        said = "; ".join(
+            f"rank {rank} dropped {f'{len(mine)} gradients, {mine[0]!r} first' if mine else 'none'}"
+            for rank, mine in zip(ranks, drops, strict=True)
+        )
+        raise ModelError(
+            f"ranks dropped gradients that were reduced already, and not the same at the same place: {said}. Each rank "
+            "has a shard of every gradient, so zero_grad() or parameter.grad = None has to be called by all ranks, "
+            "after the same backwards. This step was not made and all its gradients are dropped"
+        )
+
+    def first_name(self, mine: str) -> str:
+        """The name that the first rank has that has one. Collective over all ranks."""
+        found = [mine] * self._mesh.world.size
+        if len(found) > 1:
+            dist.all_gather_object(found, mine, group=self._mesh.world.process_group)
+        return next((name for name in found if name), "")
+
+    def _tell_uneven(self) -> None:
+        ranks, made = self._mesh.dense.data.ranks, self._of_data_ranks(self._gradients.backwards)
+        if self._mesh.dense.data.index == 0:
+            counts = ", ".join(f"rank {rank}: {count}" for rank, count in zip(ranks, made, strict=True))
+            logger.warning(
+                "ranks made different numbers of backwards in this step (%s): the gradient is the mean over ranks of "
+                "each rank's sum, as with DistributedDataParallel's no_sync around all backwards but the last. This is "
+                "not said again",
+                counts,
+            )
+
+    def _of_data_ranks(self, mine: T) -> list[T]:
+        """What each data rank has. Collective over them."""
+        data = self._mesh.dense.data
+        found = [mine] * data.size
+        if data.size > 1:
+            dist.all_gather_object(found, mine, group=data.process_group)
+        return found
 
     def forget(self) -> None:
         """The gradients that were agreed on are gone."""
@@ -132,8 +184,8 @@ class Agreement:
             unused = list(dict.fromkeys(name for names in told for name in names))
         if unused:
             raise ModelError(
-                f"{len(unused)} parameters had no gradient on any rank in this step, {unused[0]!r} first; freeze them, "
-                "use them in the loss, or set zero_optimization.ignore_unused_parameters to true"
+                f"{plural(len(unused), 'parameter')} had no gradient on any rank in this step, {unused[0]!r} first; "
+                "freeze them, use them in the loss, or set zero_optimization.ignore_unused_parameters to true"
             )
 
     def _ask(self, flags: list[float]) -> Verdict:

@@ -154,7 +154,9 @@ class ExponentialMovingAverage:
 
     def take(self, unit: Unit, values: torch.Tensor) -> None:
         """This rank's span of a unit's average is `values` from now on."""
-        self._slots[unit.index].write(values)
+        slot = self._slots[unit.index]
+        slot.discard()
+        slot.write(values)
         self._begun.add(unit.index)
 
     def _exchange(self) -> None:

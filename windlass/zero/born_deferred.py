@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 
 from windlass.comm.groups import Group
-from windlass.zero.access import HARMLESS, name_of_call
+from windlass.zero.access import is_harmless, name_of_call
 from windlass.zero.born import flat_of, gather, scatter, span
 
 
@@ -42,7 +42,7 @@ class Deferred(torch.Tensor):
     ) -> Any:
         name, given = name_of_call(function), kwargs or {}
         first = args[0] if args and isinstance(args[0], Deferred) else None
-        if name in HARMLESS or name == "__setattr__":
+        if is_harmless(name, args, given) or name == "__setattr__":
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **given)
         if first is not None and (name == "detach" or (name == "__getitem__" and args[1] is Ellipsis)):

@@ -36,28 +36,33 @@ class Replacement:
     def install(self) -> None:
         """Replace the names if transformers is there, once.
 
+        transformers 4 has no MISSING. Its models can be built; `from_pretrained` inside the context is refused.
+
         Raises:
-            ConfigError: this transformers has no such names.
+            ConfigError: this transformers has neither name by which loading could be seen.
         """
         module = sys.modules.get(MODULE)
         if self._before or module is None or not hasattr(module, "PreTrainedModel"):
             return  # absent, or still being imported
         model = module.PreTrainedModel
-        absent = [f"PreTrainedModel.{name}" for name in (LOADER, MISSING) if name not in model.__dict__]
-        absent += [f"{MODULE}.{DETECTION}"] if not hasattr(module, DETECTION) else []
+        absent = [] if LOADER in vars(model) else [f"PreTrainedModel.{LOADER}"]
+        absent += [] if DETECTION in vars(module) else [f"{MODULE}.{DETECTION}"]
         if absent:
             raise ConfigError(
                 f"this transformers has no {' and no '.join(absent)}, which windlass.zero.Init replaces; install the "
                 "transformers that docs/construction.md names"
             )
-        self._before = [(module, DETECTION, getattr(module, DETECTION))]
-        self._before += [(model, name, model.__dict__[name]) for name in (LOADER, MISSING)]
+        held = [(module, DETECTION), (model, LOADER), (model, MISSING)]
+        self._before = [(holder, name, vars(holder)[name]) for holder, name in held if name in vars(holder)]
+        if MISSING not in vars(model):
+            self._refuse_loading()
+            return
         original, originally_moved = getattr(model, LOADER), getattr(model, MISSING)
 
         def load(model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, *more: Any, **named: Any) -> Any:
             given = self._promised(state_dict, checkpoint_files, load_config)
             found = original(model, given, checkpoint_files, load_config, *more, **named)
-            _refuse_mismatch(found[0], load_config)
+            _refuse_mismatch(found[0] if isinstance(found, tuple) else found, load_config)  # 5.0: no tuple
             return found
 
         def move(model: Any, missing_keys: Any, *more: Any, **named: Any) -> Any:
@@ -72,6 +77,20 @@ class Replacement:
         for holder, name, value in self._before:
             setattr(holder, name, value)
         self._before = []
+
+    def _refuse_loading(self) -> None:
+        def refuse(*given: Any, **named: Any) -> Any:
+            raise ConfigError(
+                f"transformers {sys.modules['transformers'].__version__} has no PreTrainedModel.{MISSING}, which "
+                "from_pretrained inside windlass.zero.Init needs; install transformers 5 or newer, or call "
+                "from_pretrained outside of windlass.zero.Init"
+            )
+
+        for holder, name, _ in self._before:
+            if name == DETECTION:
+                setattr(holder, name, lambda: False)
+            elif name == LOADER:
+                setattr(holder, name, staticmethod(refuse))
 
     def _promised(self, state_dict: Any, files: Any, load_config: Any) -> Any:
         if getattr(load_config, "hf_quantizer", None) is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -25,6 +25,7 @@ class Chunk:
         start, stop: within the unit's state span.
         home: where master weights and states rest between steps.
         dtype: of the master weights.
+        state_dtype: in which the optimizer steps them and keeps its states.
         master: `[stop - start]` in the memory where it is stepped; None while it is on disk.
         gradient: `[stop - start]` in the same memory; None while it is not at hand.
         lowered: `[stop - start]` the new parameters in the compute dtype, where the update itself wrote them.
@@ -36,6 +37,7 @@ class Chunk:
     stop: int
     home: Home
     dtype: torch.dtype = torch.float32
+    state_dtype: torch.dtype = torch.float32
     master: torch.Tensor | None = None
     gradient: torch.Tensor | None = None
     lowered: torch.Tensor | None = None
@@ -116,15 +118,17 @@ def pipelined(slots: list[GradientSlot]) -> int:
     return max(_LEAST_ON_DISK, -(-on_disk // _BATCHES)) if on_disk else 1 << 62
 
 
-def batches(chunks: list[Chunk], limit: int) -> list[list[Chunk]]:
+def batches(
+    chunks: list[Chunk], limit: int, size_of: Callable[[Chunk], int] = lambda chunk: chunk.numel
+) -> list[list[Chunk]]:
     """Chunks from the last to the first (what the next forward wants first is updated last), of one home and at most
-    `limit` elements each."""
+    `limit` elements each, as `size_of` counts them."""
     made: list[list[Chunk]] = []
     size = 0
     for chunk in reversed(chunks):
-        if not made or size + chunk.numel > limit or made[-1][0].home is not chunk.home:
+        if not made or size + size_of(chunk) > limit or made[-1][0].home is not chunk.home:
             made.append([])
             size = 0
         made[-1].append(chunk)
-        size += chunk.numel
+        size += size_of(chunk)
     return made

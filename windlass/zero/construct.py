@@ -13,8 +13,6 @@ from windlass.base.errors import ModelError
 from windlass.base.memory import Ledger, separate
 from windlass.comm.mesh import Mesh
 from windlass.comm.transport import Buffer, Need
-from windlass.optim.elementwise import is_elementwise
-from windlass.parallel.placement import placement_of
 from windlass.storage.slot import Home, Slot
 from windlass.zero.born_units import bring_whole, note_whole, own_cut
 from windlass.zero.family import Family, share, speaks
@@ -178,21 +176,6 @@ class Builder:
 
 def _bytes(needs: list[Need]) -> int:
     return sum(need.numel * need.dtype.itemsize for need in needs)
-
-
-def refuse_cut(optimizer: torch.optim.Optimizer, plans: list[Plan]) -> None:
-    """Raises ModelError where an optimizer steps whole parameters and some are only parts of one."""
-    if is_elementwise(optimizer):
-        return
-    for plan in plans:
-        for name, parameter in zip(plan.names, plan.parameters, strict=True):
-            placement = placement_of(parameter)
-            if not placement.whole and parameter.requires_grad:
-                raise ModelError(
-                    f"{type(optimizer).__name__} steps whole parameters, and {name!r} (shape {list(placement.shape)}) "
-                    f"is cut over {', '.join(sorted(placement.cut))}: use an elementwise optimizer (AdamW, Lion, SGD, "
-                    "...), or leave that axis at 1"
-                )
 
 
 def check_devices(model: nn.Module, device: torch.device) -> None:

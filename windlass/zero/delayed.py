@@ -76,6 +76,7 @@ class Delayed:
         rests = slot.rests.home if slot.rests is not None else self._home
         numel = slot.unit.state_stop - slot.unit.state_start
         slot.spare = self._make(f"gradient of {slot.unit.names[0]}, handed over", numel, self._dtype, rests)
+        slot.spare.describe(slot.names_in)
 
     @property
     def under_way(self) -> bool:

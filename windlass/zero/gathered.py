@@ -10,10 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from windlass.base.activity import During
 from windlass.base.errors import GatherError
 from windlass.comm.grid import DATA, EXPERT_DATA
 from windlass.zero import born
-from windlass.zero.access import Released, mark_present, mark_released
+from windlass.zero.access import Released, Stub, mark_present, mark_released, put_data
 from windlass.zero.born import Birth
 from windlass.zero.registry import Place, find
 from windlass.zero.unit import Presence
@@ -50,9 +51,12 @@ class GatheredParameters:
         enabled: bool = True,
     ) -> None:
         given: list[nn.Parameter] = [params] if isinstance(params, nn.Parameter) else list(params)
+        # transformers 4.57 takes them from a `state_dict()`, which has stubs.
+        given = [one.parameter if isinstance(one, Stub) else one for one in given]
         unique = {id(p): p for p in given}.values() if enabled else []
         self._places = [(p, place) for p in unique if (place := find(p)) is not None]
         self._born = [(p, birth) for p in unique if (birth := born.find(p)) is not None]
+        self._born.sort(key=lambda item: item[1].number)  # a set has another order on every rank
         placed = {id(p) for p, _ in [*self._places, *self._born]}
         self._whole = [p for p in unique if id(p) not in placed]
         self._rank = modifier_rank
@@ -72,13 +76,13 @@ class GatheredParameters:
         sharded = [(p, place) for p, place in self._places if place.unit.released]
         copies = []
         for parameter, place in sharded:
-            with place.model.runtime.holding([place.unit], apart=apart(place)):
+            with place.model.runtime.holding([place.unit], apart=apart(place), names=[place.name]):
                 copies.append(place.unit.parameter_view(place.unit.full, place.index).detach().clone())
             _open.add(id(parameter))
         for (parameter, place), copy in zip(sharded, copies, strict=True):
             if isinstance(parameter, Released):
                 mark_present(parameter)
-            parameter.data = copy
+            put_data(parameter, copy)
             place.unit.lent.add(place.index)
             self._copied.append((parameter, place))
         return self
@@ -100,15 +104,17 @@ class GatheredParameters:
                 value = parameter.detach().clone(memory_format=torch.contiguous_format)
                 data = place.unit.family.mesh.data
                 if data.size > 1:
-                    dist.broadcast(_bytes(value), _modifier(place, self._rank), group=data.process_group)
+                    with During("broadcast", [place.name]):
+                        dist.broadcast(_bytes(value), _modifier(place, self._rank), group=data.process_group)
                 values.append((parameter, value))
         for parameter, place in self._copied:
             _open.discard(id(parameter))
             place.unit.lent.discard(place.index)
+            place.model.masters.accept(parameter)  # changes are lost, or reach the masters below
             if place.unit.presence is Presence.RELEASED:
                 mark_released(parameter, place.unit)
             else:
-                parameter.data = place.unit.parameter_view(place.unit.full, place.index)
+                put_data(parameter, place.unit.parameter_view(place.unit.full, place.index))
         self._copied = []
         for place, shape in resized if kind is None else ():
             place.unit.require_shape(place.index, shape)

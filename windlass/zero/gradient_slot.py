@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -30,6 +31,7 @@ class GradientSlot:
         written: parameters that have something in `buffer` or `aside`, not yet reduced.
         arrived: parameters whose gradient came in this backward.
         used: parameters that had a gradient in this step.
+        dropped: parameters of which the script dropped what is in `shard` (or what rests): zeroed before it is used.
         squares: sum of squares of this rank's cut of the shard, once it was reduced.
     """
 
@@ -46,6 +48,7 @@ class GradientSlot:
     written: set[int] = field(default_factory=set)
     arrived: set[int] = field(default_factory=set)
     used: set[int] = field(default_factory=set)
+    dropped: set[int] = field(default_factory=set)
     squares: torch.Tensor | None = None
 
     @property
@@ -66,6 +69,10 @@ class GradientSlot:
         if self.handed is not None:
             return self.spare if self.handed else None
         return (self.rests if self.rests is not None else self.shard) if self.holds else None
+
+    def names_in(self, start: int, stop: int) -> Iterator[str]:
+        """Names of the parameters in elements `[start, stop)` of the reduced cut, quoted."""
+        return self.unit.names_in(self.unit.state_start + start, self.unit.state_start + stop)
 
     def hand_over(self) -> Pending:
         """Start to give the reduced cut to an update that goes on while the next gradient arrives."""

@@ -5,6 +5,12 @@ is emptied, and when the unit is complete its buffer is reduced: `shard += sum o
 empty again. So a unit may be reduced any number of times in a step, and a rank that has nothing of it yet, or never
 will, takes part with zeros. Which units are reduced when is the order's to say (see [Note: agreed order]); what is left
 at the end of a backward (a unit of which a parameter was not used, a second arrival) is reduced then.
+
+[Note: dropped gradients] A script may drop the gradient of any parameter between two backwards, or before a step. What
+was not reduced yet is forgotten at once. What was reduced is zeroed in this rank's shard where it is needed next:
+before another reduction adds to it, or when it is read. A unit of which all parameters were dropped holds nothing any
+more. Every rank zeroes its own shard, so all ranks must drop the same, at the same place between the same reductions.
+Ranks compare a hash of that order of events at the agreement before a step, which costs no message.
 """
 
 from __future__ import annotations
@@ -19,6 +25,7 @@ from windlass.base.activity import During
 from windlass.base.errors import ModelError
 from windlass.base.pending import Pending
 from windlass.comm.transport import Buffer, Need, Reduction, cut
+from windlass.zero.access import put_grad, raw_grad
 from windlass.zero.family import Family
 from windlass.zero.gradient_slot import GradientSlot
 from windlass.zero.landing import Landing
@@ -26,6 +33,8 @@ from windlass.zero.order import Order
 from windlass.zero.policy import Policy
 from windlass.zero.ring import Ring
 from windlass.zero.unit import Unit
+
+_HISTORIES = 1 << 20  # hashes are below: their squares add up exactly in float64, over a thousand ranks
 
 
 @dataclass(eq=False)
@@ -46,6 +55,7 @@ class Gradients:
         order: says when a unit is reduced.
         accumulate: dtype in which gradients are kept.
         wire: dtype in which they travel.
+        lowered_wire: that of gradients of lowered units.
         overlap: let reductions run while the backward goes on.
         before: factor of a gradient before the ranks' parts are added.
         after: factor of their sum.
@@ -57,6 +67,10 @@ class Gradients:
         syncing: whether the backward that runs ends in reductions.
         watch: called with unit, index and gradient as each arrives.
         landed: called with each slot whose reduction ended, its sum on the way to where it rests.
+        backwards: outermost backwards since the last step that brought gradients.
+        drops: what was dropped of reduced gradients since the last step, in order, by parameter.
+        history: hash of the order of reductions and drops since the last step, those of experts left out.
+        on_drop: called with the name of each parameter that a script drops, and whether it is only zeroed.
     """
 
     def __init__(
@@ -67,6 +81,7 @@ class Gradients:
         *,
         accumulate: torch.dtype,
         wire: torch.dtype,
+        lowered_wire: torch.dtype | None = None,
         overlap: bool,
         before: float,
         after: float,
@@ -75,9 +90,10 @@ class Gradients:
     ) -> None:
         self._contiguous, self._landing = contiguous, landing
         self._cut, self._whole = policy.grad, not policy.state
-        self._wire, self._overlap = wire, overlap
+        self._wire, self._lowered_wire, self._overlap = wire, lowered_wire or wire, overlap
         self._accumulate, self._before, self._after = accumulate, before, after
         self.slots = [GradientSlot(unit) for unit in units]
+        self._numbers = {slot.unit.index: number for number, slot in enumerate(self.slots)}
         largest: dict[int, int] = {}
         for unit in units:
             largest[id(unit.family)] = max(largest.get(id(unit.family), 0), unit.layout.padded)
@@ -92,6 +108,9 @@ class Gradients:
         order.ready = self._ready
         self._touched = False
         self._flying: deque[_Flight] = deque()
+        self.backwards = self.history = 0
+        self.drops: list[str] = []
+        self.on_drop: Callable[[str, bool], None] = lambda name, zero: None
 
     def needs(self, family: Family) -> list[Need]:
         """The buffers to allocate for a family: its ring where gradients are cut, else one for each unit."""
@@ -115,6 +134,10 @@ class Gradients:
                 slot.buffer = self._given[id(slot.unit.family)].pop(0)
         self._given = {}
 
+    def number_of(self, unit: Unit) -> int | None:
+        """The number of a unit among the trainable ones; None if it is not trained."""
+        return self._numbers.get(unit.index)
+
     def _of(self, family: Family) -> list[GradientSlot]:
         return [slot for slot in self.slots if slot.unit.family is family]
 
@@ -135,6 +158,7 @@ class Gradients:
         """Take slots of units that begin to be trained, each with its buffer where gradients are not cut; between
         steps."""
         for number, slot in enumerate(slots):
+            self._numbers[slot.unit.index] = len(self.slots)
             self.slots.append(slot)
             if self._cut:
                 self._landing.prepare(slot)
@@ -149,11 +173,11 @@ class Gradients:
         """
         slot = self.slots[number]
         parameter = slot.unit.parameters[index]
-        gradient = parameter.grad
+        gradient = raw_grad(parameter)
         if gradient is None:
             return
         if gradient.requires_grad:
-            parameter.grad = None
+            put_grad(parameter, None)
             raise ModelError(
                 f"backward(create_graph=True) left a gradient with a graph on {slot.unit.names[index]!r}; a sharded "
                 "gradient has none. Use torch.autograd.grad(..., create_graph=True) and call backward on what you "
@@ -177,8 +201,9 @@ class Gradients:
     def _take(self, slot: GradientSlot, index: int) -> None:
         """Move a gradient from `.grad` into the unit's buffer."""
         parameter = slot.unit.parameters[index]
-        gradient, parameter.grad = parameter.grad, None
+        gradient = raw_grad(parameter)
         if gradient is not None:
+            put_grad(parameter, None)
             slot.unit.require_shape(index, gradient.shape)
             self._write(slot, index, gradient.to_dense() if gradient.is_sparse else gradient)
 
@@ -189,6 +214,7 @@ class Gradients:
     def end_backward(self) -> None:
         """The outermost backward ended: reduce what is left, if this backward reduces at all."""
         if self._touched:
+            self.backwards += 1
             if not self._contiguous:
                 for slot in self.slots:
                     self._take_all(slot)
@@ -217,6 +243,9 @@ class Gradients:
         while self._flying:
             self._land()
         self._landing.finish()
+        for slot in self.slots:
+            if slot.dropped:
+                self._zero_dropped(slot)
 
     def spread(self) -> None:
         """Where every rank keeps the whole gradient, bring the others' cuts. Collective, once, before a step."""
@@ -239,17 +268,93 @@ class Gradients:
 
     def reset(self) -> None:
         """Forget this step's gradients; their memory stays."""
+        for slot in self.slots:
+            slot.dropped.clear()
         self.finish()
         for slot in self.slots:
-            if slot.place is not None:
-                self._ring_of(slot).give_back(slot.place)
-                slot.buffer = slot.place = None
-            slot.holds = slot.landed = False
-            slot.squares = slot.aside = None
-            for parameters in (slot.written, slot.used, slot.arrived):
-                parameters.clear()
-            if not self._cut:
-                slot.shard = None
+            slot.written.clear()
+            slot.used.clear()
+            slot.arrived.clear()
+            self._forget_unreduced(slot)
+            self._forget_reduced(slot)
+        self.backwards = self.history = 0
+        self.drops = []
+
+    # what a script drops: see [Note: dropped gradients]
+
+    def has(self, number: int, index: int) -> bool:
+        """Whether this rank knows of a gradient of a parameter in this step."""
+        return index in self.slots[number].used
+
+    def has_any(self, number: int) -> bool:
+        """Whether there is a gradient of any parameter of a unit, of any rank as far as this one knows."""
+        slot = self.slots[number]
+        return slot.holds or bool(slot.written) or bool(slot.used)
+
+    def drop(self, number: int, index: int, *, zero: bool) -> None:
+        """Drop the gradient of one parameter, or set it to zero. On this rank alone; no rank waits for another.
+
+        Args:
+            zero: it counts as zero then, and the optimizer steps it; else as none.
+        """
+        if not self.has_any(number):
+            return
+        slot = self.slots[number]
+        name = slot.unit.names[index]
+        self.on_drop(name, zero)
+        if index in slot.written and zero:
+            flat = slot.aside if slot.aside is not None else slot.buffer.local if slot.buffer is not None else None
+            assert flat is not None
+            slot.unit.parameter_view(flat, index).zero_()
+        elif index in slot.written:
+            slot.written.discard(index)
+            if not slot.written:
+                self._forget_unreduced(slot)
+        if not zero:
+            slot.used.discard(index)
+        if not slot.holds:
+            return
+        self.drops.append(name)
+        self._note(slot, 1 + index)
+        slot.dropped.add(index)
+        if len(slot.dropped) == len(slot.unit.parameters) and not slot.used:  # nothing is left to zero
+            self._land_all_of(slot)
+            self._landing.finish()
+            slot.dropped.clear()
+            self._forget_reduced(slot)
+
+    def _forget_unreduced(self, slot: GradientSlot) -> None:
+        if slot.place is not None:
+            self._ring_of(slot).give_back(slot.place)
+            slot.buffer = slot.place = None
+        slot.aside = None
+
+    def _forget_reduced(self, slot: GradientSlot) -> None:
+        slot.holds = slot.landed = False
+        slot.squares = None
+        if not self._cut:
+            slot.shard = None
+
+    def _zero_dropped(self, slot: GradientSlot) -> None:
+        """Zero what was dropped in this rank's part of a reduced gradient."""
+        self._land_all_of(slot)
+        self._landing.finish()
+        unit, group = slot.unit, slot.unit.family.group
+        # where each rank keeps the whole gradient only this rank's part was reduced, and peers may still read the rest
+        whole = unit.layout.cut(group.index, group.size)
+        first, last = whole if self._whole else (unit.state_start, unit.state_stop)
+        values = slot.read()
+        part = values[first:last] if self._whole else values
+        for piece in unit.layout.pieces(first, last):
+            if piece.index in slot.dropped:
+                part.narrow(0, piece.offset, piece.numel).zero_()
+        slot.dropped.clear()
+        slot.write(values)
+
+    def _note(self, slot: GradientSlot, event: int) -> None:
+        """Add an event to the history that all data ranks share. Experts may be reduced by some of them alone."""
+        if not slot.unit.kind.expert:
+            self.history = hash((self.history, self._numbers[slot.unit.index], event)) % _HISTORIES
 
     # where a gradient is written
 
@@ -331,6 +436,9 @@ class Gradients:
         """Start the reduction of a unit; its buffer is empty from then on."""
         group, transport = slot.unit.family.group, slot.unit.transport
         self._land_all_of(slot)
+        if slot.dropped:
+            self._zero_dropped(slot)
+        self._note(slot, 0)
         self._prepare(slot)
         assert slot.buffer is not None
         own = cut(slot.buffer.local, group.index, group.size)
@@ -345,7 +453,7 @@ class Gradients:
                 add=add,
                 factor=self._after,
                 elements=slot.unit.numel,
-                wire=self._wire,
+                wire=self._lowered_wire if slot.unit.lowered else self._wire,
             )
         self._flying.append(_Flight(slot, reduction, self._order.follow(reduction), slot.place, out))
         slot.written.clear()

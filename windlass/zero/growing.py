@@ -13,11 +13,12 @@ from torch import nn
 
 from windlass.base.errors import StorageError
 from windlass.base.log import logger
+from windlass.base.text import plural
 from windlass.comm.transport import Buffer
 from windlass.storage.slot import Home
+from windlass.zero.access import put_grad
 from windlass.zero.chunk import Chunk
 from windlass.zero.gradient_slot import GradientSlot
-from windlass.zero.masters import wide
 
 if TYPE_CHECKING:
     from windlass.zero.sharded import ShardedModel
@@ -28,7 +29,10 @@ def can_grow(model: ShardedModel, parameters: Iterable[nn.Parameter]) -> bool:
     assert model.update is not None
     wanted = {id(parameter) for parameter in parameters}
     units = (unit for unit in model.units if any(id(p) in wanted for p in unit.parameters))
-    return not any(unit.trainable is False and model.update.refuses(wide(unit.dtype), _home(model)) for unit in units)
+    return not any(
+        unit.trainable is False and model.update.refuses(model.masters.stepped_in(unit.dtype), _home(model))
+        for unit in units
+    )
 
 
 def grow(model: ShardedModel, parameters: Iterable[nn.Parameter]) -> None:
@@ -48,7 +52,7 @@ def grow(model: ShardedModel, parameters: Iterable[nn.Parameter]) -> None:
     slots = [GradientSlot(unit) for unit in units]
     chunks = _take_space(model, slots)
     for parameter in wanted.values():
-        parameter.grad = None  # of a backward before, of which nobody took anything
+        put_grad(parameter, None)  # of a backward before, of which nobody took anything
     _bring_buffers(model, slots)
     assert model.update is not None
     for unit in units:
@@ -64,7 +68,9 @@ def grow(model: ShardedModel, parameters: Iterable[nn.Parameter]) -> None:
         average.take_in(units)
     model.watch_gradients()
     elements = sum(unit.numel for unit in units)
-    logger.info(f"{len(wanted)} parameters are trained from now on; {elements:,} elements more have masters")
+    logger.info(
+        f"trained from now on: {plural(len(wanted), 'parameter')} more; {plural(elements, 'element')} more have masters"
+    )
 
 
 def _home(model: ShardedModel) -> Home:

@@ -7,21 +7,24 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from windlass.base.errors import StorageError
+from windlass.base.errors import StorageError, UpdateError
 from windlass.comm.groups import Group
 from windlass.storage.patient import PatientTier
 from windlass.storage.staging import Staging
 from windlass.storage.transfer import Extent
 
-UNTOUCHED = "parameters and optimizer states are as they were"
-HALF_DONE = (
-    "some parameters and optimizer states have their new values and some the old ones, so nothing can go on from them: "
-    "destroy() this engine and load the last checkpoint into a new one, on a disk that works"
+UNTOUCHED = "parameters and optimizer states are as they were, so far as the disk can still be read"
+LOST = (
+    "some parameters or optimizer states are lost, or of another step than the others, so nothing can go on from them: "
+    "load the last checkpoint, with its optimizer states, into this engine; where the disk does not work any more, "
+    "destroy() it and load into a new one on another disk"
 )
+
+HALF_UPDATED = LOST.partition("; where the disk")[0]
 
 
 class Health:
-    """Of the disk of one model, over the ranks that train it.
+    """Of the disk and of the updates of one model, over the ranks that train it.
 
     Args:
         disk: of this rank; None where nothing rests on one, on all ranks: nothing is asked then.
@@ -30,16 +33,22 @@ class Health:
 
     Attributes:
         lost: why what the model has is no state to go on from; empty while all is well. The same on all ranks.
+        broken: what an update raised on this rank, half-way, until all ranks were told.
+        unchanged: that update raised before a part of it was complete. Where this is so on all ranks, training goes on.
         passing: extents of what is made anew for every step (gradients): no state is lost with them.
     """
 
     def __init__(self, disk: PatientTier | None, staging: Staging | None, data: Group, device: torch.device) -> None:
         self._disk, self._staging, self._data, self._device = disk, staging, data, device
         self.lost = ""
+        self.broken: Exception | None = None
+        self.unchanged = False
         self.passing: Callable[[], set[Extent]] = set
 
     def bad_here(self) -> float:
-        """1 if a transfer of this rank failed and not all ranks were told yet, else 0."""
+        """1 if a transfer or an update of this rank failed and not all ranks were told yet, else 0."""
+        if self.broken is not None and not self.unchanged:
+            return 1.0
         return float(self._disk is not None and (self._torn() is not None or self._disk.failure is not None))
 
     def check(self, what: str, *, then: str = UNTOUCHED, loses: bool = False, among: Group | None = None) -> None:
@@ -48,7 +57,8 @@ class Health:
         Args:
             what: cannot be done, or was not.
             then: what that means for the model.
-            loses: nothing can go on after it. So it is in any case where states or parameters were not written.
+            loses: nothing can go on after it. So it is in any case where states or parameters were not written, or
+                were damaged on the disk.
             among: only these ask each other (ranks that hold the same experts).
 
         Raises:
@@ -64,18 +74,30 @@ class Health:
             self.tell(what, then=then, loses=loses, among=among)
 
     def tell(self, what: str, *, then: str = UNTOUCHED, loses: bool = False, among: Group | None = None) -> None:
-        """Raise what `check` raises, where all ranks know that a transfer failed. Collective."""
+        """Raise what `check` raises, where all ranks know that a transfer failed. Collective.
+
+        Raises:
+            UpdateError: no transfer failed, but the update of a rank; on all ranks.
+        """
         group = among or self._data
         torn = self._torn()
-        error = self._disk.take_failure() if self._disk is not None else None
-        error = torn or error
-        mine = (str(error) if error is not None else "", torn is not None)
+        failed = self._disk.take_failure() if self._disk is not None else None
+        broken, self.broken, self.unchanged = self.broken, None, False
+        error: Exception | None = torn or failed
+        mine = (str(error) if error is not None else "", torn is not None, "")
+        if error is None and broken is not None:
+            error, mine = broken, ("", False, f"its optimizer raised {type(broken).__name__}: {broken}")
         told = [mine] * group.size
         if group.size > 1:
             dist.all_gather_object(told, mine, group=group.process_group)
-        said = "; ".join(f"rank {group.ranks[index]}: {words}" for index, (words, _) in enumerate(told) if words)
-        if loses or any(tears for _, tears in told):
-            self.lost, then = f"{what} ({said})", HALF_DONE
+        said = "; ".join(f"rank {group.ranks[index]}: {words}" for index, (words, _, _) in enumerate(told) if words)
+        updates = "; ".join(f"rank {group.ranks[index]}: {words}" for index, (_, _, words) in enumerate(told) if words)
+        if updates:
+            self.lost = f"the update of the step before was made in part ({updates})"
+            if not said:
+                raise UpdateError(f"{what}: {self.lost}. As for the model: {HALF_UPDATED}") from error
+        if loses or any(tears for _, tears, _ in told):
+            self.lost, then = f"{what} ({said})", LOST
         raise StorageError(f"{what}: {said}. As for the model: {then}") from error
 
     def check_alone(self, what: str, *, loses: bool = False) -> None:
@@ -86,13 +108,17 @@ class Health:
         if error is not None:
             loses = loses or torn is not None
             self.lost = f"{what} ({error})" if loses else self.lost
-            raise StorageError(f"{what}: {error}. As for the model: {HALF_DONE if loses else UNTOUCHED}") from error
+            raise StorageError(f"{what}: {error}. As for the model: {LOST if loses else UNTOUCHED}") from error
 
     def stop_here(self) -> None:
         """Raises StorageError if a transfer of this rank failed and not all ranks were told yet; they are to be told
         after this."""
         if self._disk is not None and self._disk.failure is not None:
             raise StorageError(str(self._disk.failure)) from self._disk.failure
+
+    def forget_update(self) -> None:
+        """Go on after an update that failed on every rank and changed nothing."""
+        self.broken, self.unchanged = None, False
 
     def forget(self) -> None:
         """A failed reading that matters to nobody is not told again."""
@@ -102,10 +128,19 @@ class Health:
     def refuse(self, what: str) -> None:
         """Raises StorageError if the model has no state to go on from."""
         if self.lost:
-            raise StorageError(f"{what} is refused: {self.lost}; {HALF_DONE}")
+            raise StorageError(f"{what} is refused: {self.lost}; {LOST}")
+
+    def recover(self) -> None:
+        """Note that all of the model was loaded anew. Collective where anything rests on disk.
+
+        Raises:
+            StorageError: something that was lost was not loaded, or could not be written; on all ranks.
+        """
+        self.lost = ""
+        self.check("not all that was lost was loaded", loses=True)
 
     def _torn(self) -> StorageError | None:
-        """Why a part of the state was not written, if one was not."""
+        """Why a part of the state is lost, if one is: it was not written, or was damaged on the disk."""
         if self._staging is not None:
             self._staging.room(0)  # finds out which writes are over
         if self._disk is None or not self._disk.torn:

@@ -52,6 +52,7 @@ class Landing:
             slot.shard = torch.zeros(numel, dtype=self._dtype, device=self._device)
         else:
             slot.rests = self._make(name, numel, self._dtype, home)
+            slot.rests.describe(slot.names_in)
             if numel > self._largest:
                 self._largest = numel
                 self.finish()

@@ -13,6 +13,7 @@ from windlass.base.memory import Ledger, copy_to_device, copy_to_host, host_empt
 from windlass.base.pending import DONE, Pending
 from windlass.comm.groups import Group
 from windlass.storage.slot import Home
+from windlass.zero.access import raw_data
 from windlass.zero.chunk import Chunk, chunks_of
 from windlass.zero.gradient_slot import GradientSlot
 from windlass.zero.health import Health
@@ -24,8 +25,8 @@ _KEPT = 0.5  # of the staging memory has to be free for new parameters to be kep
 
 
 class Masters:
-    """What the optimizer steps: float32 weights, which are the parameters themselves where those are wide enough and
-    rest in the same memory.
+    """What the optimizer steps: weights in float32, or in what `dtype` says, which are the parameters themselves where
+    those have that dtype and rest in the same memory.
 
     Args:
         slots: gradients of the trainable units.
@@ -34,6 +35,7 @@ class Masters:
         device: where the model computes.
         health: of the disk.
         state_bytes: see `Residence`.
+        dtype, state_dtype: see `Settings.master` and `Settings.state`.
         delayed: updates are; see [Note: delayed update].
     """
 
@@ -47,6 +49,8 @@ class Masters:
         health: Health,
         state_bytes: Callable[[torch.dtype], int],
         *,
+        dtype: torch.dtype | None = None,
+        state_dtype: torch.dtype | None = None,
         delayed: bool = False,
     ) -> None:
         self.chunks: list[Chunk] = []
@@ -54,11 +58,13 @@ class Masters:
         self._health = health
         self.residence.arrived = self.take_edits
         self._device, self._ledger, self._pin, self._staging = device, ledger, homes.pin, homes.staging
-        self._delayed = delayed
+        self._delayed, self._dtype, self._state_dtype = delayed, dtype, state_dtype
         self._limit = limit
         self._of_unit: dict[int, list[Chunk]] = {}
         self.grow(slots)
         self._versions: dict[int, int] = {}
+        # parameters of which a script has read `.data`, by id: changes through it raise no version
+        self._exposed: dict[int, torch.Tensor | None] = {}  # with their values when an update began that is under way
         self._wholes: dict[int, torch.Tensor] = {}
 
     def grow(self, slots: list[GradientSlot]) -> list[Chunk]:
@@ -90,7 +96,7 @@ class Masters:
             return
         whole = self._same_memory(unit)
         if whole is None:
-            dtype = wide(span.dtype)
+            dtype = self._dtype_of(span.dtype)
             if unit.state_home is Home.DEVICE:
                 self._ledger.hold(f"master weights of {unit.names[0]}", span.numel() * dtype.itemsize)
                 whole = span.to(dtype, copy=True)
@@ -100,6 +106,7 @@ class Masters:
                 self._wholes[unit.index] = whole
         for chunk in chunks:
             chunk.dtype = whole.dtype
+            chunk.state_dtype = self._state_dtype or whole.dtype
             chunk.master = whole[chunk.start : chunk.stop]
             self.residence.settle(chunk)
 
@@ -127,11 +134,23 @@ class Masters:
         if changes:
             check("changed masters and optimizer states could not be kept", loses=True)
 
+    def round_to_parameters(self, units: list[Unit]) -> None:
+        """Set masters to the values that the model computes with, where these are narrower. Collective.
+
+        Raises:
+            StorageError: they can't be read or kept; on all ranks.
+        """
+        for unit in units:
+            with self.at_hand([unit], changes=True):
+                for chunk in self.of(unit):
+                    if chunk.dtype != unit.dtype:
+                        chunk.values().copy_(chunk.values().to(unit.dtype))
+
     def on_disk(self, unit: Unit) -> Iterator[int]:
         """Bytes of each record that a unit's masters and states will have on disk."""
         for chunk in self.of(unit):
             if chunk.home is Home.NVME:
-                yield self.residence.need(chunk, wide(unit.parameters[0].dtype))
+                yield self.residence.need(chunk, self._dtype_of(unit.parameters[0].dtype))
 
     def read_ahead(self, unit: Unit) -> None:
         """Start to read what the next step will want of a unit, last chunk first as there."""
@@ -272,18 +291,67 @@ class Masters:
             return
         for piece in chunk.pieces():
             parameter = unit.parameters[piece.index]
+            place = slice(piece.offset, piece.offset + piece.numel)
             if parameter._version != self._versions.get(id(parameter)):
-                place = slice(piece.offset, piece.offset + piece.numel)
                 chunk.values()[place].copy_(source[place])
+            elif id(parameter) in self._exposed:
+                _take_differing(chunk.values()[place], source[place])
+
+    def expose(self, unit: Unit, index: int, *, late: bool) -> None:
+        """A script reads `.data` of a parameter: compare its values with the masters at every step from now on.
+
+        Args:
+            late: an update is under way, so the masters are not what the parameters are.
+        """
+        parameter = unit.parameters[index]
+        if unit.released:
+            unit.expose(index)
+        if unit.released or id(parameter) in self._exposed or not self.apart(unit):
+            return
+        self._exposed[id(parameter)] = raw_data(parameter).clone() if late else None
 
     def take_all_edits(self, units: list[Unit]) -> None:
-        """As `take_edits` for every chunk of `units`, now; what is changed later counts as a change of its own."""
-        with self.at_hand([unit for unit in units if self._edited(unit) is not None], changes=True, alone=True):
+        """As `take_edits` for every chunk of `units`, before an update begins that others do not wait for; what is
+        changed later counts as a change of its own."""
+        exposed = (
+            [unit for unit in units if any(id(p) in self._exposed for p in unit.parameters)] if self._exposed else []
+        )
+        edited = [unit for unit in units if unit in exposed or self._edited(unit) is not None]
+        with self.at_hand(edited, changes=True, alone=True):
             self.remember_versions(units)
+        for unit in exposed:
+            for parameter in unit.parameters:
+                if id(parameter) in self._exposed:
+                    self._exposed[id(parameter)] = raw_data(parameter).clone()
 
     def first_edited(self, units: list[Unit]) -> str | None:
         """A parameter that was changed in place since the masters were what parameters are."""
-        return next((name for unit in units if (name := self._edited(unit)) is not None), None)
+        for unit in units:
+            if (name := self._edited(unit)) is not None:
+                return name
+            for name, parameter in zip(unit.names, unit.parameters, strict=True) if self._exposed else ():
+                before = self._exposed.get(id(parameter))
+                if before is not None and not torch.equal(before, raw_data(parameter)):
+                    return name
+        return None
+
+    def take_lost_edit(self, units: list[Unit]) -> str:
+        """The name of a parameter whose values were changed while they were gathered, which nobody keeps; empty: there
+        is none. It counts as seen from now on."""
+        found = ""
+        with torch._C.DisableTorchFunctionSubclass():  # nothing but versions is asked of released parameters
+            for unit in units:
+                if unit.released:
+                    found, unit.lost_edit = found or unit.lost_edit, ""
+                    for name, parameter in zip(unit.names, unit.parameters, strict=True):
+                        if parameter._version != self._versions.get(id(parameter)):
+                            found = found or name
+                            self.accept(parameter)
+        return found
+
+    def accept(self, parameter: nn.Parameter) -> None:
+        """Changes of a parameter up to now are known."""
+        self._versions[id(parameter)] = parameter._version
 
     def _edited(self, unit: Unit) -> str | None:
         if unit.released or not self.of(unit):
@@ -304,17 +372,26 @@ class Masters:
 
     def _same_memory(self, unit: Unit) -> torch.Tensor | None:
         """The parameters themselves, where they may serve as masters."""
-        if self._delayed or unit.dtype not in (torch.float32, torch.float64) or unit.state_home is Home.NVME:
+        if self._delayed or unit.dtype != self._dtype_of(unit.dtype) or unit.state_home is Home.NVME:
             return None
         home = unit.rests.home if unit.rests is not None else Home.DEVICE
         if home is not unit.state_home:
             return None
         return unit.rests.tensor if unit.rests is not None else self._resting(unit)
 
+    def stepped_in(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype in which parameters of `dtype` would be stepped."""
+        return self._state_dtype or self._dtype_of(dtype)
 
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """Of the masters of parameters that had this dtype before they were cast."""
-    return dtype if dtype == torch.float64 else torch.float32
+    def _dtype_of(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype of the masters of parameters that had `dtype` before they were cast."""
+        return self._dtype or (dtype if dtype == torch.float64 else torch.float32)
+
+
+def _take_differing(masters: torch.Tensor, values: torch.Tensor) -> None:
+    """Set those masters that, cast to the parameters' dtype, are not what the parameters are."""
+    wide = values.to(masters.device, masters.dtype)
+    torch.where(masters.to(values.dtype).to(masters.dtype) == wide, masters, wide, out=masters)
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:

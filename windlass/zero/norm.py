@@ -26,12 +26,16 @@ class Verdict:
         used: for each trainable unit and parameter, whether any rank had a gradient of it.
         unreduced: for each trainable unit, whether any rank holds gradients that were not reduced.
         flags: sums over ranks of what else they had to say.
+        uneven: the data ranks made different numbers of backwards.
+        diverged: they reduced and dropped gradients in different orders, see [Note: dropped gradients].
     """
 
     norm: float
     used: list[list[bool]]
     unreduced: list[bool]
     flags: list[float]
+    uneven: bool
+    diverged: bool
 
     @property
     def finite(self) -> bool:
@@ -112,11 +116,13 @@ def agree(
             squares.append(slot.squares * slot.unit.share if slot.unit.share != 1.0 else slot.squares)
     device = places.device
     places.fit(slots)
-    facts = torch.zeros(places.size, dtype=torch.float64)
+    facts = torch.zeros(places.size + 4, dtype=torch.float64)
     for number, (slot, pending) in enumerate(zip(slots, gradients.unreduced(), strict=True)):
         facts[number] = float(pending)
         for index in slot.used:
             facts[places.of[number] + index] = 1.0
+    backwards, events = gradients.backwards, gradients.history
+    facts[places.size :] = torch.tensor([backwards, backwards**2, events, events**2], dtype=torch.float64)
     none = torch.zeros((), dtype=torch.float64, device=device)
     total = torch.stack([none, *(one.to(device) for one in squares)]).sum()
     vector = torch.cat([total.reshape(1), torch.tensor(flags, dtype=torch.float64, device=device), facts.to(device)])
@@ -129,7 +135,21 @@ def agree(
         [value > 0 for value in found[start : start + len(slot.unit.parameters)]]
         for slot, start in zip(slots, places.of, strict=True)
     ]
-    return Verdict(norm, used, [value > 0 for value in found[: len(slots)]], values[1 : 1 + len(flags)])
+    unreduced = [value > 0 for value in found[: len(slots)]]
+    ranks, (made, of_made, history, of_history) = mesh.dense.data.size, found[places.size :]
+    return Verdict(
+        norm,
+        used,
+        unreduced,
+        values[1 : 1 + len(flags)],
+        uneven=_differ(made, of_made, ranks),
+        diverged=_differ(history, of_history, ranks),
+    )
+
+
+def _differ(total: float, squares: float, ranks: int) -> bool:
+    """Whether the integers of which this is the sum over ranks, and that of their squares, differ."""
+    return total * total != squares * ranks
 
 
 def _reduce(vector: torch.Tensor, common: int, mesh: Mesh, traffic: Traffic) -> None:

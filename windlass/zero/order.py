@@ -49,6 +49,7 @@ MEETINGS = (
     "parameters gathered whole",
     "a checkpoint",
     "the sending of buffers",
+    "the end of a schedule",
     "destroy",
 )
 _REMEMBERED = 64  # windows of one kind in a step that are remembered one by one

@@ -32,6 +32,7 @@ class Rules:
         merge_below: neighbours of fewer elements become one unit; 0: never.
         split_above: a block with more elements is cut into its own children where it has any.
         blocks: names of modules or of their classes that are to be blocks; empty: found automatically.
+        lowered: ids of parameters whose gradients travel in a dtype of their own.
     """
 
     keep_below: int = 0
@@ -39,17 +40,19 @@ class Rules:
     merge_below: int = 0
     split_above: int = 1 << 62
     blocks: tuple[str, ...] = ()
+    lowered: frozenset[int] = frozenset()
 
 
 @dataclass(eq=False)
 class Plan:
     """The parameters of a unit to be: all of one dtype, all trainable or all frozen, all kept or all released, all cut
-    and reduced over the same ranks."""
+    and reduced over the same ranks, in one dtype."""
 
     names: list[str]
     parameters: list[nn.Parameter]
     blocks: list[Block]
     kept: bool
+    lowered: bool = False
 
     @property
     def dtype(self) -> torch.dtype:
@@ -166,8 +169,9 @@ def plan_units(model: nn.Module, rules: Rules) -> tuple[list[Block], list[Plan]]
         used_by = users.get(id(parameter), blocks[:1])
         alone = id(parameter) if kind.stages else None
         used_in = tuple(id(block) for block in used_by)
-        key = (used_in, kind, alone, parameter.dtype, parameter.device, parameter.requires_grad, kept)
-        plan = plans.setdefault(key, Plan([], [], used_by, kept))
+        lowered = id(parameter) in rules.lowered
+        key = (used_in, kind, alone, parameter.dtype, parameter.device, parameter.requires_grad, kept, lowered)
+        plan = plans.setdefault(key, Plan([], [], used_by, kept, lowered))
         plan.names.append(name_of(parameter, name))
         plan.parameters.append(parameter)
     return blocks, _merge(list(plans.values()), rules.merge_below)
@@ -180,7 +184,7 @@ def _merge(plans: list[Plan], merge_below: int) -> list[Plan]:
         if plan.kind.stages or plan.kind.expert:  # ranks may have more or fewer experts, but have as many units
             merged.append(plan)
             continue
-        kind = (plan.kind, plan.dtype, plan.parameters[0].device, plan.trainable, plan.kept)
+        kind = (plan.kind, plan.dtype, plan.parameters[0].device, plan.trainable, plan.kept, plan.lowered)
         limit = _BUNDLE if plan.kept else merge_below
         before = last.get(kind)
         if before is not None and before.whole < limit and plan.whole < limit:

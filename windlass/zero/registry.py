@@ -45,6 +45,11 @@ def unregister(model: ShardedModel) -> None:
             _places.pop(id(parameter), None)
 
 
+def knows(parameter: nn.Parameter) -> bool:
+    """Whether `find` has to look: cheap, and False for parameters of no engine (almost always)."""
+    return id(parameter) in _places
+
+
 def find(parameter: nn.Parameter) -> Place | None:
     """Where `parameter` lives, or None if no engine has it."""
     entry = _places.get(id(parameter))

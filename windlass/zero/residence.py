@@ -17,14 +17,16 @@ from collections import deque
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any
+from weakref import ReferenceType, ref
 
 import torch
 from torch import nn
 
 from windlass.base.memory import Ledger, arena, copy_to_host, host_empty, separate
 from windlass.base.pending import DONE, Pending
+from windlass.storage.failure import listed
 from windlass.storage.memory import aligned_buffer
 from windlass.storage.slot import Home, Slot
 from windlass.storage.staging import Staging
@@ -58,11 +60,16 @@ _Found = tuple[nn.Parameter | None, str, torch.Tensor]  # what is to be laid out
 
 @dataclass
 class _Record:
-    """What a chunk keeps on disk."""
+    """What a chunk keeps on disk.
+
+    Attributes:
+        discarded: it holds nothing until it is written anew.
+    """
 
     entries: list[_Entry] = field(default_factory=list)
     nbytes: int = 0
     extent: Extent | None = None
+    discarded: bool = False
 
 
 @dataclass
@@ -120,6 +127,7 @@ class Residence:
 
     Attributes:
         arrived: called with each chunk that came to hand.
+        name_of: the name of the parameter that a tenant of a chunk belongs to, for messages.
         states: of the optimizer, by tenant.
     """
 
@@ -136,6 +144,7 @@ class Residence:
         self._device, self._ledger, self._tier, self._staging, self._pin = device, ledger, tier, staging, pin
         self._state_bytes = cache(state_bytes)
         self.arrived: Callable[[Chunk], None] = lambda chunk: None
+        self.name_of: Callable[[Chunk, nn.Parameter], str] = lambda chunk, tenant: "?"
         self.states: MutableMapping[Any, Any] = {}
         self._records: dict[int, _Record] = {}
         self._visits: dict[int, _Visit] = {}
@@ -289,7 +298,12 @@ class Residence:
         assert record.extent is not None and self._tier is not None and self._staging is not None
         buffer = self._staging.take(max(record.nbytes, room), torch.uint8)
         try:
-            pending = self._tier.read(record.extent, 0, buffer[: record.nbytes])
+            came = buffer[: record.nbytes]
+            if record.discarded:
+                came.zero_()
+                pending: Pending = DONE
+            else:
+                pending = self._tier.read(record.extent, 0, came)
         except BaseException:
             self._staging.give_back(buffer)
             raise
@@ -365,7 +379,8 @@ class Residence:
                 self._tier.free(record.extent)
             most = max(nbytes, self.need(chunk, chunk.dtype))
             record.extent = self._tier.allocate(most, f"master weights and optimizer states of {chunk.name}")
-        record.entries, record.nbytes = laid, nbytes
+            record.extent.describe = partial(_describe, ref(self), ref(chunk))
+        record.entries, record.nbytes, record.discarded = laid, nbytes, False
         buffer = visit.record if visit is not None else None
         target = buffer
         if target is None or target.numel() < nbytes or not _stay(laid, found, target):
@@ -403,6 +418,30 @@ class Residence:
                 self.states[entry.tenant].pop(entry.key, None)
         chunk.master = None
         self._staging.give_back(visit.record)
+
+    def describe(self, chunk: Chunk, first: int, last: int) -> str:
+        """Name what lies in bytes `[first, last)` of a chunk's record."""
+        names: list[str] = []
+        for entry in self._records[id(chunk)].entries:
+            low, high = max(first - entry.offset, 0), min(last - entry.offset, entry.nbytes)
+            if low >= high:
+                continue
+            if entry.tenant is None:
+                size = entry.dtype.itemsize
+                found = chunk.slot.names_in(chunk.start + low // size, chunk.start - (-high // size))
+                names += [f"the master weight of {name}" for name in found]
+            else:
+                names.append(f"{entry.key} of {self.name_of(chunk, entry.tenant)!r}")
+        return listed(names)
+
+    def discard(self) -> None:
+        """Forget all that is on disk: every record is to be filled anew (`refilled`) before it is used."""
+        self.forget_ahead()
+        for record in self._records.values():
+            if record.extent is not None:
+                assert self._tier is not None
+                self._tier.discard(record.extent)
+                record.discarded = True
 
     def forget_ahead(self) -> None:
         """Drop what was read for the next step: it is to be read again."""
@@ -462,6 +501,12 @@ def _stay(laid: list[_Entry], found: list[_Found], record: torch.Tensor) -> bool
         or tensor.data_ptr() == entry.place(record).data_ptr()
         for entry, (_, _, tensor) in zip(laid, found, strict=True)
     )
+
+
+def _describe(residence: ReferenceType[Residence], chunk: ReferenceType[Chunk], first: int, last: int) -> str:
+    """Weakly, as the tier holds this to its end: it would keep the model alive that is to close it."""
+    by, of = residence(), chunk()
+    return "" if by is None or of is None else by.describe(of, first, last)
 
 
 def _up(nbytes: int) -> int:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 
+from windlass.base.activity import During
 from windlass.base.autograd import at_end_of_backward, current_backward
 from windlass.base.tree import tensors
 from windlass.comm.groups import Group
@@ -168,18 +169,20 @@ class Runtime:
             self._release(unit, soon=False)
 
     @contextmanager
-    def holding(self, units: list[Unit], *, apart: bool = False) -> Iterator[None]:
+    def holding(self, units: list[Unit], *, apart: bool = False, names: Sequence[str] = ()) -> Iterator[None]:
         """Keep `units` present; collective, as gathers are.
 
         Args:
             apart: over the ranks that hold the same experts, whose units they are; others may have none to read.
+            names: of the parameters that are read; by default all of the first unit. Reports of hangs name them.
         """
         for unit in units:
             unit.users += 1
         try:
-            self.order.together(units, "parameters gathered whole", apart=apart)
-            for unit in units:
-                unit.await_present()
+            with During("gather", names or (units[0].names if units else ())):  # the watchdog reports them
+                self.order.together(units, "parameters gathered whole", apart=apart)
+                for unit in units:
+                    unit.await_present()
             self.held(sharers(units) if apart else None)
             yield
         finally:

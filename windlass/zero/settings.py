@@ -48,7 +48,10 @@ class Settings:
 
     Attributes:
         compute: dtype that floating-point parameters are cast to; None: each keeps its own.
+        master: dtype of master weights; None: float32, or float64 where the parameters have it.
+        state: dtype in which the optimizer steps and keeps its states; None: that of the master weights.
         accumulate, wire: dtypes of kept gradients and of their travel.
+        lowered_wire: that of gradients of `Rules.lowered`; None: `wire`.
         before, after: factors of a gradient before and after the ranks' parts are added.
         ways: how transports send.
         contiguous: gradients leave `.grad` as they arrive; else when their unit is complete.
@@ -78,6 +81,14 @@ class Settings:
     timeout: timedelta
     homes: Homes = field(default_factory=Homes)
     delayed: bool = False
+    lowered_wire: torch.dtype | None = None
+    master: torch.dtype | None = None
+    state: torch.dtype | None = None
+
+    @property
+    def widens(self) -> bool:
+        """Whether an update widens master weights for the optimizer and rounds what it made."""
+        return self.master is not None and self.state is not None and self.master != self.state
 
 
 @dataclass(frozen=True)

@@ -24,12 +24,12 @@ from windlass.storage.slot import Home
 from windlass.storage.space import page_up
 from windlass.storage.tier import DiskTier
 from windlass.storage.transfer import Extent
-from windlass.zero import registry
-from windlass.zero.access import Released, mark_present
+from windlass.zero import parameter_properties, registry
+from windlass.zero.access import Released, mark_present, put_data, put_grad
 from windlass.zero.agreement import Agreement
 from windlass.zero.alike import check_alike, check_units
 from windlass.zero.chunk import Chunk, pipelined
-from windlass.zero.construct import Builder, check_devices, effective, make_units, refuse_cut
+from windlass.zero.construct import Builder, check_devices, effective, make_units
 from windlass.zero.delayed import Delayed
 from windlass.zero.family import families_of
 from windlass.zero.foresight import Foresight
@@ -45,6 +45,7 @@ from windlass.zero.order import Order
 from windlass.zero.parking import Parking
 from windlass.zero.partition import Block, plan_units
 from windlass.zero.runtime import Runtime
+from windlass.zero.script_gradients import ScriptGradients
 from windlass.zero.settings import Outcome, Settings
 from windlass.zero.unit import Presence, Unit, sharers
 from windlass.zero.update import ElementwiseUpdate, check_parameters
@@ -52,6 +53,9 @@ from windlass.zero.whole import WholeUpdate
 
 if TYPE_CHECKING:
     from windlass.zero.average import ExponentialMovingAverage
+
+
+_WIDENED = 1 << 26  # elements of master weights that are widened at a time, 512 MiB with their gradient
 
 
 class ShardedModel:
@@ -98,8 +102,6 @@ class ShardedModel:
         blocks, plans = plan_units(model, settings.rules)
         if mesh.experts is not mesh.dense:
             check_units(plans, mesh.dense.data)
-        if optimizer is not None:
-            refuse_cut(optimizer, plans)
         self.units = make_units(plans, settings, homes, mesh, self.families, trains=trains)
         self._builder = Builder(model, settings, homes, self.families, device, self.ledger)
         self.make_slot = self._builder.slot
@@ -112,6 +114,7 @@ class ShardedModel:
             self.order,
             accumulate=settings.accumulate,
             wire=settings.wire,
+            lowered_wire=settings.lowered_wire,
             overlap=settings.overlap,
             before=settings.before,
             after=settings.after,
@@ -129,6 +132,8 @@ class ShardedModel:
         at_once = min(settings.sub_group, pipelined(self.slots))
         if not whole:  # else ranks take part in each other's batches, which must be the same on all
             at_once = min(at_once, homes.at_once)
+        if settings.widens:
+            at_once = min(at_once, _WIDENED)
         self.masters = Masters(
             self.slots,
             1 << 62 if whole else at_once,
@@ -136,7 +141,9 @@ class ShardedModel:
             device,
             self.ledger,
             self.health,
-            lambda dtype: state_bytes(optimizer, dtype) if optimizer is not None and not whole else 0,
+            lambda dtype: state_bytes(optimizer, settings.state or dtype) if optimizer is not None and not whole else 0,
+            dtype=settings.master,
+            state_dtype=settings.state,
             delayed=late,
         )
         try:
@@ -182,7 +189,10 @@ class ShardedModel:
         # told the norm and the clip coefficient of a step, with reduced gradients in place; on all ranks
         self.before_update: Callable[[float, float], None] = lambda norm, clip: None
         self.masters.remember_versions(self.units)
+        self.script_gradients = ScriptGradients(self.gradients)
+        self._consumed = False  # the last step consumed gradients, and no backward came since
         registry.register(self)
+        self._forget_properties = parameter_properties.install(self)
 
     def reserve(self, what: str) -> None:
         """Take all the space on disk that this rank will need, before anything moves there. Collective.
@@ -207,8 +217,21 @@ class ShardedModel:
         self.health.check(what, then="nothing was changed")
 
     def _passing(self) -> set[Extent]:
-        extents = (slot.rests.extent for slot in self.slots if slot.rests is not None)
+        extents = (place.extent for slot in self.slots for place in (slot.rests, slot.spare) if place is not None)
         return {extent for extent in extents if extent is not None}
+
+    def discard(self) -> None:
+        """Forget what this rank keeps on disk, where some of it was lost: a load is about to write all of it anew."""
+        self.gradients.reset()
+        for unit in self.units:
+            if unit.rests is not None:
+                unit.rests.discard()
+        for slot in self.slots:
+            for place in (slot.rests, slot.spare):
+                if place is not None:
+                    place.discard()
+        self.masters.residence.discard()
+        self.health.forget()
 
     def after_forward(self) -> None:
         """The outermost forward ended: whatever it read from disk was read. Collective where parameters rest there,
@@ -270,22 +293,32 @@ class ShardedModel:
                 self.masters.chunks,
                 self.masters.residence,
                 self.families,
+                self.mesh.axes,
                 whole=not self.policy.state,
                 sub_group=at_once,
             )
 
+        self.masters.residence.name_of = self._name_of_tenant
         self._refuse_codes()
 
-    def _refuse_codes(self) -> None:
-        """Codes of 8 bits are cut in blocks of flat ranges, which the parts of a parameter do not share."""
+    def _name_of_tenant(self, chunk: Chunk, tenant: nn.Parameter) -> str:
         assert self.update is not None
+        return next((one.name for one in self.update.tenancies(chunk.unit) if one.tenant is tenant), "?")
+
+    def _refuse_codes(self) -> None:
+        """Codes of 8 bits are in blocks of what is stepped: of a part by elementwise rules, else of the whole, which
+        each step would have to decode, put together and code again."""
+        assert self.update is not None
+        if isinstance(self.update, ElementwiseUpdate):
+            return
         coded = {number for number, kept in self.update.formats().items() if any(one.coded for one in kept.values())}
         for unit in self.units if coded else ():
             for name, parameter, placement in zip(unit.names, unit.parameters, unit.placements, strict=True):
                 if id(parameter) in coded and not placement.whole:
                     raise ModelError(
-                        f"optimizer states of 8 bits, and {name!r} is cut over {', '.join(sorted(placement.cut))}: use "
-                        "another state_dtype, or leave that axis at 1"
+                        f"{type(self.update.optimizer).__name__} steps whole parameters with states of 8 bits, and "
+                        f"{name!r} is cut over {', '.join(sorted(placement.cut))}: its states would be rounded once "
+                        'more at each step; write state_dtype "bf16" or "fp32", or leave that axis at 1'
                     )
 
     def step(
@@ -296,6 +329,7 @@ class ShardedModel:
         skip_overflow: bool,
         flags: list[float] | None = None,
         delay: bool = False,
+        repeats: bool = True,
     ) -> Outcome:
         """Reduce what is left, agree on the norm, update, and bring the new parameters to where they are used.
 
@@ -307,10 +341,11 @@ class ShardedModel:
             skip_overflow: expect gradients that are not finite now and then, and do not look for whose they are.
             flags: numbers that are added up over ranks on the way.
             delay: only start the update, where the settings allow that; the next step, or `finish_update`, brings it.
+            repeats: a step right after another, without a backward on any rank, is accepted and changes nothing.
 
         Raises:
-            ModelError: there is no optimizer, or a parameter had no gradient and the settings say that it must have
-            one.
+            ModelError: there is no optimizer, a parameter had no gradient and the settings say that it must have
+            one, ranks dropped different gradients, or there was no backward since the last step.
             UpdateError: the update of the step before failed on some rank; this step's gradient is dropped.
         """
         if self.update is None:
@@ -318,9 +353,18 @@ class ShardedModel:
         self.health.refuse("a step")
         self.order.meet("a step")
         trouble = self._await_result()
-        verdict = self.agreement.reach([float(trouble is not None), *(flags or [])])
+        lost = self.masters.take_lost_edit(self.units)
+        none_since = float(self._consumed and not self.gradients.backwards)
+        retries = float(self.health.unchanged)
+        verdict = self.agreement.reach(
+            [float(trouble is not None), *(flags or []), none_since, float(lost != ""), retries]
+        )
         self.order.new_step()
-        if verdict.flags.pop() > 0:
+        failures = verdict.flags.pop()  # of disks and updates
+        retries, lost_edits, none_since = (verdict.flags.pop() for _ in range(3))
+        if retries == self.mesh.world.size:  # no rank's optimizer changed anything before it raised
+            self.health.forget_update()
+        elif failures + retries > 0:
             self.forget_gradients()
             self._drop_result()
             try:
@@ -329,6 +373,26 @@ class ShardedModel:
                 self._read_again()
         self.runtime.release_all()  # what stayed after an evaluation holds the old values
         self._finish_result(trouble, verdict.flags.pop(0))
+        if verdict.diverged:
+            try:
+                self.agreement.refuse_diverged()
+            finally:
+                self.forget_gradients()
+        if lost_edits:
+            lost = self.agreement.first_name(lost)
+            self.forget_gradients()
+            raise ModelError(
+                f"{lost!r} was changed in place while its values were "
+                "gathered for a forward or backward, and the change went with them (stage 3): change it inside `with "
+                "windlass.zero.GatheredParameters([parameter], modifier_rank=0)`, or take a stage below 3. This step "
+                "was not made"
+            )
+        if none_since == self.mesh.world.size and not repeats:
+            self._consumed = False
+            raise ModelError(
+                "step() without a backward since the last step, on any rank: a step consumes its gradients, so there "
+                "is none to step again as plain PyTorch would. Call backward again, or leave out the second step"
+            )
         norm = verdict.norm / scale
         if not verdict.finite and (skip_overflow or (bad := self.agreement.first_bad())):
             self.forget_gradients()
@@ -340,13 +404,17 @@ class ShardedModel:
         clip = clip_coefficient(norm, limit)
         self.before_update(norm, clip)
         used = {slot.unit.index: flags for slot, flags in zip(self.slots, verdict.used, strict=True)}
-        batches = _stepped(self.update.run(used, scale / clip))
+        try:
+            batches = _stepped(self.update.run(used, scale / clip))
+        except Exception as error:  # a hook before the step; the other ranks update
+            batches = _raised(error)
         if delay and self.delayed is not None:
             self.masters.take_all_edits(self.units)
             self.delayed.start(batches)
         else:
             self._put_to_use(batches)
         self.forget_gradients()
+        self._consumed = True
         return Outcome(norm, applied=True, clip=clip, flags=verdict.flags)
 
     def await_update(self) -> None:
@@ -388,6 +456,10 @@ class ShardedModel:
         for unit in self.units:
             if not unit.released:
                 unit.take_back()
+
+    def expose(self, place: registry.Place) -> None:
+        """A script reads `.data` of a parameter, through which it may change values."""
+        self.masters.expose(place.unit, place.index, late=self._under_way())
 
     def forget_gradients(self) -> None:
         """Drop the gradients of this step, and whatever is gathered for graphs that are gone."""
@@ -451,10 +523,11 @@ class ShardedModel:
             for parameter, view in zip(unit.parameters, unit.views(), strict=True):
                 if isinstance(parameter, Released):
                     mark_present(parameter)
-                parameter.data = view.clone()
-                parameter.grad = None
+                put_data(parameter, view.clone())
+                put_grad(parameter, None)
             unit.adopt = None
         registry.unregister(self)
+        self._forget_properties()
         self._tell_what_is_lost()
         self.units = []
         for family in self.families:
@@ -581,25 +654,34 @@ class ShardedModel:
         """Bring the new parameters of updated chunks to where they are used. Collective."""
         updated: dict[int, Unit] = {}
         written: list[Pending] = []
+        failed: Exception | None = None
         try:
             for batch in batches:
                 _wait(written)
                 for chunk in batch:
                     updated[chunk.unit.index] = chunk.unit
                     written.append(self.masters.write_back(chunk, keep=True))
+        except Exception as error:  # the others wait for the new parameters, and hear of it at the next step
+            failed = self.health.broken = error
+            # ranks that update the same elements may have come to different ones
+            self.health.unchanged = not updated and bool(self.policy.state or self.mesh.world.size == 1)
+            updated = {slot.unit.index: slot.unit for slot in self.slots if slot.holds}
         finally:  # where a step fails half-way, too, what was updated arrives
             _wait(written)
         try:  # of its last writes, which go on in the next forward, the next check hears
             self.health.check("this step was made in part", loses=True)
-        except StorageError:
+        except (StorageError, UpdateError):
             self.forget_gradients()
             raise
-        units = list(updated.values())
+        units = [updated[index] for index in sorted(updated, reverse=True)]  # in one order on all ranks
         self._bring(units)
         _renew(units)
         for unit in units:
             torch.autograd.graph.increment_version(unit.parameters)
         self.masters.remember_versions(self.units)
+        if failed is not None:
+            self.forget_gradients()
+            raise failed
 
     def _bring(self, units: list[Unit]) -> None:
         """Offer the updated cuts; parameters that are never released are whole again when this returns."""
@@ -623,6 +705,12 @@ def _stepped(batches: Iterable[list[Chunk]]) -> Iterator[list[Chunk]]:
     """Of each batch the chunks that had a gradient, as long as it is at hand."""
     for batch in batches:
         yield [chunk for chunk in batch if chunk.gradient is not None]
+
+
+def _raised(error: Exception) -> Iterator[list[Chunk]]:
+    """No batch: the update raised before the first."""
+    yield from ()
+    raise error
 
 
 def _renew(units: list[Unit]) -> None:

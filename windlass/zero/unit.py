@@ -16,7 +16,7 @@ from windlass.comm.groups import Group
 from windlass.comm.transport import Buffer, Need, Transport, cut
 from windlass.parallel.placement import Kind, placement_of
 from windlass.storage.slot import Home, Slot
-from windlass.zero.access import Released, mark_present, mark_released
+from windlass.zero.access import Released, mark_present, mark_released, put_data, raw_data
 from windlass.zero.family import Family
 from windlass.zero.layout import Layout, Piece
 from windlass.zero.partition import Block, Plan
@@ -43,6 +43,7 @@ class Unit:
     Attributes:
         full: `[layout.padded]` in the compute dtype; parameters are views of it while present.
         frees: releasing gives memory back (else only the names go).
+        lowered: its gradients travel in `Settings.lowered_wire`.
         family: the ranks that it is cut and reduced over.
         placements: of each parameter, what of the whole one lies here.
         sums: groups over which its reduced cut is added up besides.
@@ -68,6 +69,7 @@ class Unit:
         self.index, self.names, self.parameters = index, plan.names, plan.parameters
         self.blocks: list[Block] = list(plan.blocks)
         self.layout, self.dtype, self.trainable, self.kept = layout, compute, plan.trainable, plan.kept
+        self.lowered = plan.lowered
         self.shapes = [p.shape for p in plan.parameters]
         self.family, self.placements = family, [placement_of(p) for p in plan.parameters]
         self.sums: list[Group] = []
@@ -81,6 +83,8 @@ class Unit:
         self.home, self.state_home = home, state_home
         self.rests: Slot | None = None
         self.secondary: torch.Tensor | None = None
+        self.exposed: dict[int, torch.Tensor] = {}  # by parameter, values when a script read `.data` since the gather
+        self.lost_edit = ""  # a parameter that was changed through `.data` before it was released
         self.lent: set[int] = set()  # parameters that hold a private copy inside GatheredParameters
         self.adopt: Callable[[Unit], bool] | None = None  # set by the runtime: gather it for whoever runs now
         self.in_order: Callable[[Pending], Pending] = lambda pending: pending  # set by the order
@@ -132,6 +136,7 @@ class Unit:
         if self.frees:
             self.transport.occupy(buffer)
             self.rests = rests(self, self.own_full.numel())
+            self.rests.describe(self._names_at_rest)
         self._look()
         self._regather = self.family.regather if self.frees else None
         if self._regather is not None:
@@ -243,6 +248,8 @@ class Unit:
             near = self._regather.group
             self.secondary.copy_(cut(self.full, near.index, near.size))
             self._secondary_valid = True
+        if self.exposed:
+            self._note_changes()
         for index, parameter in enumerate(self.parameters):
             if index not in self.lent:
                 mark_released(parameter, self)
@@ -250,6 +257,18 @@ class Unit:
         if self.frees:
             self.transport.vacate(self.buffer)
             self._hold(0)
+
+    def expose(self, index: int) -> None:
+        """A script reads `.data` of a gathered parameter: find out, when it is released, whether it changed values."""
+        if self.presence is Presence.PRESENT and index not in self.lent and index not in self.exposed:
+            self.exposed[index] = self._views[index].clone()
+
+    def _note_changes(self) -> None:
+        """Note parameters that were changed through `.data`. Their versions stay: a backward would refuse them."""
+        for index, before in self.exposed.items():
+            if not torch.equal(before, self._views[index]):
+                self.lost_edit = self.lost_edit or self.names[index]
+        self.exposed.clear()
 
     def updated(self) -> None:
         """The cut has new values, which peers may gather."""
@@ -275,7 +294,7 @@ class Unit:
                 continue
             if isinstance(parameter, Released):
                 mark_present(parameter)
-            parameter.data = view
+            put_data(parameter, view)
         self.presence = Presence.PRESENT
 
     def take_back(self) -> None:
@@ -289,8 +308,8 @@ class Unit:
                 continue
             self.require_shape(index, parameter.shape)
             with torch.no_grad():
-                view.copy_(parameter.data)
-            parameter.data = view
+                view.copy_(raw_data(parameter))
+            put_data(parameter, view)
             torch.autograd.graph.increment_version(parameter)
 
     def require_shape(self, index: int, shape: torch.Size) -> None:
@@ -304,6 +323,14 @@ class Unit:
     def pieces(self) -> Iterator[Piece]:
         """This rank's parts of the parameters, within its state span."""
         return self.layout.pieces(self.state_start, self.state_stop)
+
+    def names_in(self, start: int, stop: int) -> Iterator[str]:
+        """Names of the parameters in elements `[start, stop)` of the whole unit, quoted."""
+        return (repr(self.names[piece.index]) for piece in self.layout.pieces(start, stop))
+
+    def _names_at_rest(self, start: int, stop: int) -> Iterator[str]:
+        begin, _ = self.layout.cut(self.transport.group.index, self.transport.group.size)
+        return self.names_in(begin + start, begin + stop)
 
     def own_cut(self, flat: torch.Tensor) -> torch.Tensor:
         """This rank's state span of a flat tensor over the whole unit."""

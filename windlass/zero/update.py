@@ -31,9 +31,9 @@ class Segment:
 
     def __init__(self, chunk: Chunk, piece: Piece) -> None:
         self.chunk, self.piece = chunk, piece
-        self.tensor = nn.Parameter(torch.empty(0, dtype=chunk.dtype, device=chunk.device), requires_grad=True)
-        if chunk.master is not None:
-            self.point()
+        self.tensor = nn.Parameter(torch.empty(0, dtype=chunk.state_dtype, device=chunk.device), requires_grad=True)
+        if chunk.master is not None and not _widened(chunk):
+            self.point(chunk.master)
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -43,9 +43,13 @@ class Segment:
     def name(self) -> str:
         return self.chunk.unit.names[self.piece.index]
 
-    def point(self) -> None:
-        """See the master weights where they are now."""
-        self.tensor.data = self.chunk.values().narrow(0, self.piece.offset, self.piece.numel)
+    def point(self, values: torch.Tensor) -> None:
+        """See the master weights of the chunk `[stop - start]` here."""
+        self.tensor.data = values.narrow(0, self.piece.offset, self.piece.numel)
+
+    def let_go(self) -> None:
+        """See no memory, so that a widened copy of master weights can be freed."""
+        self.tensor.data = self.tensor.data.new_empty(0)
 
     def take_gradient(self, gradient: torch.Tensor) -> None:
         """Point `.grad` at this piece of the chunk's reduced gradient `[chunk]`."""
@@ -136,31 +140,39 @@ class ElementwiseUpdate:
     ) -> Iterator[list[Chunk]]:
         for batch in self.residence.travel(self._batches):
             chosen: dict[int, list[Segment]] = defaultdict(list)
+            widened: list[tuple[Chunk, torch.Tensor]] = []
             for chunk in batch:
                 self._masters.forget_lowered(chunk)
                 if chunk.gradient is None:
                     continue
-                gradient = self._gradient(chunk, chunk.gradient, divisor)
+                gradient, values = self._gradient(chunk, chunk.gradient, divisor), chunk.values()
+                if _widened(chunk):
+                    values = values.to(chunk.state_dtype)
+                    widened.append((chunk, values))
                 skipped = False
                 for segment in self._of_chunk[id(chunk)]:
                     group = group_of.get(id(segment.parameter))
                     if group is not None and used[chunk.unit.index][segment.piece.index]:
-                        if chunk.home is Home.NVME:
-                            segment.point()
+                        if chunk.home is Home.NVME or values is not chunk.master:
+                            segment.point(values)
                         segment.take_gradient(gradient)
                         chosen[group].append(segment)
                     else:
                         skipped = True
-                if not skipped:
+                if not skipped and values is chunk.master:
                     self._lower(chunk)
             self._step(turn, chosen, divisor)
+            for chunk, values in widened:
+                chunk.values().copy_(values)
+                for segment in self._of_chunk[id(chunk)]:
+                    segment.let_go()
             yield batch
         turn.end()
 
     def _native(self) -> torch.optim.Optimizer | None:
         """The same rule in one pass over host memory, where all of it is updated there, and in float32."""
         held = [chunk for chunk in self.chunks if chunk.numel]
-        if any(chunk.home is Home.DEVICE or chunk.dtype != torch.float32 for chunk in held):
+        if any(chunk.home is Home.DEVICE or chunk.state_dtype != torch.float32 for chunk in held):
             return None
         native = as_native(self.optimizer)
         if native is not None:
@@ -181,8 +193,8 @@ class ElementwiseUpdate:
         return {id(p): n for n, group in enumerate(self.optimizer.param_groups) for p in group["params"]}
 
     def _gradient(self, chunk: Chunk, gradient: torch.Tensor, divisor: float) -> torch.Tensor:
-        if gradient.dtype != chunk.values().dtype:
-            gradient = gradient.to(chunk.values().dtype)
+        if gradient.dtype != chunk.state_dtype:
+            gradient = gradient.to(chunk.state_dtype)
         if divisor != 1.0 and not self._scales:
             gradient.div_(divisor)
         return gradient
@@ -232,21 +244,27 @@ class ElementwiseUpdate:
                 self._inner.state[segment.tensor][key] = value
 
 
+def _widened(chunk: Chunk) -> bool:
+    """Whether the optimizer steps a wider copy of a chunk's master weights."""
+    return chunk.dtype != chunk.state_dtype
+
+
 def state_dtype(optimizer: torch.optim.Optimizer, dtype: torch.dtype, chunk: Chunk) -> torch.dtype:
     """The dtype in which to keep a state of `dtype` and of its parameter's shape, which was made elsewhere.
 
     A rule makes states like the parameters it was given. Were these narrow, their masters are not, and a rule computes
     with both; so the state becomes as wide. Optimizers that choose the dtype of their states themselves keep it.
     """
-    like_the_parameter = dtype == chunk.unit.dtype and dtype.itemsize < chunk.dtype.itemsize
-    return chunk.dtype if like_the_parameter and not isinstance(optimizer, CPUOptimizer) else dtype
+    like_the_parameter = dtype == chunk.unit.dtype and dtype.itemsize < chunk.state_dtype.itemsize
+    return chunk.state_dtype if like_the_parameter and not isinstance(optimizer, CPUOptimizer) else dtype
 
 
 def formats_of(optimizer: torch.optim.Optimizer, inner: torch.optim.Optimizer) -> dict[int, dict[str, Format]]:
     """How `inner`, which steps for `optimizer`, keeps states; empty for a rule that does not say."""
     if not isinstance(inner, CPUOptimizer):
         return {}
-    return {id(p): inner.formats(group) for group in optimizer.param_groups for p in group["params"]}
+    kept = [(inner.formats(group), group["params"]) for group in optimizer.param_groups]
+    return {id(p): formats for formats, parameters in kept for p in parameters}
 
 
 def check_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:

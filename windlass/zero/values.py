@@ -79,7 +79,8 @@ def part_states(parameter: nn.Parameter, *wanted: str) -> dict[str, Any]:
     number, a name, a list). Empty before the first step."""
     place = _finished(parameter)
     with place.model.masters.at_hand([place.unit], among=_among(place)):
-        mine = [(start, _told(place, state, wanted)) for start, _, state in _state(place)]
+        kept = _coded(place)
+        mine = [(start, _told(kept, state, wanted)) for start, _, state in _state(place)]
     found: list[list[tuple[int, dict[str, Any]]]] = [mine]
     group = place.unit.family.group
     if group.size > 1:
@@ -89,10 +90,10 @@ def part_states(parameter: nn.Parameter, *wanted: str) -> dict[str, Any]:
     return {key: _put_together(place, key, found) for key in keys}
 
 
-def _told(place: Place, state: dict[str, Any], wanted: Collection[str]) -> dict[str, Any]:
+def _told(kept: dict[str, Format], state: dict[str, Any], wanted: Collection[str]) -> dict[str, Any]:
     """What peers are told of one piece's state: what was asked for, or all but the scales of codes."""
-    scales = [f"{key}_scale" for key in _coded(place)]
-    read = {key: _read(place, state, key) for key in wanted or state if key in state and (wanted or key not in scales)}
+    scales = [f"{key}_scale" for key in kept]
+    read = {key: _read(kept, state, key) for key in wanted or state if key in state and (wanted or key not in scales)}
     return {key: one.detach().cpu().clone() if isinstance(one, torch.Tensor) else one for key, one in read.items()}
 
 
@@ -213,7 +214,8 @@ def local_state(parameter: nn.Parameter, key: str) -> torch.Tensor | None:
     updated in several chunks or kept in 8 bits."""
     place = _updated(parameter)
     with place.model.masters.at_hand([place.unit], alone=True):
-        found = [value for _, _, state in _state(place) if (value := _read(place, state, key)) is not None]
+        kept = _coded(place)
+        found = [value for _, _, state in _state(place) if (value := _read(kept, state, key)) is not None]
         if not found:
             return None
         if not isinstance(found[0], torch.Tensor):
@@ -334,14 +336,14 @@ def _coded(place: Place) -> dict[str, Format]:
     return {key: kept for key, kept in found.items() if kept.coded}
 
 
-def _read(place: Place, state: dict[str, Any], key: str) -> Any:
+def _read(kept: dict[str, Format], state: dict[str, Any], key: str) -> Any:
     """A state's value; of one in 8 bits what its codes mean, in float32."""
-    value, kept = state.get(key), _coded(place).get(key)
-    if kept is None or value is None:
+    value, how = state.get(key), kept.get(key)
+    if how is None or value is None:
         return value
     wide = torch.empty(value.shape)
     scales = coded.Scales(0, value.numel(), 0, state[f"{key}_scale"])
-    coded.read(value.reshape(-1), 0, [scales], kept.signed, wide.view(-1))
+    coded.read(value.reshape(-1), 0, [scales], how.signed, wide.view(-1))
     return wide
 
 

@@ -3,12 +3,17 @@
 Each parameter has one owner rank. Before the step the owner collects the pieces of its master weight and gradient,
 steps the user's optimizer class on the parameter in its own shape, and sends the pieces back. The state stays with the
 owner. Ranks that keep everything (no cut) each step everything, as plain data parallelism does.
+
+[Note: whole steps of parts] Of a parameter that is cut over tp or ep, each part has an owner among the data ranks of
+its part, at the same place. These owners put weight, gradient and states of their parts together, all step the whole,
+and each keeps its own part of weight and states. So states rest and are saved as those of elementwise rules are, and a
+state that has another shape than its parameter (one value a row) is the same on all of them.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,10 +21,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from windlass.comm.axis import Axis
 from windlass.comm.exchange import exchange
 from windlass.comm.groups import Group
 from windlass.optim.cpu_optimizer import Format
 from windlass.optim.elementwise import COUNTS
+from windlass.parallel.joining import collected, select
+from windlass.parallel.placement import Placement, numel_of_whole
 from windlass.storage.slot import Home
 from windlass.zero.chunk import Chunk, Tenancy, batches
 from windlass.zero.family import Family
@@ -52,6 +60,11 @@ class Owned:
         return self.chunk.unit.family.group
 
     @property
+    def placement(self) -> Placement:
+        """What of the whole parameter lies among the ranks of its group."""
+        return self.chunk.unit.placements[self.index]
+
+    @property
     def here(self) -> bool:
         """This rank steps it."""
         return self.owner == self.group.index
@@ -65,6 +78,7 @@ class WholeUpdate:
         chunks: what this rank keeps of each trainable unit, one a unit.
         residence: of their masters and states.
         families: the ranks among which state is cut; those of dense parameters first.
+        axes: of the mesh, by name: those along which parameters are cut beside.
         whole: each rank keeps all state: nothing is exchanged.
         sub_group: elements gathered at a time.
     """
@@ -75,11 +89,12 @@ class WholeUpdate:
         chunks: list[Chunk],
         residence: Residence,
         families: list[Family],
+        axes: Mapping[str, Axis],
         *,
         whole: bool,
         sub_group: int,
     ) -> None:
-        self.optimizer, self.chunks, self._families = optimizer, chunks, families
+        self.optimizer, self.chunks, self._families, self._axes = optimizer, chunks, families, axes
         self._inner = clone_optimizer(optimizer)
         self.residence = residence
         residence.states = self._inner.state
@@ -105,7 +120,7 @@ class WholeUpdate:
         for chunk in chunks:
             mine = [owned for owned in self._of_chunk[id(chunk)] if owned.here]
             chunk.tenants = [owned.tensor for owned in mine]
-        self._batches = batches(self.chunks, self._sub_group)
+        self._batches = batches(self.chunks, self._sub_group, self._size)
 
     def refuses(self, dtype: torch.dtype, home: Home) -> bool:
         """As `ElementwiseUpdate.refuses`."""
@@ -127,39 +142,90 @@ class WholeUpdate:
         """As `ElementwiseUpdate.run`. Collective."""
         turn = Turn(self.optimizer, self._inner)
         group_of = {id(p): n for n, group in enumerate(self.optimizer.param_groups) for p in group["params"]}
+        wanted = self._wanted(used, group_of)
         for batch in self.residence.travel(self._batches):
-            todo = [
-                owned
-                for chunk in batch
-                if chunk.gradient is not None
-                for owned in self._of_chunk[id(chunk)]
-                if used[chunk.unit.index][owned.index] and id(owned.parameter) in group_of
-            ]
+            todo = [owned for chunk in batch for owned in self._of_chunk[id(chunk)] if id(owned) in wanted]
+            for chunk in batch:
+                if chunk.gradient is None and any(owned.chunk is chunk for owned in todo):
+                    chunk.gradient = torch.zeros_like(chunk.values())  # only other parts of it have one
             values = self._collect(todo, gradient=False)
             gradients = self._collect(todo, gradient=True)
             tensors: dict[int, list[nn.Parameter]] = defaultdict(list)
             for owned in todo:
                 if id(owned) in values:
-                    owned.tensor.data = values[id(owned)].view(owned.parameter.shape)
-                    owned.tensor.grad = gradients[id(owned)].view(owned.parameter.shape).div_(divisor)
+                    shape = owned.chunk.unit.shapes[owned.index]
+                    owned.tensor.data = self._together(owned, values[id(owned)].view(shape))
+                    owned.tensor.grad = self._together(owned, gradients[id(owned)].view(shape)).div_(divisor)
+                    self._join_states(owned)
                     tensors[group_of[id(owned.parameter)]].append(owned.tensor)
             turn.step(tensors)
+            for owned in todo:
+                if id(owned) in values and not owned.placement.whole:
+                    self._part(owned)
             self._return(todo, values)
             for owned in todo:
                 owned.tensor.data = owned.tensor.data.new_empty(0)
             yield batch
         turn.end(None if self._whole else self._families[0].group)
 
+    def _size(self, chunk: Chunk) -> int:
+        """What a chunk counts in a batch, the same on all ranks that step together: batches are."""
+        unit = chunk.unit
+        alike = not unit.kind.expert or all(not placement.whole for placement in unit.placements)
+        return sum(map(numel_of_whole, unit.parameters)) // unit.family.group.size if alike else 0
+
+    def _wanted(self, used: dict[int, list[bool]], group_of: dict[int, int]) -> set[int]:
+        """Which parameters are stepped, by id of the entry: those with a gradient, on any rank that has another part.
+        Collective where parameters are cut."""
+        mine = [
+            owned.chunk.slot.holds and used[owned.chunk.unit.index][owned.index] and id(owned.parameter) in group_of
+            for owned in self.owned
+        ]
+        for name in sorted({axis for owned in self.owned for axis in owned.placement.cut}):
+            cut = [number for number, owned in enumerate(self.owned) if name in owned.placement.cut]
+            device = self.chunks[0].unit.full.device
+            flags = torch.tensor([float(mine[number]) for number in cut], device=device)
+            self._axes[name].all_reduce(flags)
+            for number, flag in zip(cut, flags.tolist(), strict=True):
+                mine[number] = flag > 0
+        return {id(owned) for owned, wants in zip(self.owned, mine, strict=True) if wants}
+
+    def _together(self, owned: Owned, part: torch.Tensor) -> torch.Tensor:
+        """The whole of a tensor of which each owner has its part. Collective over them."""
+        if owned.placement.whole:
+            return part
+        device = owned.chunk.unit.full.device  # where the groups of the axes send from, wherever masters rest
+        return collected(part.to(device), owned.placement, self._axes).to(part.device)
+
+    def _join_states(self, owned: Owned) -> None:
+        """Make the states of a part those of the whole. Collective over the owners of its parts."""
+        placement = owned.placement
+        if placement.whole:
+            return
+        state = self._inner.state.get(owned.tensor, {})
+        for key, value in state.items():
+            if _is_part(key, value, placement):
+                state[key] = self._together(owned, value)
+
+    def _part(self, owned: Owned) -> None:
+        """Keep this rank's part of the weight that was stepped and of its states."""
+        placement = owned.placement
+        owned.tensor.data = select(owned.tensor.data.view(placement.shape), placement)
+        state = self._inner.state.get(owned.tensor, {})
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and value.dim() and value.shape == placement.shape:
+                state[key] = select(value, placement)
+
     def _assign(self, chunks: list[Chunk]) -> list[Owned]:
         """An owner for each parameter, the largest first to whoever has least."""
         found = [
-            (chunk.unit.layout.numels[index], number, index)
+            (numel_of_whole(parameter), number, index)  # the same wherever another part lies
             for number, chunk in enumerate(chunks)
-            for index in range(len(chunk.unit.parameters))
+            for index, parameter in enumerate(chunk.unit.parameters)
         ]
         loads = {id(family): [0] * family.group.size for family in self._families}
         for before in self.owned:
-            loads[id(before.chunk.unit.family)][before.owner] += before.chunk.unit.layout.numels[before.index]
+            loads[id(before.chunk.unit.family)][before.owner] += numel_of_whole(before.parameter)
         owners: dict[tuple[int, int], int] = {}
         for numel, number, index in sorted(found, key=lambda entry: (-entry[0], entry[1], entry[2])):
             family = chunks[number].unit.family
@@ -171,7 +237,7 @@ class WholeUpdate:
         for numel, number, index in found:
             chunk = chunks[number]
             if numel:
-                tensor = nn.Parameter(torch.empty(0, dtype=chunk.dtype, device=chunk.device))
+                tensor = nn.Parameter(torch.empty(0, dtype=chunk.state_dtype, device=chunk.device))
                 owned.append(Owned(chunk, index, owners[number, index], tensor))
         return owned
 
@@ -198,14 +264,15 @@ class WholeUpdate:
             master, move, me = owned.chunk.values(), self._move_of(owned, moves), owned.group.index
             source = owned.chunk.gradient if gradient else master
             assert source is not None
-            whole = master.new_empty(owned.chunk.unit.layout.numels[owned.index]) if owned.here else None
+            dtype, numel = owned.chunk.state_dtype, owned.chunk.unit.layout.numels[owned.index]
+            whole = master.new_empty(numel, dtype=dtype) if owned.here else None
             if whole is not None:
                 result[id(owned)] = whole
             for rank, start, stop, offset in self._spans(owned):
                 if rank == me and whole is not None:
                     whole[start:stop].copy_(source.narrow(0, offset, stop - start))
                 elif rank == me:
-                    move.sends.append((owned.owner, source.narrow(0, offset, stop - start).to(master.dtype)))
+                    move.sends.append((owned.owner, source.narrow(0, offset, stop - start).to(dtype)))
                 elif whole is not None:
                     move.receives.append((rank, whole[start:stop]))
         for move in moves:
@@ -225,7 +292,7 @@ class WholeUpdate:
                 elif rank == me:
                     move.receives.append((owned.owner, master.narrow(0, offset, stop - start)))
                 elif whole is not None:
-                    move.sends.append((rank, whole[start:stop]))
+                    move.sends.append((rank, whole[start:stop].to(master.dtype)))
         for move in moves:
             move.make()
 
@@ -244,6 +311,12 @@ class _Moves:
     def make(self) -> None:
         moved = exchange(self.family.group, self.sends, self.receives)
         self.family.transport.traffic.bytes_moved["whole"] += moved
+
+
+def _is_part(key: str, value: Any, placement: Placement) -> bool:
+    """Whether a state of a part has one value for each of its elements."""
+    shaped = isinstance(value, torch.Tensor) and value.dim() > 0 and key not in COUNTS
+    return shaped and tuple(value.shape) == placement.local_shape
 
 
 def _moved(state: dict[str, Any], owned: Owned, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -88,7 +88,9 @@ def get_optimizer_grouped_parameters(model, weight_decay, no_decay_name_list=("b
 
 def create_hf_model(args, tokenizer, vocab_size):
     if args.model_name_or_path:
-        model = AutoModelForCausalLM.from_pretrained(args.model_name_or_path, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(
+            args.model_name_or_path, dtype=torch.float32, trust_remote_code=False
+        )
     else:
         config = LlamaConfig(
             vocab_size=vocab_size,
@@ -274,7 +276,8 @@ def main():
         torch.distributed.barrier()
 
     if args.compare_saved:
-        saved = AutoModelForCausalLM.from_pretrained(os.path.join(args.output_dir, "final"), dtype=torch.float32)
+        final = os.path.join(args.output_dir, "final")
+        saved = AutoModelForCausalLM.from_pretrained(final, dtype=torch.float32, trust_remote_code=False)
         config = get_eval_ds_config(args.offload, args.dtype, args.zero_stage if args.zero_stage == 3 else 0)
         config["train_micro_batch_size_per_gpu"] = args.per_device_eval_batch_size
         config["train_batch_size"] = args.per_device_eval_batch_size * world_size

@@ -35,7 +35,7 @@ def load_or_train_tokenizer(folder, texts, vocab_size=500):
             tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
         ).save_pretrained(folder)
     torch.distributed.barrier()
-    return PreTrainedTokenizerFast.from_pretrained(folder)
+    return PreTrainedTokenizerFast.from_pretrained(folder, trust_remote_code=False)
 
 
 def samples_of(texts, tokenizer, max_seq_len, count):

@@ -59,7 +59,7 @@ def test_where_there_are_no_locks_only_drafts_of_processes_that_died_here_are_re
 
     monkeypatch.setattr(draft.fcntl, "flock", refused)
     own = Draft(tmp_path, "own")
-    host, space, number, began = (own.path / ".writer").read_text().split()
+    host, space, number, began = (own.path / ".writer").read_text().splitlines()[0].split()
     writers = {
         "unknown": "",
         "elsewhere": f"other {space} {number} 1\n",

@@ -143,10 +143,10 @@ def test_a_checkpoint_of_many_ranks_needs_few_open_files(tmp_path: Path, monkeyp
     chunks, files = [], {}
     for number in range(6):
         name = f"rank_{number:05d}.safetensors"
-        with TensorFileWriter(path / name, {"x": Entry(torch.float32, (1,))}) as file:
-            crc32 = file.write("x", torch.tensor([float(number)]))
+        with TensorFileWriter(path / name, {f"x@{number}": Entry(torch.float32, (1,))}) as file:
+            crc32 = file.write(f"x@{number}", torch.tensor([float(number)]))
         files[name] = (path / name).stat().st_size
-        chunks.append(Chunk(offsets=(number,), sizes=(1,), file=name, entry="x", crc32=crc32))
+        chunks.append(Chunk(offsets=(number,), sizes=(1,), file=name, entry=f"x@{number}", crc32=crc32))
     old = parse(index.read_text(), index)
     record = TensorRecord(shape=(6,), dtype="F32", chunks=tuple(chunks))
     index.write_text(to_text(old.model_copy(update={"files": files, "tensors": {"x": record}})))

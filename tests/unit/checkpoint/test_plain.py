@@ -118,5 +118,5 @@ def test_other_values_are_refused_with_their_path(value: object) -> None:
     ],
 )
 def test_text_that_encode_never_writes_is_refused(text: str) -> None:
-    with pytest.raises(CheckpointError, match="cannot read"):
+    with pytest.raises(CheckpointError, match="cannot (be )?read"):
         decode(json.loads(text), {})

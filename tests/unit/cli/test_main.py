@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import errno
+import os
+import stat
 import sys
+from pathlib import Path
 from types import ModuleType
 from typing import Annotated
 
@@ -118,3 +121,23 @@ def test_env_says_what_it_can(capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr().out
     assert windlass.__version__ in printed
     assert "unknown (" not in printed or sys.platform != "linux"
+
+
+@pytest.mark.parametrize("before", [0o000, 0o022, 0o077])
+def test_no_command_makes_files_that_every_user_may_write(
+    before: int, tmp_path: Path, failing: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "file"
+
+    class Noted(ConfigError):
+        def __str__(self) -> str:
+            file.touch()
+            return "noted"
+
+    failing.error = Noted()  # type: ignore[attr-defined]
+    own = os.umask(before)
+    try:
+        assert call("fail") == 1
+    finally:
+        os.umask(own)
+    assert stat.S_IMODE(file.stat().st_mode) == 0o666 & ~(before | 0o002)

@@ -69,6 +69,12 @@ def test_resume_takes_everything_from_the_run_and_needs_no_data(options: Options
     assert make_plan(Options(out=options.out, resume=True, nproc=3, steps=50)).steps == 50
 
 
+def test_a_resume_trusts_only_the_code_that_its_own_command_line_trusts(options: Options) -> None:
+    assert make_plan(replace(options, trust_remote_code=True)).trust_remote_code
+    assert not make_plan(Options(out=options.out, resume=True)).trust_remote_code
+    assert make_plan(Options(out=options.out, resume=True, trust_remote_code=True)).trust_remote_code
+
+
 def test_a_run_that_was_moved_is_resumed_where_it_lies_now(options: Options, tmp_path: Path) -> None:
     make_plan(options)
     moved = options.out.rename(tmp_path / "moved")

@@ -11,6 +11,7 @@ import torch
 from windlass.base.errors import StorageError
 from windlass.compat.disk_handle import aio_handle, aio_read, aio_write
 from windlass.compat.file_writers import FastFileWriter, FastFileWriterConfig, MockFileWriter, PyFileWriter
+from windlass.compat.layouts import model_3d_desc
 
 DATA = torch.arange(10_000, dtype=torch.float32)
 
@@ -110,3 +111,24 @@ def test_a_file_that_is_open_is_written_by_its_number(tmp_path: Path) -> None:
     assert handle.sync_pread(found, str(tmp_path / "one")) == 1 and torch.equal(found, DATA)
     with pytest.raises(StorageError, match="no file was named"):
         handle.sync_pwrite(DATA)
+
+
+def test_a_smaller_layout_takes_every_old_rank_once() -> None:
+    """Law: neighbours along an axis merge, and no old rank is lost or taken twice."""
+    old, new = (
+        model_3d_desc(pp_degree=2, tp_degree=2, dp_degree=2),
+        model_3d_desc(pp_degree=2, tp_degree=1, dp_degree=1),
+    )
+    maps = old.reshape(new)
+    assert [made.get_data(stage, 0) for made in maps for stage in range(2)] == [[0, 4, 1, 5], [2, 6, 3, 7]]
+    for sizes in ((1, 1, 1), (1, 2, 2), (2, 2, 1), (2, 2, 2)):
+        maps = old.reshape(model_3d_desc(*sizes))
+        assert len(maps) == sizes[2]
+        assert sorted(rank for made in maps for rank in made.get_data()) == list(range(old.world_size()))
+    assert new.can_reshape(old) == (
+        False,
+        ["Expansion reshape not supported - TP: 1 ---> 2"] + ["Expansion reshape not supported - DP: 1 ---> 2"],
+    )
+    assert old.is_valid(1, 1, 2)[0] is False and old.get_desc() == "PP,TP,DP = (2, 2, 2)"
+    with pytest.raises(AssertionError, match="pp_index"):
+        maps[0].get_data(2, 0)

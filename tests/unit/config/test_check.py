@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -116,3 +117,84 @@ def test_memory_that_looks_like_a_disk_is_said(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr("windlass.storage.prospect.filesystem_of", lambda path: "tmpfs")
     code, text = run(write(tmp_path, _offloaded(tmp_path)))
     assert code == 0 and "tmpfs" in text and "this is memory" in text
+
+
+CONFIGS = {
+    "trainer": '{"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "bf16": {"enabled": "auto"},'
+    ' "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "overlap_comm": "auto"},'
+    ' "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto"}}}',
+    "accelerate": '{"train_batch_size": "auto", "gradient_clipping": "auto", "bf16": {"enabled": true},'
+    ' "zero_optimization": {"stage": "auto", "offload_optimizer": {"device": "auto"}}}',
+}
+
+
+def test_a_file_for_the_trainer_is_fine_and_says_what_is_filled_in(tmp_path: Path) -> None:
+    path = write(tmp_path, CONFIGS["trainer"])
+    for arguments in ((), ("--client", "trainer")):
+        code, text = run(path, *arguments)
+        assert code == 0, text
+        assert ("guessed" in text) == (not arguments)
+        for words in (
+            "filled in by transformers' Trainer (6)",
+            "train_batch_size: ranks x per_device_train_batch_size x gradient_accumulation_steps",
+            "optimizer.params.betas: [adam_beta1, adam_beta2]",
+            "zero_optimization.reduce_bucket_size: hidden_size x hidden_size of the model",
+            'at "auto", left at the default (1)\n  zero_optimization.overlap_comm',
+            "batch       as transformers' Trainer fills it in",
+            ": fine",
+        ):
+            assert words in text, words
+    code, text = run(path, "--client", "none")
+    assert code == 1 and 'optimizer.params.lr = "auto": nobody filled it in' in text and "bf16.enabled" in text
+    code, text = run(path, "--client", "accelerate")
+    assert code == 1 and 'optimizer.params.betas = "auto": accelerate fails here' in text
+    assert 'zero_optimization.overlap_comm = "auto": accelerate fails here' in text and "2 to mend" in text
+
+
+def test_a_file_for_accelerate_is_guessed(tmp_path: Path) -> None:
+    code, text = run(write(tmp_path, CONFIGS["accelerate"]))
+    assert code == 0 and "filled in by accelerate (4)" in text
+    assert "zero_optimization.stage: zero_stage of the DeepSpeedPlugin" in text
+    code, text = run(write(tmp_path, '{"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "auto"}}}'))
+    assert code == 1 and "transformers' Trainer does not fill it in" in text
+
+
+def test_one_auto_alone_says_nothing_of_a_client(tmp_path: Path) -> None:
+    code, text = run(write(tmp_path, '{"train_batch_size": 4, "train_micro_batch_size_per_gpu": "auto"}'))
+    assert code == 0 and "filled in by" not in text and "4 = micro 4 x accumulation 1 x 1 rank" in text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{\n  "train_batch_size": 4,\n}',
+        '{\n  "train_batch_size": 4\n  "steps_per_print": 1\n}',
+        '{"train_batch_size": 4} // more',
+        '\ufeff{"train_batch_size": 4}',
+    ],
+)
+def test_what_json_load_refuses_is_a_warning(tmp_path: Path, text: str) -> None:
+    code, printed = run(write(tmp_path, text))
+    with pytest.raises(json.JSONDecodeError) as refused:
+        json.loads(text)
+    place = f"line {refused.value.lineno}, column {refused.value.colno}"
+    assert code == 0 and "fine (1 warning)" in printed
+    assert "not strict JSON: " in printed and ("byte order mark" if text[0] == "\ufeff" else place) in printed
+    assert "transformers, accelerate and DeepSpeed read it with json.load" in printed
+
+
+def test_comments_are_left_out_with_a_note(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    from windlass.config import load
+
+    path = write(
+        tmp_path,
+        '{"_comment": "a", "//": 1, "comment": [], "$schema": "x", "train_batch_size": 4, "zero_optimization":'
+        ' {"_why": {}, "stage": 1}, "optimizer": {"type": "AdamW", "params": {"_note": 1, "lr": 0.1}}}',
+    )
+    code, text = run(path)
+    assert code == 0 and "comments, left out (6)" in text
+    config = load(path)
+    assert config.comments == (
+        *("_comment", "//", "comment", "$schema", "zero_optimization._why", "optimizer.params._note"),
+    )
+    assert config.optimizer is not None and config.optimizer.params == {"lr": 0.1}

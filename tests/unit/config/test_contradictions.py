@@ -17,6 +17,18 @@ BROKEN: list[tuple[str, dict[str, Any]]] = [
     ("bf16.enabled", {"bf16": {"enabled": True}, "torch_autocast": {"enabled": True}}),
     ("data_types.param_dtype", {"bf16": {"enabled": True}, "data_types": {"param_dtype": "fp32"}}),
     ("gradient_predivide_factor", {"prescale_gradients": True, "gradient_predivide_factor": 2.0}),
+    ("data_types.buffer_dtype", {"data_types": {"buffer_dtype": "bf16"}}),
+    ("bf16.bf16_optimizer_states", {"bf16": {"enabled": True, "bf16_optimizer_states": True}}),
+    (
+        "data_types.grad_accum_dtype",
+        {
+            "fp16": {"enabled": True, "fp16_master_weights_and_grads": True},
+            "data_types": {"grad_accum_dtype": "fp32"},
+        },
+    ),
+    ("prescale_gradients", {"prescale_gradients": True, "gradient_allreduce_op": "sum"}),
+    ("gradient_predivide_factor", {"gradient_predivide_factor": 2.0, "gradient_allreduce_op": "SUM"}),
+    ("managed_gradient_accumulation", {"managed_gradient_accumulation": False, "parallel": {"pp": 2}}),
     ("zero_optimization.offload_param", {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}),
     (
         "zero_optimization.offload_param.nvme_path",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import astuple
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -61,22 +62,12 @@ def test_optimizer_parameters_are_those_of_the_class(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", BUILT)
-def test_both_readers_of_an_optimizer_agree_on_refusals(name: str) -> None:
-    for key, parameter in optimizer.PARAMETERS[name].items():
-        if parameter.shape == "bool" and parameter.default is not None:
-            value = not parameter.default
-            config = load({"optimizer": {"type": name, "params": {key: value}}})
-            if key in ("amsgrad", "differentiable"):
-                continue  # the class itself refuses these where it must
-            assert bool(config.refusals()) == bool(by_name.problems(name, {key: value})), (key, value)
-
-
-@pytest.mark.parametrize("name", BUILT)
 def test_a_resolved_optimizer_is_the_one_that_is_built(name: str) -> None:
     config = load({"optimizer": {"type": name.upper(), "params": {"weight_decay": 0.1}}})
     assert config.optimizer is not None
     resolved = config.optimizer.resolved()
     weight = torch.nn.Parameter(torch.ones(2, 2))
+    weight.infshape = SimpleNamespace(ninf=lambda: 0)  # type: ignore[attr-defined]
     instance = by_name.build(config.optimizer.type, config.optimizer.params, [weight])
     assert type(instance).__name__ == resolved.name
     assert instance.defaults["weight_decay"] == resolved.arguments["weight_decay"] == 0.1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from windlass.base.errors import DataError
+from windlass.data import token_file
 from windlass.data.token_file import TokenWriter, open_tokens, token_dtype
 
 
@@ -63,7 +63,7 @@ def test_a_file_cut_short_is_refused_without_reading_it(tmp_path: Path, length: 
 
 def test_another_format_version_is_named(tmp_path: Path) -> None:
     path = write(tmp_path / "t.bin", [1], [2])
-    path.write_bytes(path.read_bytes().replace(b'"format_version": 1', b'"format_version": 9'))
+    path.write_bytes(path.read_bytes().replace(b'"format_version": 2', b'"format_version": 9'))
     with pytest.raises(DataError, match="version 9"):
         open_tokens(path)
 
@@ -82,8 +82,9 @@ def test_a_writer_that_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux's always-full device")
-def test_a_full_disk_leaves_no_part_behind(tmp_path: Path) -> None:
-    (tmp_path / f".t.bin.{os.getpid()}.part").symlink_to("/dev/full")
+def test_a_full_disk_leaves_no_part_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(token_file, "temporary_beside", lambda path: tmp_path / "part")
+    (tmp_path / "part").symlink_to("/dev/full")
     with pytest.raises(OSError, match="No space left"):
         write(tmp_path / "t.bin", list(range(9)), [1])
     assert not any(tmp_path.iterdir())

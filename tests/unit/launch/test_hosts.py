@@ -83,8 +83,8 @@ def test_filters(include: str, exclude: str, expected: dict[str, list[int]]) -> 
         ("", "jeff:0", "host 'jeff' is not in the hostfile; there are worker-0, worker-1, worker-2"),
         ("worker-1:4", "", "host 'worker-1' has no slot 4; there are 0,1"),
         ("", "worker-1:0,4", "host 'worker-1' has no slot 4; there are 0,1"),
-        ("worker-1:x", "", "'worker-1:x' in 'worker-1:x' is no NAME[:SLOT[,SLOT...]]; slots are numbers"),
-        ("worker-1:", "", "'worker-1:' in 'worker-1:' is no NAME[:SLOT[,SLOT...]]; slots are numbers"),
+        ("worker-1:x", "", "'worker-1:x' in 'worker-1:x' is no NAME[:SLOT[,SLOT...]]; slots are numbers below 4,096"),
+        ("worker-1:", "", "'worker-1:' in 'worker-1:' is no NAME[:SLOT[,SLOT...]]; slots are numbers below 4,096"),
         ("worker-1@", "", "'worker-1@' names no host before ''; write NAME[:SLOT[,SLOT...]][@...]"),
     ],
 )

@@ -14,6 +14,7 @@ import torch
 
 from windlass.base.errors import ConfigError
 from windlass.base.log import logger
+from windlass.config.monitor import Comet
 from windlass.observe.monitor import CsvWriter, Monitor
 
 
@@ -23,6 +24,7 @@ def sections(tmp_path: Path, *enabled: str) -> Any:
         tensorboard=SimpleNamespace(enabled="tensorboard" in enabled, **files),
         csv_monitor=SimpleNamespace(enabled="csv_monitor" in enabled, **files),
         wandb=SimpleNamespace(enabled="wandb" in enabled, group="g", team="t", project="p"),
+        comet=Comet(enabled="comet" in enabled, samples_log_interval=10, experiment_name="n", online=False),
     )
 
 
@@ -115,14 +117,66 @@ def test_wandb_gets_one_call_a_step_in_order(tmp_path: Path, monkeypatch: pytest
     ]
 
 
-@pytest.mark.parametrize(("section", "module"), [("tensorboard", "torch.utils.tensorboard"), ("wandb", "wandb")])
+class FakeComet(ModuleType):
+    """Remembers what `comet_ml` is told."""
+
+    def __init__(self) -> None:
+        super().__init__("comet_ml")
+        self.said: list[Any] = []
+
+    def start(self, **keywords: Any) -> FakeComet:
+        self.said.append({key: value for key, value in keywords.items() if value is not None})
+        return self
+
+    def set_name(self, name: str) -> None:
+        self.said.append(name)
+
+    def log_metric(self, name: str, value: float, step: int) -> None:
+        self.said.append((name, value, step))
+
+    def end(self) -> None:
+        self.said.append("ended")
+
+
+def test_comet_gets_each_quantity_every_so_many_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    comet = FakeComet()
+    monkeypatch.setitem(sys.modules, "comet_ml", comet)
+    with Monitor(sections(tmp_path, "comet"), rank=0) as monitor:
+        for samples in (4, 8, 12, 16, 20, 24):
+            monitor.write_events([("loss", 1.0 / samples, samples), *([("lr", 0.5, 8)] if samples == 8 else [])])
+    assert comet.said == [
+        {"online": False}, "n",
+        ("loss", 0.25, 4), ("lr", 0.5, 8), ("loss", 1.0 / 16, 16), "ended",
+    ]  # fmt: skip
+
+
+def test_a_comet_that_cannot_start_is_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    comet = FakeComet()
+
+    def refuse(**_: Any) -> None:
+        raise RuntimeError("no API key")
+
+    monkeypatch.setattr(comet, "start", refuse)
+    monkeypatch.setitem(sys.modules, "comet_ml", comet)
+    with pytest.raises(ConfigError, match=r"comet.enabled.*no API key.*COMET_API_KEY"):
+        Monitor(sections(tmp_path, "comet"), rank=0)
+
+
+EXTRAS = [
+    ("tensorboard", "torch.utils.tensorboard", "monitor"),
+    ("wandb", "wandb", "monitor"),
+    ("comet", "comet_ml", "comet"),
+]
+
+
+@pytest.mark.parametrize(("section", "module", "extra"), EXTRAS)
 def test_a_missing_package_is_named_with_its_extra(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, section: str, module: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, section: str, module: str, extra: str
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ConfigError) as caught:
         Monitor(sections(tmp_path, section), rank=0)
-    assert f"{section}.enabled" in str(caught.value) and "pip install 'windlass[monitor]'" in str(caught.value)
+    assert f"{section}.enabled" in str(caught.value) and f"pip install 'windlass[{extra}]'" in str(caught.value)
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:

@@ -10,21 +10,58 @@ import pytest
 import torch
 
 from windlass.base.errors import ConfigError
-from windlass.optim import Lamb, Lion, Muon, by_name
+from windlass.optim import Lamb, Lion, Muon, by_name, mup
 from windlass.optim.elementwise import is_elementwise, prefer_fused
 
 REFUSED = {"LBFGS": "closure", "SparseAdam": "sparse", "OneBitAdam": "not yet built", "ZeroOneAdam": "not yet built",
-           "OneBitLamb": "not yet built", "MuAdam": "mup", "MuAdamW": "mup", "MuSGD": "mup"}  # fmt: skip
+           "OneBitLamb": "not yet built"}  # fmt: skip
 
 
 def parameters() -> list[torch.Tensor]:
     return [torch.zeros(3, 2, requires_grad=True), torch.zeros(2, requires_grad=True)]
 
 
+class Widths(tuple[float, ...]):
+    """What `mup.set_base_shapes` leaves on a parameter: by dimension, how much it grew; 0 where it does not grow."""
+
+    def ninf(self) -> int:
+        return sum(width > 0 for width in self)
+
+    def width_mult(self) -> float:
+        return next((width for width in reversed(self) if width), 1.0)
+
+    def fanin_fanout_mult_ratio(self) -> float:
+        return (self[1] or 1.0) / (self[0] or 1.0)
+
+
+def _sized(parameter: torch.Tensor, *widths: float) -> torch.Tensor:
+    parameter.infshape = Widths(widths)  # type: ignore[attr-defined]
+    return parameter
+
+
+def test_mup_scales_rates_and_decays_by_width() -> None:
+    matrix, vector, fixed = (torch.zeros(2, 2, requires_grad=True) for _ in range(3))
+    _sized(matrix, 2.0, 4.0), _sized(vector, 4.0, 0.0), _sized(fixed, 0.0, 0.0)
+    groups = [{"params": [matrix, vector]}, {"params": [fixed], "lr": 0.5, "weight_decay": 0.0}]
+
+    def rates(name: str) -> dict[int, tuple[float, float]]:
+        optimizer = by_name.build(name, {"lr": 0.1, "weight_decay": 0.2}, [dict(group) for group in groups])
+        return {id(p): (g["lr"], g["weight_decay"]) for g in optimizer.param_groups for p in g["params"]}
+
+    adam = {id(matrix): (0.025, 0.8), id(vector): (0.1, 0.2), id(fixed): (0.5, 0.0)}
+    assert rates("MuAdam") == rates("MuAdamW") == adam
+    assert rates("MuSGD") == {id(matrix): (0.05, 0.4), id(vector): (0.4, 0.05), id(fixed): (0.5, 0.0)}
+    assert type(by_name.build("MuAdam", {}, [matrix])) is torch.optim.Adam
+    with pytest.raises(ConfigError, match="set_base_shapes"):
+        by_name.build("MuAdam", {}, [torch.zeros(2, 2, requires_grad=True)])
+    with pytest.raises(ConfigError, match="3 dimensions that grow"):
+        by_name.build("MuSGD", {}, [_sized(torch.zeros(1, 1, 1, requires_grad=True), 2.0, 2.0, 2.0)])
+
+
 @pytest.mark.parametrize("name", by_name.names())
 @pytest.mark.parametrize("spell", [str, str.lower, str.upper])
 def test_every_name_builds_and_steps_in_any_case(name: str, spell: Any) -> None:
-    weights = [torch.zeros(3, 2, requires_grad=True)]
+    weights = [_sized(torch.zeros(3, 2, requires_grad=True))]
     optimizer = by_name.build(spell(name), {"lr": 0.1}, weights)
     weights[0].grad = torch.ones(3, 2)
     optimizer.step()
@@ -34,7 +71,11 @@ def test_every_name_builds_and_steps_in_any_case(name: str, spell: Any) -> None:
 
 def test_the_names_are_all_of_torchs_and_ours() -> None:
     of_torch = {n for n, c in vars(torch.optim).items() if isinstance(c, type) and issubclass(c, torch.optim.Optimizer)}
-    assert set(by_name.names()) == (of_torch | {"Lion", "Lamb", "Muon"}) - {"Optimizer", "LBFGS", "SparseAdam"}
+    assert set(by_name.names()) == (of_torch | {"Lion", "Lamb", "Muon", *mup.NAMES}) - {
+        "Optimizer",
+        "LBFGS",
+        "SparseAdam",
+    }
     classes = {"lion": Lion, "lamb": Lamb, "muon": Muon, "SGD": torch.optim.SGD, "Adagrad": torch.optim.Adagrad}
     assert {name: by_name.resolve_class(name) for name in classes} == classes
 
@@ -46,7 +87,7 @@ def test_refused_names_say_why(name: str) -> None:
 
 
 def test_an_unknown_name_gets_the_nearest() -> None:
-    with pytest.raises(ConfigError, match="did you mean AdamW"):
+    with pytest.raises(ConfigError, match="nearest is AdamW"):
         by_name.resolve_class("AdamWw")
 
 
@@ -92,17 +133,24 @@ def test_deepspeeds_parameters_without_effect_are_taken() -> None:
         (
             "AdamW",
             {"learning_rate": 1, "weight_dekay": 0},
-            ["learning_rate", "weight_dekay", "did you mean weight_decay?"],
+            ["learning_rate", "weight_dekay", "nearest is weight_decay"],
         ),
-        ("Adam", {"bias_correction": False}, ["bias_correction is False", "delete it"]),
+        ("Adam", {"bias_correction": False}, ["bias_correction = false", "write true"]),
         ("AdamW", {"adam_w_mode": False}, ['type "Adam"']),
         ("Adam", {"max_grad_norm": 1.0}, ["gradient_clipping"]),
         ("Muon", {"per_head_muon": True}, ["not yet built"]),
-        ("Muon", {"ns_method": "svd"}, ["ns_method is 'svd'"]),
-        ("Adam", {"lr": "auto", "betas": "auto"}, ["lr is 'auto'", "betas is 'auto'"]),
-        ("Adam", {"lr": -1.0}, ["refused by AdamW", "-1.0"]),
-        ("SGD", {"nesterov": True}, ["refused by SGD"]),
-        ("Lamb", {"amsgrad": True}, ["AMSGrad"]),
+        ("Muon", {"ns_method": "svd"}, ['ns_method: "svd" does not fit', '"gram" or "standard"']),
+        ("Adam", {"lr": "auto", "betas": "auto"}, ['lr = "auto"', 'betas = "auto"']),
+        ("Adam", {"lr": -1.0}, ["lr: -1.0 does not fit", ">= 0"]),
+        ("AdamW", {"betas": ["", 0.95]}, ["betas:", "2 numbers >= 0 and < 1"]),
+        ("AdamW", {"betas": [0.9, 1.0]}, ["betas:", "2 numbers >= 0 and < 1"]),
+        ("AdamW", {"lr": float("nan"), "eps": 10**400}, ["lr: NaN", "eps: 1000"]),
+        ("NAdam", {"betas": ["", 0.95]}, ["betas:", "2 numbers"]),
+        ("RMSprop", {"lr": -1.0}, ["RMSprop refuses", "Invalid learning rate"]),
+        ("SGD", {"nesterov": True}, ["nesterov", "momentum above 0"]),
+        ("Lamb", {"min_coeff": 11}, ["min_coeff: 11 is more than max_coeff 10.0"]),
+        ("AdamW", {"fused": True, "foreach": True}, ["foreach", "fused"]),
+        ("Lamb", {"amsgrad": True}, ["amsgrad", "not yet built"]),
         ("SGD", {"params": []}, ["params.params"]),
     ],
 )
@@ -118,8 +166,8 @@ def test_defaults_are_torchs_but_for_the_documented_one() -> None:
         signature = inspect.signature(cls.__init__).parameters
         accepted = by_name.accepted_params(name)
         differing = {key for key, value in accepted.items() if key in signature and value != signature[key].default}
-        assert differing == ({"weight_decay"} if name == "Adam" else set())
-        group = by_name.build(name, {}, parameters()).param_groups[0]
+        assert differing == ({"weight_decay"} if name in ("Adam", "MuAdamW") else set())
+        group = by_name.build(name, {}, [_sized(one) for one in parameters()]).param_groups[0]
         for key, value in accepted.items():
             if key in group and key != "foreach":
                 assert group[key] == value, (name, key)
@@ -134,7 +182,7 @@ def test_the_documents_table_states_what_is_in_force() -> None:
             rows[cells[0]] = cells[1:]
     for name in by_name.names():
         documented, defaults, spans, fused = rows[name]
-        optimizer = by_name.build(name, {}, [torch.zeros(3, 2, requires_grad=True)])
+        optimizer = by_name.build(name, {}, [_sized(torch.zeros(3, 2, requires_grad=True))])
         assert documented.rpartition(".")[2] == type(optimizer).__name__
         accepted = by_name.accepted_params(name)
         told = dict(pair.split("=") for pair in defaults.split("; "))

@@ -66,8 +66,8 @@ def test_a_file_that_ends_early_is_a_short_read(engine: str, tmp_path: Path) -> 
     memory, _ = aligned_buffer(8192)
     with path.open("rb") as file:
         running = _start(engine, file.fileno())
-        whole = running.submit(False, [(0, 0, memory.data_ptr(), 4096)])
-        short = running.submit(False, [(0, 0, memory.data_ptr(), 8192)])
+        whole = running.submit(False, [(0, 0, memory.data_ptr(), 4096, 0)])
+        short = running.submit(False, [(0, 0, memory.data_ptr(), 8192, 0)])
         assert whole.wait(60) and whole.failure() is None
         assert short.wait(60) and short.failure() == (errno.ENODATA, 0, 0, 5120)
         running.close()
@@ -79,11 +79,11 @@ def test_what_the_system_says_comes_back(engine: str, path: str, write: bool, nu
     file = os.open(path, os.O_WRONLY if write else os.O_RDONLY)
     try:
         running = _start(engine, file)
-        request = running.submit(write, [(0, 4096 * i, memory.data_ptr(), 4096) for i in range(9)])
+        request = running.submit(write, [(0, 4096 * i, memory.data_ptr(), 4096, 0) for i in range(9)])
         assert request.wait(60) and request.failure()[0] == number
         assert running.totals()[0] == running.totals()[1] == 0
         running.close()
-        assert running.submit(write, [(0, 0, memory.data_ptr(), 4096)]) is None
+        assert running.submit(write, [(0, 0, memory.data_ptr(), 4096, 0)]) is None
     finally:
         os.close(file)
 
@@ -92,7 +92,7 @@ def test_what_the_system_says_comes_back(engine: str, path: str, write: bool, nu
 def test_closing_cancels_what_waits_and_awaits_what_is_in_flight() -> None:
     reader, writer = os.pipe()  # a read that does not end until somebody writes
     memory, _ = aligned_buffer(4096)
-    span = (0, 0, memory.data_ptr(), 4096)
+    span = (0, 0, memory.data_ptr(), 4096, 0)
     try:
         for _ in range(50):  # until the engine was quick enough to begin before it was closed
             running = _start("io_uring", reader, at_once=1)
@@ -134,6 +134,7 @@ def test_a_device_that_fails_is_named_and_what_it_tore_is_not_read(tier: DiskTie
     good.wait()
 
     os.ftruncate(tier._stripes.descriptors[0], 49_152)
+    tier.write(torn, 36_864, values[36_864:]).wait()  # the page that is to be written in part below
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_480, before[1]))
     try:

@@ -57,10 +57,18 @@ def test_it_keeps_its_shape_and_identity_and_takes_no_memory(released: tuple[nn.
         lambda p: p.data,
         lambda p: p.detach(),
         lambda p: p[0],
-        lambda p: p.to(torch.float64),
         lambda p: p.to("cpu", torch.float32, False, True),  # a copy
         lambda p: p.to("cpu", copy=True),
-        lambda p: p.to(torch.zeros(1, dtype=torch.float64)),
+        lambda p: p.type("torch.DoubleTensor"),
+        lambda p: p.double() + 1,
+        lambda p: p.to(torch.zeros(1, dtype=torch.float64)).sum(),
+        lambda p: p.type(torch.float16)[0].fill_(0),  # a part: the other rows would have to be there
+        lambda p: p.bfloat16().add_(1),
+        lambda p: p.half().data,
+        lambda p: p.to(torch.float16).tolist(),
+        lambda p: torch.empty(3, 4).copy_(p.half()),
+        lambda p: copy.deepcopy(p.half()),
+        lambda p: pickle.dumps(p.half()),
         lambda p: p.tolist(),
         copy.deepcopy,
         pickle.dumps,
@@ -69,6 +77,48 @@ def test_it_keeps_its_shape_and_identity_and_takes_no_memory(released: tuple[nn.
 def test_any_use_of_its_values_raises_and_says_how(released: tuple[nn.Parameter, FakeUnit], use: Any) -> None:
     with pytest.raises(ReleasedParameterError, match=r"layer\.weight.*GatheredParameters"):
         use(released[0])
+
+
+CASTS = {
+    "float": lambda p: p.float(),
+    "half": lambda p: p.half(),
+    "to": lambda p: p.to(torch.float64),
+    "like": lambda p: p.to(torch.zeros(1, dtype=torch.bfloat16)),
+    "type": lambda p: p.type(torch.float64),
+}
+FILLS = [
+    lambda t: nn.init.normal_(t, std=0.02),
+    lambda t: nn.init.normal_(tensor=t),
+    lambda t: nn.init.xavier_uniform_(t),
+    lambda t: nn.init.trunc_normal_(t, std=0.02),
+    lambda t: t.zero_(),
+    lambda t: t.copy_(torch.ones(4)),
+]
+
+
+@pytest.mark.parametrize("cast", CASTS.values(), ids=CASTS)
+@pytest.mark.parametrize("fill", FILLS)
+def test_a_copy_in_another_dtype_can_be_initialised_as_a_plain_one(cast: Any, fill: Any) -> None:
+    """Law: same values, dtype and draws as with the parameter's own values there, which stay as they were."""
+    plain = nn.Parameter(torch.randn(3, 4, dtype=torch.float16 if cast is not CASTS["half"] else torch.float32))
+    parameter, found = nn.Parameter(plain.detach().clone()), []
+    mark_released(parameter, unit := FakeUnit(parameter, answer=False))
+    for one in (plain, parameter):
+        torch.manual_seed(3)
+        with torch.no_grad():
+            copied = cast(one)
+            assert copied.dtype != one.dtype and copied.shape == one.shape and copied.is_floating_point()
+            fill(copied)
+        found.append((copied, torch.rand(1)))
+    assert type(found[1][0]) is torch.Tensor and torch.equal(found[0][0], found[1][0])
+    assert torch.equal(found[0][1], found[1][1])
+    assert isinstance(parameter, Released) and keeper_of(parameter) is unit
+
+
+@pytest.mark.parametrize("cast", [lambda p: p.float(), lambda p: p.to(torch.float32), lambda p: p.type(torch.float32)])
+def test_a_cast_to_its_own_dtype_is_the_parameter(released: tuple[nn.Parameter, FakeUnit], cast: Any) -> None:
+    released[0].mark = 1  # type: ignore[attr-defined]
+    assert cast(released[0]) is released[0] and cast(released[0]).mark == 1
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import inspect
 import struct
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -132,7 +134,7 @@ def _patched(path: Path, text: bytes) -> Path:
         (b'{"a": {"dtype": "F32", "shape": [9], "data_offsets": [0, 36]}}', "cut short"),
         (b'{"a": {"dtype": "F99", "shape": [1], "data_offsets": [0, 4]}}', "F99"),
         (b'{"a": {"dtype": "F32", "shape": [-1], "data_offsets": [8, 4]}}', "damaged"),
-        (b'{"a": 3}', "damaged entry"),
+        (b'{"a": 3}', "its entry for tensor 'a' is 3"),
         (b"[]", "no safetensors"),
         (b"nonsense", "no safetensors"),
     ],
@@ -193,3 +195,38 @@ def test_a_transformers_without_these_names_is_refused(monkeypatch: pytest.Monke
     monkeypatch.delattr(modeling, born_models.DETECTION)
     with pytest.raises(ConfigError, match=born_models.DETECTION):
         born_models.Replacement(computes=True).install()
+
+
+@pytest.mark.parametrize("kind", ["4.57", "5.0", "5.8"])
+def test_each_transformers_is_replaced_by_its_own_names(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers 5.0 returns no tuple; 4.57 has one name less, and refuses to load only when that is tried."""
+
+    class Info:
+        mismatched_keys: tuple[str, ...] = ()
+
+    def load(model: Any, state_dict: Any, files: Any, load_config: Any = None) -> Any:
+        return Info() if kind == "5.0" else (Info(), {})
+
+    class PreTrainedModel:
+        _load_pretrained_model = staticmethod(load)
+
+    if kind != "4.57":
+        PreTrainedModel._move_missing_keys_from_meta_to_device = lambda self, missing: None  # type: ignore[attr-defined]
+    before = dict(vars(PreTrainedModel))
+    package: Any = ModuleType("transformers")
+    package.__version__ = f"{kind}.1"
+    module: Any = ModuleType("transformers.modeling_utils")
+    module.PreTrainedModel, module.is_deepspeed_zero3_enabled = PreTrainedModel, lambda: True
+    monkeypatch.setitem(sys.modules, "transformers", package)
+    monkeypatch.setitem(sys.modules, "transformers.modeling_utils", module)
+    replacement = born_models.Replacement(computes=True)
+    replacement.install()
+    assert module.is_deepspeed_zero3_enabled() is False
+    if kind == "4.57":
+        with pytest.raises(ConfigError, match=r"transformers 4\.57\.1 has no .*install transformers 5"):
+            PreTrainedModel._load_pretrained_model("model", None, None)
+    else:
+        found: Any = PreTrainedModel._load_pretrained_model("model", None, None, None)
+        assert isinstance(found, Info if kind == "5.0" else tuple)
+    replacement.undo()
+    assert dict(vars(PreTrainedModel)) == before and module.is_deepspeed_zero3_enabled() is True

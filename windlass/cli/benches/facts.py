@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import windlass
+from windlass.base.whole_file import write_whole
 
 _PACKAGES = ("torch", "transformers", "deepspeed", "numpy")
 _KIB_PER_GIB = 1 << 20
@@ -39,9 +40,7 @@ def facts() -> dict[str, Any]:
 def write_result(path: Path, result: dict[str, Any]) -> Path:
     """Write `facts()` and `result` as JSON, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.part")
-    partial.write_text(json.dumps({**facts(), **result}, indent=1) + "\n")
-    os.replace(partial, path)
+    write_whole(path, json.dumps({**facts(), **result}, indent=1) + "\n")
     return path
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
+import io
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from windlass.base.log import logger
+from windlass.base.whole_file import write_whole
 
 _OURS, _THEIRS = "#1f4e79", "#a9c4de"
 _STANDING = 8  # bars whose names can be read below them
@@ -49,10 +50,10 @@ def draw(panels: list[Panel], path: Path, title: str) -> bool:
         everything[0].invert_yaxis()  # the first on top, in all panels
     figure.suptitle(title)
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.part")
+    drawn = io.BytesIO()
     canvas: Any = FigureCanvasAgg(figure)
-    canvas.print_png(str(partial))
-    os.replace(partial, path)
+    canvas.print_png(drawn)
+    write_whole(path, drawn.getvalue())
     return True
 
 

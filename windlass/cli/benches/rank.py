@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from windlass.base.device import local_device, synchronize
 from windlass.base.memory import transfers
+from windlass.base.text import say
 from windlass.cli.benches.memory import MemoryWatch
 from windlass.cli.benches.models import LanguageModel, linear_stack
 from windlass.cli.benches.trainee import (
@@ -43,7 +44,7 @@ def main(folder: Path) -> None:
         message = explain(error)
         if message is None:
             raise
-        print(f"windlass: {message}", file=sys.stderr)
+        say(f"windlass: {message}", to_stderr=True)
         sys.exit(1)
     (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(measured))
     dist.barrier()

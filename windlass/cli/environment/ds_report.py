@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from windlass.base.output import while_read
+from windlass.base.text import say
 from windlass.cli.environment import backends, hardware, settings, topology, versions
 from windlass.cli.environment.fact import UNKNOWN, ask, is_unknown, output_of
 
@@ -61,7 +62,7 @@ def ds_report(argv: Sequence[str] | None = None) -> int:
 def main(hide_operator_status: bool = False, hide_errors_and_warnings: bool = False) -> None:
     """Print the report; `deepspeed.env_report.main`."""
     for line in report(operators=not hide_operator_status, warnings=not hide_errors_and_warnings):
-        print(line)
+        say(line)
 
 
 def cli_main() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 
 from windlass.base.errors import CheckpointError
+from windlass.base.whole_file import temporary_beside
 from windlass.checkpoint.export import replace_directory
 
 _TOKENIZER_FILES = (
@@ -33,7 +33,7 @@ def export_model(model: Any, state: Mapping[str, torch.Tensor], tokenizer_dir: P
     Raises:
         CheckpointError: the weights do not fit the model, or they cannot be written.
     """
-    partial = target.with_name(f".{target.name}.{os.getpid()}.part")
+    partial = temporary_beside(target)
     whole = _with_weights(model, state)
     try:
         partial.mkdir(parents=True)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import csv
+import io
 import math
-import os
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, TextIO
 
 from windlass.base.errors import ConfigError, DataError
 from windlass.base.log import logger
+from windlass.base.whole_file import write_whole
 from windlass.observe.monitor import TensorBoardWriter
 
 
@@ -37,12 +38,11 @@ class Metrics:
     def __init__(self, path: Path, events: Path | None, after_step: int) -> None:
         """Rows later than `after_step` are dropped first: the steps behind them are about to be done again."""
         rows = [row for row in read_rows(path) if row.step <= after_step] if after_step and path.is_file() else []
-        partial = path.with_name(f".{path.name}.part")
-        with open(partial, "w", newline="") as stream:
-            writer = csv.DictWriter(stream, COLUMNS)
-            writer.writeheader()
-            writer.writerows(map(asdict, rows))
-        os.replace(partial, path)
+        kept = io.StringIO(newline="")
+        writer = csv.DictWriter(kept, COLUMNS)
+        writer.writeheader()
+        writer.writerows(map(asdict, rows))
+        write_whole(path, kept.getvalue())
         self._stream: TextIO = open(path, "a", newline="")  # noqa: SIM115  closed in close()
         self._writer = csv.DictWriter(self._stream, COLUMNS)
         self._board = _board(events) if events else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -11,18 +10,26 @@ import torch
 from torch import nn
 
 from windlass.base.errors import ModelError
+from windlass.base.json_text import parse_json
+from windlass.base.remote_code import needs_remote_code, remote_code_refused
 from windlass.cli.training.recipe import BUILT_IN, TINY, TINY_MOE, tiny_experts, tiny_model
 
 _PICKLED = "pytorch_model*.bin"
 
 
-def build_model(name: str, vocab_size: int, seq_len: int, seed: int, eos: int) -> nn.Module:
+def build_model(
+    name: str, vocab_size: int, seq_len: int, seed: int, eos: int, *, trust_remote_code: bool = False
+) -> nn.Module:
     """The model, on the CPU: random from `seed` for `tiny` and bare configurations, else with its own weights.
 
     Weights are read from safetensors only: the older files are pickles, which can run code.
 
+    Args:
+        trust_remote_code: run Python files that come with the model.
+
     Raises:
-        ModelError: transformers is missing, no such model, or its vocabulary is smaller than the tokenizer's.
+        ModelError: transformers is missing, no such model, it needs its own code, or its vocabulary is smaller than the
+            tokenizer's.
     """
     transformers = _library()
     torch.manual_seed(seed % 2**63)
@@ -34,14 +41,22 @@ def build_model(name: str, vocab_size: int, seq_len: int, seed: int, eos: int) -
         return _checked(transformers.MixtralForCausalLM(config), name, vocab_size)
     try:
         if name.startswith("hub:") or has_weights(Path(name)):
-            model = transformers.AutoModelForCausalLM.from_pretrained(name.removeprefix("hub:"), use_safetensors=True)
+            model = transformers.AutoModelForCausalLM.from_pretrained(
+                name.removeprefix("hub:"), use_safetensors=True, trust_remote_code=trust_remote_code
+            )
         else:
-            config = transformers.AutoConfig.from_pretrained(config_file(name))
+            # By its folder: transformers looks there for the code.
+            file = config_file(name)
+            config = transformers.AutoConfig.from_pretrained(
+                file.parent if file.name == "config.json" else file, trust_remote_code=trust_remote_code
+            )
             config.eos_token_id = eos
-            model = transformers.AutoModelForCausalLM.from_config(config)
+            model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     except ModelError:
         raise
     except Exception as error:  # safetensors and the hub's client raise kinds of their own
+        if needs_remote_code(error):
+            raise ModelError(remote_code_refused(name)) from error
         reason = str(error).strip().split("\n")[0]
         raise ModelError(
             f"cannot build model {name!r}: {reason}; give 'tiny', a Hugging Face config.json, a directory, or hub:NAME"
@@ -71,7 +86,7 @@ def declared_vocab(name: str) -> int | None:
         return None
     file = config_file(name)
     try:
-        settings = json.loads(file.read_text())
+        settings = parse_json(file.read_bytes())
         return int(settings.get("text_config", settings)["vocab_size"])
     except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
         raise ModelError(

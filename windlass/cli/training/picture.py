@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import math
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from windlass.base.log import logger
+from windlass.base.whole_file import write_whole
 from windlass.cli.training.metrics import Row
 
 _INK, _FAINT, _MARK = "#1f4e79", "#a9c4de", "#d1495b"
@@ -50,10 +51,10 @@ def draw_loss(rows: Sequence[Row], path: Path, bytes_per_token: float, title: st
     axes.grid(alpha=0.25)
     axes.spines["top"].set_visible(False)
     axes.legend(frameon=False)
-    partial = path.with_name(f".{path.name}.part")
+    drawn = io.BytesIO()
     canvas: Any = FigureCanvasAgg(figure)
-    canvas.print_png(str(partial))
-    os.replace(partial, path)
+    canvas.print_png(drawn)
+    write_whole(path, drawn.getvalue())
     return True
 
 

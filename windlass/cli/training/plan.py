@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 from windlass.base.errors import CheckpointError
+from windlass.base.json_text import parse_json
+from windlass.base.text import one_line
+from windlass.base.whole_file import write_whole
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,7 @@ class Plan:
     prompt: str | None
     sample_tokens: int
     resume: bool = False
+    trust_remote_code: bool = False  # of this start of the run: a resume says it anew
     format_version: int = FORMAT_VERSION
 
     @property
@@ -83,10 +87,11 @@ def read_plan(path: Path) -> Plan:
     if not path.is_file():
         raise CheckpointError(f"nothing to resume: {path} does not exist; check --out, or leave out --resume")
     try:
-        values = json.loads(path.read_text())
+        values = parse_json(path.read_bytes())
         version = values["format_version"]
         names = {field.name for field in fields(Plan)}
         if version == FORMAT_VERSION and set(values) == names:
+            _check_types(values)
             return Plan(**values)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"cannot read {path} ({error}); it is no run of `windlass train`") from error
@@ -96,11 +101,17 @@ def read_plan(path: Path) -> Plan:
     )
 
 
+def _check_types(values: dict[str, Any]) -> None:
+    """Raise TypeError for a field that has another type than a plan's."""
+    for name, kind in get_type_hints(Plan).items():
+        allowed = get_args(kind) if get_origin(kind) is UnionType else (get_origin(kind) or kind,)
+        value = values[name]
+        if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed):
+            raise TypeError(f"{name} is {one_line(repr(value), 60)}, a {type(value).__name__}")
+    if not all(isinstance(one, str) for one in values["data"]):
+        raise TypeError("data holds something that is no string")
+
+
 def write_text(path: Path, text: str) -> None:
     """Writes a small file under a temporary name first, so that no reader meets half of it."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        partial.write_text(text)
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+    write_whole(path, text)

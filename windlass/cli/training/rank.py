@@ -65,7 +65,14 @@ def train(plan: Plan, interrupt: Interrupt) -> bool:
     config = load(plan.config)
     meet(config)
     with windlass.zero.Init(config_dict_or_path=config, enabled=_in_parts(config)):
-        model = build_model(plan.model, tokenizer.vocab_size, plan.seq_len, plan.seed, tokenizer.eos)
+        model = build_model(
+            plan.model,
+            tokenizer.vocab_size,
+            plan.seq_len,
+            plan.seed,
+            tokenizer.eos,
+            trust_remote_code=plan.trust_remote_code,
+        )
     parameters = sum(parameter.numel() for parameter in model.parameters())
     engine, *_ = windlass.initialize(model=model, config=plan.config)
     rank, (readers, reader) = dist.get_rank(), engine.readers
@@ -111,7 +118,13 @@ def finish(plan: Plan, trainer: Trainer, tokens: TokenFile, state: dict[str, Any
         prompt = load_tokenizer(Path(plan.tokenizer)).backend.decode(tokens.held_out[1:25].tolist())
     sample = ""
     if plan.sample_tokens:
-        sample = continue_text(plan.exported, prompt, max_new_tokens=plan.sample_tokens, seed=plan.seed)
+        sample = continue_text(
+            plan.exported,
+            prompt,
+            max_new_tokens=plan.sample_tokens,
+            seed=plan.seed,
+            trust_remote_code=plan.trust_remote_code,
+        )
     header = tokens.header
     drawn = draw_loss(
         read_rows(plan.metrics),

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from windlass.base.errors import ConfigError, ModelError
+from windlass.base.remote_code import needs_remote_code, remote_code_refused
+
+_MOST_TOKENS = 10**6
 
 
 def continue_text(
@@ -19,23 +23,25 @@ def continue_text(
     top_p: float = 0.95,
     seed: int = 0,
     device: str = "cpu",
+    trust_remote_code: bool = False,
 ) -> str:
     """What the model in the Hugging Face `directory` writes after `prompt`, without the prompt.
 
     Args:
         temperature: 0 takes the likeliest token each time.
         seed: of the draws; the global random state is left as it was.
+        trust_remote_code: run Python files that come with the model.
 
     Raises:
-        ModelError: no model there, a damaged one, or transformers is missing.
+        ModelError: no model there, a damaged one, one that needs its own code, or transformers is missing.
         ConfigError: a number out of range.
     """
-    if temperature < 0 or max_new_tokens < 1 or not 0 < top_p <= 1:
+    if not 0 <= temperature < math.inf or not 1 <= max_new_tokens <= _MOST_TOKENS or not 0 < top_p <= 1:
         raise ConfigError(
-            f"temperature {temperature} must be at least 0, max_new_tokens {max_new_tokens} at least 1, "
-            f"top_p {top_p} in (0, 1]"
+            f"temperature {temperature} must be a number of at least 0, max_new_tokens {max_new_tokens} from 1 to "
+            f"{_MOST_TOKENS:,}, top_p {top_p} in (0, 1]"
         )
-    model, tokenizer = _load(directory)
+    model, tokenizer = _load(directory, trust_remote_code)
     model.to(device).eval()
     encoded = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).input_ids if prompt else None
     if encoded is None or encoded.shape[1] == 0:
@@ -58,7 +64,7 @@ def continue_text(
     return str(tokenizer.decode(ids[0, encoded.shape[1] :], skip_special_tokens=True))
 
 
-def _load(directory: Path) -> tuple[Any, Any]:
+def _load(directory: Path, trust_remote_code: bool) -> tuple[Any, Any]:
     if not (directory / "config.json").is_file():
         raise ModelError(
             f"no model at {directory}: it holds no config.json; give a directory that `windlass train` or "
@@ -72,8 +78,12 @@ def _load(directory: Path) -> tuple[Any, Any]:
     talk.set_verbosity_error()
     talk.disable_progress_bar()
     try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(directory, use_safetensors=True)
-        return model, transformers.AutoTokenizer.from_pretrained(directory)
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            directory, use_safetensors=True, trust_remote_code=trust_remote_code
+        )
+        return model, transformers.AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code)
     except Exception as error:  # safetensors and tokenizers raise kinds of their own
+        if needs_remote_code(error):
+            raise ModelError(remote_code_refused(directory)) from error
         reason = str(error).strip().split("\n")[0]
         raise ModelError(f"cannot load the model in {directory}: {reason}; is the directory complete?") from error

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from windlass.base.errors import CheckpointError, ConfigError, DataError
+from windlass.base.limits import MOST_RANKS_OF_A_HOST
 from windlass.base.log import logger
+from windlass.base.text import one_line, plural
 from windlass.cli.training.model import config_file, declared_vocab
 from windlass.cli.training.plan import Plan, read_plan
 from windlass.cli.training.recipe import (
@@ -56,6 +58,7 @@ class Options:
     seed: int | None = None
     prompt: str | None = None
     sample_tokens: int | None = None
+    trust_remote_code: bool = False
     resume: bool = False
     overwrite: bool = False
 
@@ -135,14 +138,15 @@ def _fresh(options: Options) -> Plan:
         seed=options.seed or 0,
         prompt=options.prompt,
         sample_tokens=_default(options.sample_tokens, 120),
+        trust_remote_code=options.trust_remote_code,
     )
 
 
 def _tell_data(packed: Packed, seconds: float) -> None:
-    header = packed.header
+    header, whole = packed.header, plural(packed.documents, "document")
     logger.info(
-        "data: %s documents, %.1f MB of text; %s tokens to train on, %s held out (%s)",
-        f"{header.documents:,}",
+        "data: %s, %.1f MB of text; %s tokens to train on, %s held out (%s)",
+        whole if header.documents == packed.documents else f"{whole}, cut into {plural(header.documents, 'piece')}",
         (header.train_bytes + header.eval_bytes) / 1e6,
         f"{header.train_tokens:,}",
         f"{header.eval_tokens:,}",
@@ -177,6 +181,8 @@ def _resumed(options: Options) -> Plan:
     own = Path(old.tokenizer) == Path(old.out) / "tokenizer"
     tokenizer = str(options.out / "tokenizer") if own else old.tokenizer
     _require_same_tokenizer(Path(tokenizer), header)
+    # Not as the run was begun: its folder may come from somebody else.
+    changed["trust_remote_code"] = options.trust_remote_code
     return replace(old, out=str(options.out), tokenizer=tokenizer, steps=steps, resume=True, **changed)
 
 
@@ -230,25 +236,24 @@ def _own_tokenizer(model: str) -> Path | None:
 
 
 def _require_in_range(options: Options) -> None:
-    least = {
-        "nproc": 1,
-        "pp": 1,
-        "tp": 1,
-        "sp": 1,
-        "ep": 1,
-        "steps": 1,
-        "seq_len": 2,
-        "vocab_size": 258,
-        "eval_every": 0,
-        "eval_bytes": 1,
-        "save_every": 0,
-        "seed": 0,
-        "sample_tokens": 0,
+    limits = {
+        **dict.fromkeys(("nproc", "pp", "tp", "sp", "ep"), (1, MOST_RANKS_OF_A_HOST)),
+        "steps": (1, 10**12),
+        "seq_len": (2, 2**30),
+        "vocab_size": (258, 2**32),
+        "eval_every": (0, 10**12),
+        "eval_bytes": (1, 2**50),
+        "save_every": (0, 10**12),
+        "seed": (0, 2**63 - 1),
+        "sample_tokens": (0, 10**6),
     }
-    for name, bound in least.items():
+    for name, (least, most) in limits.items():
         value = getattr(options, name)
-        if value is not None and value < bound:
-            raise ConfigError(f"--{name.replace('_', '-')} {value} must be at least {bound}")
+        flag = name.replace("_", "-")
+        if value is not None and value < least:
+            raise ConfigError(f"--{flag} {value} must be at least {least}")
+        if value is not None and value > most:
+            raise ConfigError(f"--{flag} {one_line(str(value), 40)} must be at most {most:,}")
     if options.lr is not None and not 0 < options.lr < math.inf:
         raise ConfigError(f"--lr {options.lr} must be a positive number")
 

@@ -1,6 +1,6 @@
 """The root, the engine, the configuration and ZeRO."""
 
-from windlass.compat.entry import Entry, differs, refused, works
+from windlass.compat.entry import Entry, differs, works
 
 _PARTITION = "deepspeed.runtime.zero.partition_parameters"
 _ZERO = {
@@ -20,7 +20,52 @@ _ZERO = {
     ),
 }
 
+_SECTIONS = {
+    "precision_config": "DeepSpeedFP16Config DeepSpeedBF16Config",
+    "zero.config": "DeepSpeedZeroConfig DeepSpeedZeroOffloadParamConfig DeepSpeedZeroOffloadOptimizerConfig",
+    "zero.offload_config": "DeepSpeedZeroOffloadParamConfig DeepSpeedZeroOffloadOptimizerConfig",
+    "zero.leaf_module_config": (
+        "DeepSpeedZeroLeafModuleConfig DEFAULT_LEAF_MODULE_CLASSES DEFAULT_LEAF_MODULE_NAMES "
+        "DEFAULT_LEAF_MODULE_NAME_SUFFIXES"
+    ),
+}
+_GETTERS = {
+    "precision_config": "get_bfloat16_config get_float16_config",
+    "config": (
+        "get_torch_autocast_enabled get_torch_autocast_dtype get_lower_precision_safe_modules "
+        "get_gradient_accumulation_steps get_managed_gradient_accumulation get_communication_data_type "
+        "get_prescale_gradients get_gradient_predivide_factor get_gradient_allreduce_op get_steps_per_print "
+        "get_disable_allgather get_dump_state get_disable_python_gc get_gradient_clipping get_pipeline_config "
+        "get_optimizer_name get_optimizer_params get_optimizer_gradient_clipping get_optimizer_legacy_fusion "
+        "get_zero_allow_untested_optimizer get_zero_force_ds_cpu_optimizer get_scheduler_name get_scheduler_params "
+        "get_train_batch_size get_train_micro_batch_size_per_gpu get_wall_clock_breakdown get_memory_breakdown "
+        "get_expert_data_topo_config get_checkpoint_params get_data_types_params get_checkpoint_tag_validation_mode "
+        "get_dataloader_drop_last get_log_level get_float16_config get_bfloat16_config"
+    ),
+}
+_KINDS = "windlass.compat.optimizer_kinds"
+_KIND = "one optimizer serves all stages and precisions; made by `initialize`, and an instance of what DeepSpeed makes"
+_LINEARS = (
+    "LinearFunctionForZeroStage3 LinearModuleForZeroStage3 zero3_linear_wrap autocast_custom_fwd autocast_custom_bwd "
+    "noop_decorator"
+)
+_LINEAR = "torch's own linear is left alone at stage 3; this one runs where a script calls it"
+
 TABLE: dict[str, Entry] = {
+    **{
+        f"deepspeed.runtime.zero.linear.{name}": differs(f"windlass.compat.zero_linear:{name}", _LINEAR)
+        for name in _LINEARS.split()
+    },
+    f"{_PARTITION}.zero3_linear_wrap": differs("windlass.compat.zero_linear:zero3_linear_wrap", _LINEAR),
+    f"{_PARTITION}.MultipleAllGatherHandles": works("windlass.compat.partition:MultipleAllGatherHandles"),
+    f"{_PARTITION}.print_rank_0": works("windlass.compat.partition:print_rank_0"),
+    f"{_PARTITION}.partitioned_param_data_shape": differs(
+        "windlass.compat.partition:partitioned_param_data_shape",
+        "a released parameter keeps the shape of the whole; ask ds_status",
+    ),
+    f"{_PARTITION}._contradicting_single_rank_pg_error": works(
+        "windlass.compat.partition:_contradicting_single_rank_pg_error"
+    ),
     "deepspeed.__version__": works("windlass.compat.version:VERSION"),
     "deepspeed.version": works("windlass.compat.version:VERSION"),
     "deepspeed.initialize": works("windlass.compat.initialize:initialize"),
@@ -36,16 +81,12 @@ TABLE: dict[str, Entry] = {
     "deepspeed.runtime.config.DeepSpeedConfig": works("windlass.compat.configuration:DeepSpeedConfig"),
     "deepspeed.runtime.config.DeepSpeedConfigError": works("windlass.base.errors:ConfigError"),
     "deepspeed.runtime.base_optimizer.DeepSpeedOptimizer": works("windlass.engine.optimizer:ShardedOptimizer"),
-    "deepspeed.runtime.base_optimizer.ZeROOptimizer": works("windlass.engine.optimizer:ShardedOptimizer"),
+    "deepspeed.runtime.base_optimizer.ZeROOptimizer": differs(f"{_KINDS}:ZeROOptimizer", _KIND),
     "deepspeed.runtime.dataloader.DeepSpeedDataLoader": works("windlass.compat.loader:DeepSpeedDataLoader"),
     "deepspeed.runtime.activation_checkpointing.checkpointing": works("windlass.checkpointing"),
-    "deepspeed.runtime.bf16_optimizer.BF16_Optimizer": works("windlass.engine.optimizer:ShardedOptimizer"),
-    "deepspeed.runtime.fp16.fused_optimizer.FP16_Optimizer": differs(
-        "windlass.engine.optimizer:ShardedOptimizer", "one optimizer serves all precisions; made by `initialize`"
-    ),
-    "deepspeed.runtime.fp16.unfused_optimizer.FP16_UnfusedOptimizer": differs(
-        "windlass.engine.optimizer:ShardedOptimizer", "one optimizer serves all precisions; made by `initialize`"
-    ),
+    "deepspeed.runtime.bf16_optimizer.BF16_Optimizer": differs(f"{_KINDS}:BF16_Optimizer", _KIND),
+    "deepspeed.runtime.fp16.fused_optimizer.FP16_Optimizer": differs(f"{_KINDS}:FP16_Optimizer", _KIND),
+    "deepspeed.runtime.fp16.unfused_optimizer.FP16_UnfusedOptimizer": differs(f"{_KINDS}:FP16_UnfusedOptimizer", _KIND),
     "deepspeed.runtime.fp16.loss_scaler.LossScalerBase": works("windlass.compat.pickled:LossScalerBase"),
     "deepspeed.runtime.fp16.loss_scaler.LossScaler": works("windlass.compat.pickled:LossScaler"),
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler": works("windlass.compat.pickled:DynamicLossScaler"),
@@ -54,16 +95,17 @@ TABLE: dict[str, Entry] = {
         for name in ("INITIAL_LOSS_SCALE", "SCALE_WINDOW", "DELAYED_SHIFT", "CONSECUTIVE_HYSTERESIS", "MIN_LOSS_SCALE")
     },
     "deepspeed.runtime.zero.config.ZeroStageEnum": works("windlass.compat.pickled:ZeroStageEnum"),
-    "deepspeed.runtime.zero.config.DeepSpeedZeroConfig": works("windlass.config.zero:Zero"),
     "deepspeed.runtime.zero.offload_config.OffloadDeviceEnum": works("windlass.compat.pickled:OffloadDeviceEnum"),
     "deepspeed.runtime.zero.offload_config.OffloadStateTypeEnum": works("windlass.compat.pickled:OffloadStateTypeEnum"),
     "deepspeed.utils.tensor_fragment.fragment_address": works("windlass.compat.pickled:fragment_address"),
-    "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer": works("windlass.engine.optimizer:ShardedOptimizer"),
-    "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3": works("windlass.engine.optimizer:ShardedOptimizer"),
+    "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer": differs(f"{_KINDS}:DeepSpeedZeroOptimizer", _KIND),
+    "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3": differs(
+        f"{_KINDS}:DeepSpeedZeroOptimizer_Stage3", _KIND
+    ),
     "deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload": _ZERO["DeepSpeedZeRoOffload"],
     "deepspeed.runtime.zero.stage3.DeepSpeedZeRoOffload": _ZERO["DeepSpeedZeRoOffload"],
     **{
-        f"deepspeed.{module}.{name}": refused("tiled linear layers are not built; use nn.Linear")
+        f"deepspeed.{module}.{name}": works(f"windlass.compat.tiling:{name}")
         for module in ("zero", "runtime.zero", "runtime.zero.tiling")
         for name in ("TiledLinear", "TiledLinearReturnBias")
     },
@@ -100,18 +142,16 @@ TABLE: dict[str, Entry] = {
         )
     },
     "deepspeed.runtime.config_utils": works("windlass.compat.config_models"),
-    "deepspeed.runtime.precision_config.DeepSpeedFP16Config": works("windlass.config.precision:Fp16"),
-    "deepspeed.runtime.precision_config.DeepSpeedBF16Config": works("windlass.config.precision:Bf16"),
-    "deepspeed.runtime.zero.offload_config.DeepSpeedZeroOffloadParamConfig": works(
-        "windlass.config.offload:OffloadParam"
-    ),
-    "deepspeed.runtime.zero.offload_config.DeepSpeedZeroOffloadOptimizerConfig": works(
-        "windlass.config.offload:OffloadOptimizer"
-    ),
-    "deepspeed.runtime.zero.config.DeepSpeedZeroOffloadParamConfig": works("windlass.config.offload:OffloadParam"),
-    "deepspeed.runtime.zero.config.DeepSpeedZeroOffloadOptimizerConfig": works(
-        "windlass.config.offload:OffloadOptimizer"
-    ),
+    **{
+        f"deepspeed.runtime.{module}.{name}": works(f"windlass.compat.config_sections:{name}")
+        for module, names in _SECTIONS.items()
+        for name in names.split()
+    },
+    **{
+        f"deepspeed.runtime.{module}.{name}": works(f"windlass.compat.config_getters:{name}")
+        for module, names in _GETTERS.items()
+        for name in names.split()
+    },
     f"{_PARTITION}.zero_wrapper_for_fp_tensor_constructor": differs(
         "windlass.compat.partition:zero_wrapper_for_fp_tensor_constructor",
         "can be replaced, and is never called: torch's constructors are left alone",

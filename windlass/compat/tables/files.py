@@ -26,7 +26,7 @@ _RUNNERS = (
     "SlurmRunner",
     "MVAPICHRunner",
 )
-_BACK_ENDS = "command lines of pdsh, MPI and Slurm are made otherwise here; start the run with --launcher"
+_BACK_ENDS = "makes DeepSpeed's command line; --launcher makes another one, which hands on windlass's plan of the run"
 
 TABLE: dict[str, Entry] = {
     "deepspeed.checkpoint.utils.clone_tensors_for_torch_save": works(
@@ -36,6 +36,8 @@ TABLE: dict[str, Entry] = {
     **{f"deepspeed.checkpoint.{name}": works(f"{_FILES}:{name}") for name in _FILE_NAMES},
     "deepspeed.checkpoint.constants": works(_FILES),
     "deepspeed.checkpoint.UNIVERSAL_CHECKPOINT_INFO": works(f"{_FILES}:UNIVERSAL_CHECKPOINT_INFO"),
+    "deepspeed.checkpoint.model_3d_desc": works("windlass.compat.layouts:model_3d_desc"),
+    "deepspeed.runtime.swap_tensor.MIN_SWAPPABLE_BYTES": works("windlass.compat.constants:MIN_SWAPPABLE_BYTES"),
     "deepspeed.checkpoint.DeepSpeedCheckpoint": _READER,
     "deepspeed.checkpoint.ZeROCheckpoint": _READER,
     "deepspeed.checkpoint.ds_to_universal": differs(
@@ -47,7 +49,10 @@ TABLE: dict[str, Entry] = {
     **{f"deepspeed.launcher.runner.{name}": works(f"windlass.launch.hosts:{name}") for name in _HOSTS},
     "deepspeed.launcher.runner._parse_hostfile": works("windlass.launch.hosts:parse_hostfile"),
     "deepspeed.launcher.runner.apply_num_nodes_and_gpus": works("windlass.launch.hosts:first_of"),
-    **{f"deepspeed.launcher.multinode_runner.{name}": refused(_BACK_ENDS) for name in _RUNNERS},
+    **{
+        f"deepspeed.launcher.multinode_runner.{name}": differs(f"windlass.compat.multinode:{name}", _BACK_ENDS)
+        for name in _RUNNERS
+    },
     "deepspeed.launcher.launch": works("windlass.launch.node_command"),
     "deepspeed.env_report": works("windlass.cli.environment.ds_report"),
     "deepspeed.utils.zero_to_fp32": works(_WHOLE),

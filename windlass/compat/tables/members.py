@@ -49,8 +49,15 @@ MEMBERS: dict[str, Entry] = {
     "parameter.ds_tensor": differs("", "this rank's part of the unit that the parameter is in, flat"),
     "parameter.grad": differs(
         "",
-        "None after a backward at stage 0, too: `safe_get_full_grad` reads what was reduced; one that is set by hand "
-        "is dropped at the step, with a warning",
+        "None after a backward; at stage 0 in fp32 and fp16, where DeepSpeed has one, reading its values raises: "
+        "`safe_get_full_grad` reads what was reduced. One that is set by hand is dropped at the step, with a warning; "
+        "setting None drops the gradient, at every stage",
+    ),
+    "engine.zero_grad": differs(
+        "windlass.engine.train:Engine.zero_grad",
+        "this, `optimizer.zero_grad` and `module.zero_grad` drop gradients at every stage, where DeepSpeed's stage 2 "
+        "(and 1, once reduced) keeps them. Between an `engine.step()` that does not end the step and the next backward "
+        "they keep what was accumulated, where DeepSpeed's stages 0, 1 and 3 drop it",
     ),
     "parameter.partition_gradients": refused("windlass moves gradients by itself; use windlass.zero.full_grad"),
     "parameter.reduce_gradients_at_owner": refused("windlass moves gradients by itself; use windlass.zero.full_grad"),

@@ -10,7 +10,10 @@ _FUSED_LION = works(f"{_STEPS}.fused:FusedLion")
 _CPU_LION = works(f"{_STEPS}.host:DeepSpeedCPULion")
 _CPU_ADAGRAD = differs(f"{_STEPS}.host:DeepSpeedCPUAdagrad", "amsgrad is refused")
 _FUSED_LAMB = differs(f"{_STEPS}.fused:FusedLamb", "max_grad_norm is refused: set gradient_clipping")
-_ZENFLOW = refused("ZenFlow is not built; use FusedAdam or DeepSpeedCPUAdam with delayed_update in the configuration")
+_ZENFLOW = refused(
+    "ZenFlow's late updates are not offered, see zero_optimization.zenflow; use FusedAdam or DeepSpeedCPUAdam with "
+    "delayed_update in the configuration"
+)
 _ONE_BIT = refused("1-bit optimizers are not built: they reduce compressed gradients themselves; use Adam or Lamb")
 _ITERATION = "orthogonalised by Newton and Schulz's iteration alone"
 _LAYER = refused("layers stay your own; use torch.nn.TransformerEncoderLayer, or a model of transformers")

@@ -17,6 +17,14 @@ _MOE = {
         "windlass.parallel.experts.gate:TopKGate",
         "made by MoE; it answers which experts each token goes to and with which weights, not with a mask of all pairs",
     ),
+    **{
+        f"deepspeed.moe.sharded_moe.{name}": differs(
+            f"windlass.compat.gating:{name}", "computes the same routes; MoE has its own router and does not call it"
+        )
+        for name in ("top1gating", "top2gating", "topkgating")
+    },
+    "deepspeed.moe.sharded_moe.dist": works("torch.distributed"),
+    "deepspeed.moe.sharded_moe.TUTEL_INSTALLED": works("windlass.compat.gating:TUTEL_INSTALLED"),
     "deepspeed.moe.sharded_moe.MOELayer": refused(
         "gate and experts are put together by MoE; use deepspeed.moe.layer.MoE, whose deepspeed_moe has both"
     ),
@@ -100,6 +108,11 @@ _ENGINE = differs(
     "ZeRO stages 2 and 3 and offload inside stages, too; activations between stages are sent whole",
 )
 _TOPOLOGY = "windlass.comm.topology"
+_SCHEDULES = (
+    "PipeSchedule InferenceSchedule TrainSchedule DataParallelSchedule PipeInstruction BufferOpInstruction "
+    "OptimizerStep ReduceGrads ReduceTiedGrads LoadMicroBatch ForwardPass BackwardPass SendActivation RecvActivation "
+    "SendGrad RecvGrad CommitP2P"
+)
 _STAGES: dict[str, Entry] = {}
 for _prefix in ("deepspeed.pipe", "deepspeed.runtime.pipe"):
     _STAGES |= {
@@ -109,6 +122,12 @@ for _prefix in ("deepspeed.pipe", "deepspeed.runtime.pipe"):
         f"{_prefix}.ProcessTopology": works(f"{_TOPOLOGY}:ProcessTopology"),
     }
 _STAGES |= {
+    **{
+        f"deepspeed.runtime.pipe.schedule.{name}": differs(
+            f"windlass.compat.pipe_schedule:{name}", "lists DeepSpeed's instructions; the engine runs its own schedules"
+        )
+        for name in _SCHEDULES.split()
+    },
     "deepspeed.PipelineModule": _MODULE,
     "deepspeed.PipelineEngine": _ENGINE,
     "deepspeed.pipe.PipelineEngine": _ENGINE,
@@ -120,6 +139,7 @@ _STAGES |= {
         f"deepspeed.runtime.pipe.topology.{name}": works(f"{_TOPOLOGY}:{name}")
         for name in ("ProcessTopology", "PipeDataParallelTopology", "PipeModelDataParallelTopology")
     },
+    "deepspeed.runtime.pipe.topology._prime_factors": works("windlass.comm.pipeline_grid:prime_factors"),
     "deepspeed.runtime.pipe.topology.PipelineParallelGrid": works("windlass.comm.pipeline_grid:PipelineParallelGrid"),
     **{
         f"deepspeed.{name}": refused(

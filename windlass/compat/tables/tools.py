@@ -73,7 +73,7 @@ _UTILS: dict[str, Entry] = {
         "bwc_tensor_model_parallel_rank bwc_tensor_model_parallel_group",
     ),
     **_all("deepspeed.utils", _LEAVES, _LEAF_NAMES, _LEAF),
-    **_all("deepspeed.utils.z3_leaf_module", _LEAVES, _LEAF_NAMES, _LEAF),
+    **_all("deepspeed.utils.z3_leaf_module", _LEAVES, f"{_LEAF_NAMES} apply_zero_leaf_module_config", _LEAF),
     **_all("deepspeed.utils", _VALUES, _FULL_NAMES, _AT_ALL),
     **_all("deepspeed.utils", _VALUES, _LOCAL_NAMES, _PIECES),
     **_all("deepspeed.utils.tensor_fragment", _VALUES, _FULL_NAMES, _AT_ALL),
@@ -98,6 +98,12 @@ _UTILS: dict[str, Entry] = {
 }
 
 _RUNTIME: dict[str, Entry] = {
+    "deepspeed.runtime.comm.coalesced_collectives.reduce_scatter_coalesced": works(
+        "windlass.compat.coalesced:reduce_scatter_coalesced"
+    ),
+    "deepspeed.runtime.torch_autocast": differs(
+        "windlass.compat.autocast", "no parameter is marked: gradients travel in communication_data_type"
+    ),
     **_all("deepspeed.runtime.utils", _MOVING, _MOVING_NAMES),
     **_all("deepspeed.runtime.utils", _NORMS, _NORM_NAMES),
     **_all("deepspeed.runtime.utils", "windlass.compat.parting", "partition_uniform partition_balanced prefix_sum_inc"),
@@ -149,13 +155,15 @@ _MONITORS: dict[str, Entry] = {
     **_all(
         "deepspeed.monitor.monitor",
         "windlass.compat.monitors",
-        "Monitor MonitorMaster TensorBoardMonitor WandbMonitor csvMonitor",
+        "CometMonitor Monitor MonitorMaster TensorBoardMonitor WandbMonitor csvMonitor",
     ),
     **_all("deepspeed.monitor.config", "windlass.compat.monitors", "DeepSpeedMonitorConfig get_monitor_config"),
     "deepspeed.monitor.config.TensorBoardConfig": works("windlass.config.monitor:TensorBoard"),
     "deepspeed.monitor.config.WandbConfig": works("windlass.config.monitor:Wandb"),
+    "deepspeed.monitor.config.CometConfig": works("windlass.config.monitor:Comet"),
     "deepspeed.monitor.config.CSVConfig": works("windlass.config.monitor:CsvMonitor"),
     "deepspeed.monitor.tensorboard.TensorBoardMonitor": works("windlass.compat.monitors:TensorBoardMonitor"),
+    "deepspeed.monitor.comet.CometMonitor": works("windlass.compat.monitors:CometMonitor"),
     "deepspeed.monitor.wandb.WandbMonitor": works("windlass.compat.monitors:WandbMonitor"),
     "deepspeed.monitor.csv_monitor.csvMonitor": works("windlass.compat.monitors:csvMonitor"),
 }

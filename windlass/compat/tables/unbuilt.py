@@ -24,6 +24,10 @@ _TUNING = "autotuning is not built yet; use windlass check, which tells what a c
 _PROFILER = "the FLOPS profiler is not built yet; use torch.utils.flop_counter.FlopCounterMode"
 _STATES = "DataStates checkpoints are not built; use the checkpoint section with async saving"
 _INSIDE = "this is part of DeepSpeed's own optimizers, which are not here; use safe_get_full_* and the engine"
+_QUANTIZED = "quantized gathers and reductions are not built; leave zero_quantized_* out"
+_ROUTES = "experts are chosen by TopKGate, which answers experts and weights, not a mask of all pairs; use MoE"
+_CHUNKS = "attention in chunks that wait on the host is not built; set parallel.sequence to ring, or parallel.recompute"
+_READER = "DeepSpeed's reader of its own files is not here; load_checkpoint and zero_to_fp32 read them"
 _GONE = "this was taken out of DeepSpeed itself and is not built here; leave it out of the configuration"
 
 TABLE: dict[str, Entry] = {
@@ -120,10 +124,6 @@ TABLE: dict[str, Entry] = {
         "profiling.flops_profiler.profiler.FlopsProfiler profiling.flops_profiler.profiler.get_model_profile "
         "profiling.config.DeepSpeedFlopsProfilerConfig",
     ),
-    **_none(
-        "monitoring by Comet is not built; use tensorboard, wandb or csv_monitor",
-        "monitor.comet.CometMonitor monitor.monitor.CometMonitor",
-    ),
     **_none(_STATES, "datastates.config.DeepSpeedDataStatesConfig datastates.DeepSpeedDataStatesConfig"),
     **_none(
         _INSIDE,
@@ -134,6 +134,29 @@ TABLE: dict[str, Entry] = {
         "runtime.utils.OutputBackwardHookManager runtime.utils.count_used_parameters_in_backward "
         "runtime.utils.offload_adam_states runtime.utils.reload_adam_states runtime.utils.get_norm_with_moe_layers "
         "runtime.utils.TLinear",
+    ),
+    **_none(
+        _INSIDE,
+        "runtime.zero.stage_1_and_2.IPGBucket runtime.zero.stage_1_and_2.count_used_parameters_in_backward "
+        "runtime.zero.stage3.count_used_parameters_in_backward runtime.zero.parameter_offload.ZeROOrderedDict "
+        "runtime.zero.parameter_offload.ensure_zero_ordered_dict "
+        "runtime.zero.partition_parameters.InsertPostInitMethodToModuleSubClasses "
+        "runtime.zero.partition_parameters.get_allgather_dtype runtime.zero.offload_states.get_state_devices "
+        "runtime.engine._checkpoint_parallel_metadata",
+    ),
+    **_none(
+        _QUANTIZED,
+        "runtime.zero.partition_parameters.CUDAQuantizer runtime.comm.coalesced_collectives.all_to_all_quant_reduce",
+    ),
+    **_none(
+        _ROUTES,
+        "moe.sharded_moe._AllToAll moe.sharded_moe._route_slots moe.sharded_moe._sparse_decode "
+        "moe.sharded_moe._sparse_encode",
+    ),
+    **_none(_CHUNKS, "sequence.fpdt_layer.FPDT_InputConstruct sequence.fpdt_layer._FPDTGPUOffloadingAttentionImpl_"),
+    **_none(
+        _READER,
+        "checkpoint.get_model_3d_descriptor checkpoint.ds_to_universal._aggregate_autoep_zero12_metadata",
     ),
     **_none(
         _GONE,

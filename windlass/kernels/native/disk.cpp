@@ -1,6 +1,7 @@
 // windlass.kernels._disk: direct I/O on many blocks at once, by io_uring or by threads, without Python's lock.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
@@ -12,8 +13,8 @@ using namespace nb::literals;
 namespace windlass::disk {
 namespace {
 
-using Span = std::tuple<uint32_t, uint64_t, uint64_t, uint64_t>;    // file, offset, address, bytes
-using Error = std::tuple<int, uint32_t, uint64_t, uint64_t>;        // errno, file, offset, bytes done
+using Span = std::tuple<uint32_t, uint64_t, uint64_t, uint64_t, uint64_t>;  // file, offset, address, bytes, sums
+using Error = std::tuple<int, uint32_t, uint64_t, uint64_t>;                // errno, file, offset, bytes done
 using Totals = std::tuple<uint64_t, uint64_t, double, double, double>;
 
 // An engine that ends with its last user; a forked child has its memory but not its threads and leaves it alone.
@@ -40,10 +41,16 @@ struct Started {
     }
 };
 
+constexpr uint64_t kLargest = 1ull << 30;
+
 template <typename Engine>
 class Disk {
  public:
-    Disk(const std::vector<int>& files, unsigned at_once, uint64_t largest, uint64_t alignment) {
+    Disk(const std::vector<int>& files, unsigned at_once, uint64_t largest, uint64_t alignment)
+        : files_(files.size()), largest_(largest) {
+        if (at_once == 0 || alignment == 0 || largest == 0 || largest > kLargest) {
+            throw std::invalid_argument("an engine needs blocks in flight, an alignment, and blocks of up to 1 GiB");
+        }
         try {
             engine_ = owned(new Engine(files, at_once, largest, alignment));
         } catch (const std::system_error& error) {
@@ -55,9 +62,12 @@ class Disk {
 
     // None after close().
     std::optional<Started<Engine>> submit(bool write, const std::vector<Span>& spans) {
+        check(spans);
         std::vector<Block> blocks;
         blocks.reserve(spans.size());
-        for (const auto& [file, offset, address, bytes] : spans) blocks.push_back({file, offset, address, bytes});
+        for (const auto& [file, offset, address, bytes, sums] : spans) {
+            blocks.push_back({file, offset, address, bytes, sums});
+        }
         RequestPtr request = engine_->queue.add(write, blocks);
         if (!request) return std::nullopt;
         engine_->wake();
@@ -80,9 +90,41 @@ class Disk {
     }
 
  private:
+    // Before anything is started: a block that is wrong would be read or written where there is nothing.
+    void check(const std::vector<Span>& spans) const {
+        for (const auto& [file, offset, address, bytes, sums] : spans) {
+            if (file >= files_) throw std::invalid_argument("a span names a file that the engine was not given");
+            if (bytes == 0 || bytes > largest_) throw std::invalid_argument("a span is empty, or larger than a block");
+            if (offset > INT64_MAX - bytes) throw std::invalid_argument("a span lies beyond the end of any file");
+            if (address == 0) throw std::invalid_argument("a span has no memory (address 0)");
+            if (sums != 0 && bytes % kPage) throw std::invalid_argument("checksums are of whole pages of 4096 bytes");
+        }
+    }
+
+    uint64_t files_, largest_;
     pid_t owner_ = getpid();
     std::shared_ptr<Engine> engine_;
 };
+
+std::vector<std::string> checksum_paths() {
+    std::vector<std::string> names;
+    for (const CrcPath& path : crc_paths()) names.emplace_back(path.name);
+    return names;
+}
+
+// CRC-32C of each page of memory, by one of `checksum_paths()`; the first of them without a name.
+std::vector<uint32_t> page_checksums(uint64_t address, uint64_t bytes, const std::string& path) {
+    if (bytes % kCrcPage) throw std::invalid_argument("checksums are of whole pages of 4096 bytes");
+    if (address == 0 && bytes) throw std::invalid_argument("there is no memory at address 0");
+    for (const CrcPath& one : crc_paths()) {
+        if (!path.empty() && path != one.name) continue;
+        std::vector<uint32_t> sums(bytes / kCrcPage);
+        nb::gil_scoped_release released;
+        one.pages(reinterpret_cast<const char*>(address), sums.size(), sums.data());
+        return sums;
+    }
+    throw std::invalid_argument("this processor has no checksums by " + path);
+}
 
 template <typename Engine>
 void define(nb::module_& module, const char* name, const char* request_name) {
@@ -111,4 +153,6 @@ NB_MODULE(_disk, module) {
     define<Uring>(module, "Uring", "UringRequest");
     define<Threads>(module, "Threads", "ThreadsRequest");
     module.def("direct_memory_alignment", &abi::direct_memory_alignment, "file"_a);
+    module.def("checksum_paths", &checksum_paths);
+    module.def("page_checksums", &page_checksums, "address"_a, "bytes"_a, "path"_a = "");
 }

@@ -6,11 +6,24 @@
 #include <memory>
 #include <new>
 
+#include "crc32c.hpp"
 #include "disk_queue.hpp"
 
 namespace windlass::disk {
 
-inline constexpr uint64_t kPage = 4096;
+inline constexpr uint64_t kPage = kCrcPage;
+
+// Before a write: note the checksums of what is meant to be written, whatever comes to lie on the disk.
+inline void note_sums(const Block& block, bool write) {
+    if (!write || block.sums == 0) return;
+    crc_write(reinterpret_cast<const char*>(block.address), block.bytes / kPage, reinterpret_cast<uint32_t*>(block.sums));
+}
+
+// After a read into `memory`: how many bytes come before the first page that is not what was written, all if none is.
+inline uint64_t undamaged(const Block& block, bool write, const char* memory) {
+    if (write || block.sums == 0) return block.bytes;
+    return kPage * crc_first_wrong(memory, block.bytes / kPage, reinterpret_cast<const uint32_t*>(block.sums));
+}
 
 // One such buffer, made at its first use: aligned programs never pay for it.
 class Bounce {

@@ -15,12 +15,14 @@
 namespace windlass::disk {
 
 // A span of one file and the memory it comes from or goes to. `offset` and `bytes` suit direct I/O, `address` may not.
+// `sums` is the address of one checksum a page: set by a write, compared by a read; 0: there are none.
 struct Block {
     uint32_t file;
-    uint64_t offset, address, bytes;
+    uint64_t offset, address, bytes, sums;
 };
 
 // A block that failed: what the system said, and how far it had come. ENODATA: the file ended before the block did.
+// EBADMSG: the page after `done` is not what was written there.
 struct Failure {
     int error;
     uint32_t file;

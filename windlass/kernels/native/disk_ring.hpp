@@ -54,16 +54,11 @@ class Ring {
         return sqes_at(index);
     }
 
-    // Hand over the entries and sleep until something completes.
-    void submit_and_wait() {
-        const int taken = abi::enter(fd_.number, unsubmitted_, 1, abi::kGetEvents);
-        if (taken >= 0) {
-            unsubmitted_ -= static_cast<unsigned>(taken);
-        } else if (errno != EINTR && errno != EAGAIN && errno != EBUSY) {
-            fail("io_uring_enter");
-        }
-    }
+    // Hand over the entries and go on.
+    void submit() { hand_over(0, 0); }
 
+    // Hand over the entries and sleep until something completes.
+    void submit_and_wait() { hand_over(1, abi::kGetEvents); }
     template <typename Take>
     void completions(Take take) {
         uint32_t head = cq_head_->load(std::memory_order_relaxed);
@@ -98,6 +93,15 @@ class Ring {
     static_assert(sizeof(Index) == 4 && Index::is_always_lock_free);
 
     [[noreturn]] static void fail(const char* what) { throw std::system_error(errno, std::system_category(), what); }
+
+    void hand_over(unsigned wait_for, unsigned flags) {
+        const int taken = abi::enter(fd_.number, unsubmitted_, wait_for, flags);
+        if (taken >= 0) {
+            unsubmitted_ -= static_cast<unsigned>(taken);
+        } else if (errno != EINTR && errno != EAGAIN && errno != EBUSY) {
+            fail("io_uring_enter");
+        }
+    }
 
     void open(unsigned entries) {
         params_.flags = abi::kSingleIssuer | abi::kDeferTaskrun;

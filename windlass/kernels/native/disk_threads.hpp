@@ -60,7 +60,7 @@ class Threads {
     }
 
     std::pair<int, uint64_t> move(const Job& job, Bounce& bounce) {
-        const auto& [file, offset, address, bytes] = job.block;
+        const auto& [file, offset, address, bytes, sums] = job.block;
         const bool write = job.request->write;
         char* memory;
         try {
@@ -68,6 +68,7 @@ class Threads {
         } catch (const std::bad_alloc&) {
             return {ENOMEM, 0};
         }
+        note_sums(job.block, write);
         for (uint64_t done = 0; done < bytes;) {
             const uint64_t left = bytes - done;
             const auto at = static_cast<off_t>(offset + done);
@@ -78,6 +79,7 @@ class Threads {
             done += static_cast<uint64_t>(got);
             if (got == 0 || (done < bytes && done % kPage != 0)) return {ENODATA, done};
         }
+        if (const uint64_t good = undamaged(job.block, write, memory); good < bytes) return {EBADMSG, good};
         bounce.give_back(job.block, write);
         return {0, bytes};
     }

@@ -169,8 +169,11 @@ class Uring {
             }
             slot.job = std::move(*job);
             slot.done = 0;
+            const bool write = slot.job.request->write;
+            note_sums(slot.job.block, write);
             start(free_slots_.back());
             free_slots_.pop_back();
+            if (write) ring_->submit();  // the disk works while the next block's checksums are taken
         }
     }
 
@@ -206,7 +209,12 @@ class Uring {
                 error = ENODATA;
             }
         }
-        if (!error) slot.bounce.give_back(slot.job.block, slot.job.request->write);
+        const bool write = slot.job.request->write;
+        if (!error) {
+            slot.done = undamaged(slot.job.block, write, slot.memory);
+            error = slot.done < slot.job.block.bytes ? EBADMSG : 0;
+        }
+        if (!error) slot.bounce.give_back(slot.job.block, write);
         free_slots_.push_back(number);
         queue.finish(std::exchange(slot.job, {}), error, slot.done);
     }

@@ -103,6 +103,9 @@ Sum best() {
 std::uint64_t keyed_sum(std::uint64_t address, int width, std::int64_t count, std::int64_t start, std::uint64_t seed,
                         int threads) {
     if (width != 1 && width != 2 && width != 4 && width != 8) throw std::invalid_argument("words have 1 to 8 bytes");
+    if (count < 0) throw std::invalid_argument("a sum of fewer than no words");
+    if (start < 0) throw std::invalid_argument("words begin at a negative place");
+    if (count > 0 && address == 0) throw std::invalid_argument("there is no memory at address 0");
     static const Sum sum = best();
     keys();  // before threads ask for them
     if (count <= 0) return 0;

@@ -4,6 +4,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <array>
 #include <cmath>
 #include <stdexcept>
@@ -116,6 +117,81 @@ std::vector<float> trust_ratios(const InstructionSet& set, const Job& job, const
     return ratios;
 }
 
+// Memory of one tensor of a piece.
+struct Range {
+    std::uint64_t begin, end;
+    bool written;
+    std::size_t piece;
+    const char* name;
+};
+
+std::int64_t width(Format format) { return format == Format::fp32 ? 4 : format == Format::coded ? 1 : 2; }
+
+std::vector<Range> ranges_of(const Job& job, const std::vector<Piece>& pieces) {
+    std::vector<Range> ranges;
+    for (std::size_t number = 0; number < pieces.size(); ++number) {
+        const Piece& piece = pieces[number];
+        const auto add = [&](std::uint64_t address, std::int64_t bytes, bool written, const char* name) {
+            if (address != 0) ranges.push_back({address, address + bytes, written, number, name});
+        };
+        add(piece.parameter, piece.count * width(job.parameter), true, "parameter");
+        add(piece.gradient, piece.count * width(job.gradient), false, "gradient");
+        add(piece.lowered, piece.count * width(job.lowered), true, "lowered copy");
+        for (int state = 0; state < kMostStates; ++state) {
+            add(piece.state[state], piece.count * width(job.state), true, "state");
+            add(piece.scale[state], (piece.count + kBlock - 1) / kBlock * 4, true, "scales");
+        }
+    }
+    return ranges;
+}
+
+// What is written may be nobody else's memory: parts of the work run side by side, in any order.
+void refuse_overlaps(std::vector<Range> ranges) {
+    std::sort(ranges.begin(), ranges.end(), [](const Range& a, const Range& b) { return a.begin < b.begin; });
+    const Range* furthest = nullptr;          // of those before, the one that ends last
+    const Range* furthest_written = nullptr;  // and of those that are written
+    const auto refuse = [](const Range& a, const Range& b) {
+        throw std::invalid_argument(std::string("the ") + a.name + " of piece " + std::to_string(a.piece) + " and the " +
+                                    b.name + " of piece " + std::to_string(b.piece) + " share memory; pass a clone");
+    };
+    for (const Range& range : ranges) {
+        const Range* other = range.written ? furthest : furthest_written;
+        if (other != nullptr && range.begin < other->end) refuse(*other, range);
+        if (furthest == nullptr || range.end > furthest->end) furthest = &range;
+        if (range.written && (furthest_written == nullptr || range.end > furthest_written->end)) {
+            furthest_written = &range;
+        }
+    }
+}
+
+// Everything that would be read or written where there is nothing.
+void check(const Job& job, const std::vector<Piece>& pieces, std::size_t numbers, int threads) {
+    const auto known = [](Format format, Format last) { return format >= Format::fp32 && format <= last; };
+    if (job.rule < Rule::adam || job.rule > Rule::lamb) throw std::invalid_argument("there is no such rule");
+    if (!known(job.parameter, Format::fp16) || !known(job.gradient, Format::fp16) || !known(job.state, Format::none) ||
+        !known(job.lowered, Format::none)) {
+        throw std::invalid_argument("there is no such format");
+    }
+    constexpr std::size_t needed[] = {8, 6, 3, 4, 9};  // in the order of Rule
+    if (numbers < needed[static_cast<int>(job.rule)]) throw std::invalid_argument("too few numbers for the rule");
+    if (threads < 1) throw std::invalid_argument("an update needs at least one thread");
+    const int states = job.state == Format::none ? 0
+                       : job.rule == Rule::adam  ? ((job.flags & kAmsgrad) ? 3 : 2)
+                       : job.rule == Rule::lamb  ? 2
+                       : job.rule == Rule::sgd   ? ((job.flags & kMomentum) ? 1 : 0)
+                                                 : 1;
+    for (const Piece& piece : pieces) {
+        if (piece.count < 0) throw std::invalid_argument("a piece has fewer than no elements");
+        if (piece.count == 0) continue;
+        bool there = piece.parameter != 0 && piece.gradient != 0 && (job.lowered == Format::none || piece.lowered != 0);
+        for (int state = 0; state < states; ++state) {
+            there = there && piece.state[state] != 0 && (job.state != Format::coded || piece.scale[state] != 0);
+        }
+        if (!there) throw std::invalid_argument("a tensor of a piece has no memory (address 0)");
+    }
+    refuse_overlaps(ranges_of(job, pieces));
+}
+
 void update(const std::string& instruction_set, int rule, unsigned flags, const std::vector<double>& numbers,
             const std::array<int, 4>& formats, const std::vector<Addresses>& addresses, double divisor,
             std::uint32_t seed, int threads) {
@@ -127,6 +203,7 @@ void update(const std::string& instruction_set, int rule, unsigned flags, const 
     for (const Addresses& a : addresses) {
         pieces.push_back({a[1], a[2], a[3], {a[4], a[5], a[6]}, {a[7], a[8], a[9]}, static_cast<std::int64_t>(a[0])});
     }
+    check(job, pieces, numbers.size(), threads);
     const std::vector<Part> parts = cut(pieces, threads);
     std::vector<float> ratios(pieces.size(), 1.0f);
     if (job.rule == Rule::lamb) ratios = trust_ratios(set, job, pieces, parts, threads);

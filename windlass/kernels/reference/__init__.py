@@ -1,12 +1,13 @@
 """Every kernel in plain PyTorch: what it means, and what runs where no native code does. In reading order:
 
 fused_multiply_add (and roots), narrow_rounding (exact arithmetic), blockwise (8-bit codes), adam, lion, adagrad, sgd,
-lamb (the rules), update (from stored tensors to fp32 and back), keyed_sum (a hash).
+lamb (the rules), update (from stored tensors to fp32 and back), keyed_sum (a hash), crc32c (checksums of pages).
 """
 
 from __future__ import annotations
 
 from windlass.kernels.reference.blockwise import decode as decode
 from windlass.kernels.reference.blockwise import encode as encode
+from windlass.kernels.reference.crc32c import crc32c as crc32c
 from windlass.kernels.reference.keyed_sum import keyed_sum as keyed_sum
 from windlass.kernels.reference.update import update as update

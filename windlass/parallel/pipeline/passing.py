@@ -19,12 +19,17 @@ _ACTIVATION, _GRADIENT, _HEADER = range(3)  # what a tag is made of, besides the
 _SENDS_IN_FLIGHT = 2
 
 
+class PeerFailed(Exception):
+    """Raised where a transfer arrives marked as failed: the sender, or a rank before it, raised in this schedule."""
+
+
 @dataclass
 class _Moving:
     """A transfer that was started, with what must not go before it ended."""
 
     tensors: list[torch.Tensor]
     works: list[Any] = field(default_factory=list)
+    mark: torch.Tensor | None = None  # one byte: 0 where the tensors have no values because a rank failed
 
     def wait(self) -> list[torch.Tensor]:
         """Its tensors, once it is over."""
@@ -32,6 +37,11 @@ class _Moving:
         for work in works:
             work.wait()
         return self.tensors
+
+    @property
+    def failed(self) -> bool:
+        """Whether a transfer that is over was marked as failed."""
+        return self.mark is not None and not int(self.mark)
 
 
 class _Pass(torch.autograd.Function):
@@ -67,6 +77,10 @@ class Passing:
     each *key*: what is known of the micro-batch on both sides, namely the shapes in it. A value whose shapes follow
     from nothing that both know needs `dynamic`, under which a header goes before every activation.
 
+    Each transfer has one byte before its tensors, which says whether they have values. A rank that failed goes on with
+    its transfers (`send_failure`, `send_failed_gradient`, `discard`) so that all connections stay at the same place of
+    the schedule; who receives a transfer with this mark raises `PeerFailed` where it would use it.
+
     `axis.traffic.bytes_moved` counts what this rank receives, under `"activations"`, `"gradients"` and `"headers"`.
 
     Args:
@@ -82,6 +96,9 @@ class Passing:
         self._forms: dict[tuple[int, int, int], Form] = {}  # of what moves now: side, stage, micro-batch
         self._coming: dict[tuple[int, int, int], _Moving] = {}  # what, stage, micro-batch
         self._going: dict[tuple[int, int], dict[int, _Moving]] = {}  # what, stage; by micro-batch
+        self._unsent: set[tuple[int, int]] = (
+            set()
+        )  # stages and micro-batches whose activation a failed rank never sends
         self._beside: dict[tuple[int, int], Any] = {}  # what stays on this rank: an axis of one rank sends nothing
 
     @property
@@ -119,18 +136,30 @@ class Passing:
         self._send(_ACTIVATION, stage, micro, stage + 1, tensors)
 
     def receive_activation(self, stage: int, micro: int, key: Hashable) -> None:
-        """Start to receive what `stage` is given."""
-        known = None if self.dynamic else self._known.get((stage, key))
+        """Start to receive what `stage` is given. May be called again if it failed for want of memory."""
+        known = self._forms.get((_GRADIENT, stage, micro))
+        if known is None and not self.dynamic:
+            known = self._known.get((stage, key))
         if known is None:
-            known = self._known[stage, key] = self._receive_header(stage)
+            header = self._receive_header(stage)
+            if header is None:
+                self._unsent.add((stage, micro))
+                return
+            known = self._known[stage, key] = header
         self._forms[_GRADIENT, stage, micro] = known
         self._receive(_ACTIVATION, stage, micro, stage - 1, list(known.sheets), "activations")
 
     def arrived(self, stage: int, micro: int) -> Arrived:
-        """What `stage` is given, once it is there."""
+        """What `stage` is given, once it is there.
+
+        Raises:
+            PeerFailed: a rank before this one failed.
+        """
         if self.alone:
             tensors, form = self._beside.pop((stage, micro))
             self._forms[_GRADIENT, stage, micro] = form
+        elif (stage, micro) in self._unsent:
+            raise PeerFailed
         else:
             tensors, form = self._finish(_ACTIVATION, stage, micro), self._forms[_GRADIENT, stage, micro]
         leaves, through = [], []
@@ -145,8 +174,8 @@ class Passing:
 
     def send_gradient(self, stage: int, micro: int, leaves: list[torch.Tensor]) -> None:
         """Send the gradients of what `stage` was given to the stage before; zeros where there is none."""
-        self._forms.pop((_GRADIENT, stage, micro), None)
         gradients = [leaf.grad if leaf.grad is not None else torch.zeros_like(leaf) for leaf in leaves]
+        self._forms.pop((_GRADIENT, stage, micro), None)
         if self.alone:
             self._beside[-stage, micro] = gradients
             return
@@ -159,12 +188,61 @@ class Passing:
         self._receive(_GRADIENT, stage, micro, stage + 1, sheets, "gradients")
 
     def gradients(self, stage: int, micro: int) -> list[torch.Tensor]:
-        """The gradients of those tensors that `stage` returned and that need one, once they are there."""
+        """The gradients of those tensors that `stage` returned and that need one, once they are there.
+
+        Raises:
+            PeerFailed: a rank after this one failed.
+        """
         self._forms.pop((_ACTIVATION, stage, micro), None)
         if self.alone:
             found: list[torch.Tensor] = self._beside.pop((-stage - 1, micro))
             return found
         return self._finish(_GRADIENT, stage, micro)
+
+    # after a failure: the same transfers, without values
+
+    def send_failure(self, stage: int, micro: int, key: Hashable) -> None:
+        """Send in place of `send_activation`: there is no activation, because this rank or one before it failed."""
+        form = None if self.dynamic else self._sent.get((stage, key))
+        if form is None:
+            self._forms.pop((_ACTIVATION, stage, micro), None)
+            self._send_header(stage, None)
+            return
+        self._forms[_ACTIVATION, stage, micro] = form
+        empty = [sheet.empty(self._device) for sheet in form.sheets]
+        self._send(_ACTIVATION, stage, micro, stage + 1, empty, good=False)
+
+    def send_failed_gradient(self, stage: int, micro: int) -> None:
+        """Send in place of `send_gradient`; nothing where no activation came to which a gradient would belong."""
+        form = self._forms.pop((_GRADIENT, stage, micro), None)
+        if form is not None:
+            empty = [sheet.empty(self._device) for sheet in form.learning]
+            self._send(_GRADIENT, stage, micro, stage - 1, empty, good=False)
+            self.settle_gradients(stage)
+
+    def expect_gradient(self, stage: int, micro: int) -> None:
+        """As `receive_gradient`, where an activation was sent to which one belongs."""
+        if (_ACTIVATION, stage, micro) in self._forms and (_GRADIENT, stage, micro) not in self._coming:
+            self.receive_gradient(stage, micro)
+
+    def expect_activation(self, stage: int, micro: int, key: Hashable) -> None:
+        """As `receive_activation`, unless that was started."""
+        if (_ACTIVATION, stage, micro) not in self._coming and (stage, micro) not in self._unsent:
+            self.receive_activation(stage, micro, key)
+
+    def discard_activation(self, stage: int, micro: int) -> None:
+        """Receive what `stage` is given and drop it."""
+        moving = self._coming.pop((_ACTIVATION, stage, micro), None)
+        if moving is not None:
+            self._wait(moving)
+
+    def discard_gradients(self, stage: int, micro: int) -> None:
+        """Receive the gradients of what `stage` returned and drop them."""
+        self._forms.pop((_ACTIVATION, stage, micro), None)
+        moving = self._coming.pop((_GRADIENT, stage, micro), None)
+        if moving is not None:
+            self._wait(moving)
+        self.settle_activation(stage, micro)
 
     # the ends of what was sent
 
@@ -189,6 +267,8 @@ class Passing:
                 self._wait(moving)
         self._going.clear()
         self._forms.clear()
+        self._unsent.clear()
+        self._beside.clear()
 
     def _thin(self, what: int, stage: int) -> None:
         going = self._going.get((what, stage), {})
@@ -200,19 +280,27 @@ class Passing:
             return moving.wait()
 
     def _finish(self, what: int, stage: int, micro: int) -> list[torch.Tensor]:
-        return self._wait(self._coming.pop((what, stage, micro)))
+        moving = self._coming.pop((what, stage, micro))
+        tensors = self._wait(moving)
+        if moving.failed:
+            raise PeerFailed
+        return tensors
 
     # the wire
 
-    def _send(self, what: int, stage: int, micro: int, to: int, tensors: list[torch.Tensor]) -> None:
+    def _send(
+        self, what: int, stage: int, micro: int, to: int, tensors: list[torch.Tensor], *, good: bool = True
+    ) -> None:
+        mark = torch.tensor([good], dtype=torch.uint8)
         whole = [tensor.contiguous() for tensor in tensors]
-        moving = _Moving(whole, self._start(dist.isend, whole, to, _tag(what, stage)))
+        moving = _Moving(whole, self._start(dist.isend, [mark, *whole], to, _tag(what, stage)), mark)
         self._going.setdefault((what, stage), {})[micro] = moving
 
     def _receive(self, what: int, stage: int, micro: int, source: int, sheets: list[Sheet], counted: str) -> None:
         buffers = [sheet.empty(self._device) for sheet in sheets]
-        works = self._start(dist.irecv, buffers, source, _tag(what, source))
-        self._coming[what, stage, micro] = _Moving(buffers, works)
+        mark = torch.zeros(1, dtype=torch.uint8)
+        works = self._start(dist.irecv, [mark, *buffers], source, _tag(what, source))
+        self._coming[what, stage, micro] = _Moving(buffers, works, mark)
         self._axis.traffic.add(counted, 0, sum(sheet.nbytes for sheet in sheets))
 
     def _start(self, operation: Any, tensors: list[torch.Tensor], stage: int, tag: int) -> list[Any]:
@@ -227,7 +315,8 @@ class Passing:
                 works += dist.batch_isend_irecv(operations)
         return works
 
-    def _send_header(self, stage: int, form: Form) -> None:
+    def _send_header(self, stage: int, form: Form | None) -> None:
+        """Send a form; None says that this rank failed and that no activation follows."""
         text = torch.frombuffer(bytearray(pickle.dumps(form)), dtype=torch.uint8)
         length = torch.tensor([text.numel()])
         works = [w for t in (length, text) for w in self._start(dist.isend, [t], stage + 1, _tag(_HEADER, stage))]
@@ -235,13 +324,13 @@ class Passing:
         going[max(going, default=0) + 1] = _Moving([length, text], works)
         self._thin(_HEADER, stage)
 
-    def _receive_header(self, stage: int) -> Form:
+    def _receive_header(self, stage: int) -> Form | None:
         length = torch.zeros(1, dtype=torch.int64)
         self._header_into(length, stage)
         text = torch.zeros(int(length), dtype=torch.uint8)
         self._header_into(text, stage)
         self._axis.traffic.add("headers", 0, length.element_size() + text.numel())
-        form: Form = pickle.loads(text.numpy().tobytes())
+        form: Form | None = pickle.loads(text.numpy().tobytes())
         return form
 
     def _header_into(self, tensor: torch.Tensor, stage: int) -> None:

@@ -86,7 +86,7 @@ def listen(model: nn.Module) -> int:
     """
     inner = _inner(model)
     loss = None if inner is None else router_loss_of(inner)
-    routers = 0 if inner is None else sum(map(len, _recorded(inner).values()))
+    routers = 0 if inner is None else _recorded(inner)
     if loss is None or not routers:
         if _asked(model):
             raise ModelError(
@@ -113,16 +113,15 @@ def _inner(model: nn.Module) -> Any:
     return next((module for module in model.modules() if hasattr(type(module), _RECORDS)), None)
 
 
-def _recorded(model: nn.Module) -> dict[str, list[Any]]:
-    """Modules whose logits transformers records, by the path of the model they belong to."""
-    found: dict[str, list[Any]] = {}
+def _recorded(model: nn.Module) -> int:
+    """How many modules transformers records logits of; each belongs to the innermost model of its own around it."""
+    found = 0
     owners = {path: module for path, module in model.named_modules() if hasattr(type(module), _RECORDS)}
     for path, module in model.named_modules():
         owner = max((one for one in owners if not one or f"{path}.".startswith(f"{one}.")), key=len)
         recorders = (owners[owner]._can_record_outputs or {}).get(_KEY, ())
         for recorder in recorders if isinstance(recorders, (list, tuple)) else (recorders,):
-            if _matches(recorder, path, module):
-                found.setdefault(owner, []).append(module)
+            found += _matches(recorder, path, module)
     return found
 
 

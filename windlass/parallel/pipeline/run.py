@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from windlass.base.activity import activity
 from windlass.base.errors import ModelError
 from windlass.base.tree import tensors
 from windlass.parallel.pipeline.action import Action, Kind, Order
 from windlass.parallel.pipeline.parcel import Form, pack
-from windlass.parallel.pipeline.passing import Arrived, Passing
+from windlass.parallel.pipeline.passing import Arrived, Passing, PeerFailed
 from windlass.parallel.pipeline.split import Later
 from windlass.parallel.pipeline.stage import Ended, Stages
 
@@ -45,6 +46,21 @@ class Around:
     began: Callable[[], None] = lambda: None
     scale: Callable[[], float] = lambda: 1.0
     moved: Callable[[Any], Any] = lambda batch: batch
+
+
+class Halted(Exception):
+    """A schedule that failed on this rank, or on a rank that sends to it.
+
+    Attributes:
+        error: what was raised here; None if another rank raised first.
+        action: what this rank was doing.
+        drain: makes the transfers that are left of the schedule, without values, so that other ranks do not wait. Other
+            ranks may need collectives of this one meanwhile: run it on a thread and serve those.
+    """
+
+    def __init__(self, error: Exception | None, action: Action | None, drain: Callable[[], None]) -> None:
+        super().__init__(str(action))
+        self.error, self.action, self.drain = error, action, drain
 
 
 @dataclass
@@ -89,15 +105,25 @@ def execute(
         What the last stage came to, by micro-batch; empty on all other ranks.
 
     Raises:
-        ModelError: a loss is no scalar, or a stage returned what can't be passed on. Other ranks wait for this one
-            then: what can be known before (`Stages.check`) is asked before.
+        Halted: a stage raised (its module, its loss function, what it returned can't be passed on), here or on another
+            rank of the pipeline. An error of a transfer or collective itself is raised as it is: connections that broke
+            can't be kept in step.
     """
     runner = _Runner(program, stages, passing, batches, around, loss, outputs)
     final = next((one for one in reversed(program) if one.kind in (Kind.BACKWARD, Kind.WEIGHT)), None)
-    with around.hold():
-        for action in program:
-            runner.do(action, action == final)
-        passing.settle()
+    at = 0
+    try:
+        with around.hold():
+            for action in program:
+                runner.do(action, action == final)
+                at += 1
+            passing.settle()
+    except Exception as error:
+        if at == len(program) or (activity.broken is not None and activity.broken[0] == id(error)):
+            raise
+        runner.forget()
+        mine = None if isinstance(error, PeerFailed) else error
+        raise Halted(mine, program[at], partial(runner.drain, program, at)) from mine
     return [runner.ended[micro] for micro in sorted(runner.ended)]
 
 
@@ -150,6 +176,38 @@ class _Runner:
                 later = self._later.pop((stage, micro))
                 if later:
                     self._around.backward(partial(later.run, self._around.began), last)
+
+    def forget(self) -> None:
+        """Free all activations and graphs."""
+        self._kept.clear()
+        self._out.clear()
+        self._later.clear()
+        self._here.clear()
+        self.ended.clear()
+
+    def drain(self, program: Order, at: int) -> None:
+        """Make the transfers of `program[at:]` without values; that of `program[at]` itself unless it was made."""
+        for action in program[at:] if not self._passing.alone else ():
+            self._drain(action.kind, action.stage, action.micro)
+        self._passing.settle()
+
+    def _drain(self, kind: Kind, stage: int, micro: int) -> None:
+        passing = self._passing
+        match kind:
+            case Kind.RECEIVE_ACTIVATION:
+                passing.expect_activation(stage, micro, self._keys[micro])
+            case Kind.FORWARD:
+                passing.discard_activation(stage, micro)
+            case Kind.SEND_ACTIVATION:
+                passing.send_failure(stage, micro, self._keys[micro])
+            case Kind.RECEIVE_GRADIENT:
+                passing.expect_gradient(stage, micro)
+            case Kind.BACKWARD | Kind.INPUT:
+                passing.discard_gradients(stage, micro)
+            case Kind.SEND_GRADIENT:
+                passing.send_failed_gradient(stage, micro)
+            case Kind.WEIGHT:
+                pass
 
     def _forward(self, stage: int, micro: int) -> None:
         arrived = self._passing.arrived(stage, micro) if stage else Arrived(None, [])

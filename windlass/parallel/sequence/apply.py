@@ -17,7 +17,8 @@ from windlass.parallel.loss import ModelLoss, install_loss
 from windlass.parallel.sequence.batch import MARK, share_given, share_of
 from windlass.parallel.sequence.cut import Pattern
 from windlass.parallel.sequence.dropout import drops, seed_of
-from windlass.parallel.sequence.refusals import check_model, finds_positions, pattern_sizes
+from windlass.parallel.sequence.positions import derived_positions
+from windlass.parallel.sequence.refusals import check_model, pattern_sizes
 from windlass.parallel.sequence.routers import balance_whole_sequences
 from windlass.parallel.sequence.seam import NAME, number_layers, register, unwrapped
 from windlass.parallel.sequence.share import Share, sharing
@@ -54,7 +55,7 @@ class SequenceParallel:
         signature = inspect.signature(model.forward).parameters
         self._names = [name for name, one in signature.items() if one.kind is not one.VAR_KEYWORD]
         self._takes_anything = len(self._names) < len(signature)
-        self._finds_positions = finds_positions(model)
+        self._derive = derived_positions(model)
         self._calls: list[_Call | None] = []  # None: a forward on whole sequences
         self._drops = drops(model)
 
@@ -73,12 +74,7 @@ class SequenceParallel:
             return batch
         if self.given:
             return share_given(batch, self.axis, self.pattern.ulysses)
-        if self._finds_positions is not None and batch.get("position_ids") is None:
-            raise ModelError(
-                f"{self._finds_positions} finds out positions from what it sees of the sequence, which is a part of it "
-                f"here; pass position_ids"
-            )
-        return share_of(batch, self.pattern, self.axis, shifts=self.loss.shifts)
+        return share_of(batch, self.pattern, self.axis, shifts=self.loss.shifts, derive=self._derive)
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         """Cut the inputs (a forward pre-hook)."""

@@ -11,6 +11,7 @@ from windlass.base.errors import ModelError
 from windlass.comm.axis import Axis
 from windlass.parallel.loss import shifted
 from windlass.parallel.sequence.cut import Pattern, cut_of_sizes
+from windlass.parallel.sequence.positions import Derive
 from windlass.parallel.sequence.share import Share
 from windlass.parallel.sequence.sight import Sight, documents, everything, unpadded
 
@@ -24,7 +25,9 @@ SAID_BY_POSITIONS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_leng
 """Keys that say of packed documents what `position_ids` say, for kernels of other kinds."""
 
 
-def share_of(batch: Mapping[str, Any], pattern: Pattern, axis: Axis, *, shifts: bool = True) -> dict[str, Any]:
+def share_of(
+    batch: Mapping[str, Any], pattern: Pattern, axis: Axis, *, shifts: bool = True, derive: Derive | None = None
+) -> dict[str, Any]:
     """This rank's part of a batch of whole sequences, which every rank of sp has. Marked with its `Share`.
 
     Documents are told apart as transformers does: by positions that begin anew, where there is no `attention_mask`.
@@ -32,6 +35,7 @@ def share_of(batch: Mapping[str, Any], pattern: Pattern, axis: Axis, *, shifts: 
     Args:
         batch: keyword arguments of a transformers model. `position_ids` `[samples or 1, tokens]` are made where there
             are none.
+        derive: how the model derives positions where the batch has none; by default they are counted from 0.
         shifts: a token's label is that of the next one: the label of a rank's last token is another rank's first.
 
     Returns:
@@ -49,11 +53,14 @@ def share_of(batch: Mapping[str, Any], pattern: Pattern, axis: Axis, *, shifts: 
         if local.get("shift_labels") is None:
             local["shift_labels"] = shifted(local["labels"]) if shifts else local["labels"]
         local["labels"] = local["shift_labels"]
+    derived = derive(local) if derive is not None and local.get("position_ids") is None else None
     if length < axis.size:
         local = _lengthened(local, length, axis.size)
     positions, mask = local.get("position_ids"), local.get("attention_mask")
     cut = pattern.cut(max(length, axis.size))
-    if positions is None:
+    if derived is not None:  # padding may have any position: it does not tell documents apart
+        local["position_ids"] = torch.nn.functional.pad(derived, (0, cut.length - length))
+    elif positions is None:
         local["position_ids"] = torch.arange(cut.length, device=ids.device).unsqueeze(0)
     for name in CUT:
         if local.get(name) is not None:

@@ -82,13 +82,3 @@ def _check_layers(model: Any, name: str) -> None:
                 f"{path} of {name} is a {type(module).__name__}, which mixes tokens that lie on several ranks; "
                 "sequences can't be cut for it"
             )
-
-
-def finds_positions(model: Any) -> str | None:
-    """The module that derives positions from ids or masks when it gets none: a part of them would tell others."""
-    for path, module in model.named_modules():
-        if hasattr(module, "create_position_ids_from_input_ids"):
-            return str(path)
-        if isinstance(module, nn.Embedding) and type(module) is not nn.Embedding and hasattr(module, "offset"):
-            return str(path)
-    return None

@@ -9,6 +9,7 @@ from torch import nn
 from windlass.base.errors import ConfigError, ModelError
 from windlass.comm.axis import Axis
 from windlass.parallel.placement import placement_of
+from windlass.parallel.tensor.adapters_cut import cut_adapters
 from windlass.parallel.tensor.attention_cut import adapt_attention
 from windlass.parallel.tensor.build import build_plan
 from windlass.parallel.tensor.cutting import cut_parameter, see_a_part
@@ -134,10 +135,12 @@ class _Application:
         entrance, sequence = self._entrance(cut.chain), self._sequence(cut.chain)
         if cut.style in (Style.ROW, Style.SPLIT):
             cut_row(layer, cut, entrance, sequence, self._chunks)
+            cut_adapters(layer, cut, entrance, sequence, self._chunks)
             return
         gathered = sequence is not None and cut.chain in self._with_heads()  # by the module, for all its layers at once
         before = None if gathered else ColumnInput(entrance, sequence)
         (cut_shared if cut.style is Style.SHARED else cut_column)(layer, cut, entrance, before)
+        cut_adapters(layer, cut, entrance, None, self._chunks)
 
     def _part(self, name: str, dim: int, cut: Cut) -> None:
         """Cut one parameter; what modules share is cut once."""

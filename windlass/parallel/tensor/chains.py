@@ -14,7 +14,7 @@ from windlass.parallel.tensor.fused import GATE_AND_UP, Layout, layout_of_fused,
 from windlass.parallel.tensor.heads import Heads, spread_heads
 from windlass.parallel.tensor.heads_found import FUSED, KEY, VALUE, count_heads, is_attention
 from windlass.parallel.tensor.inner import language_model
-from windlass.parallel.tensor.linear_layers import Linear, below, computes_plainly, linear, parents
+from windlass.parallel.tensor.linear_layers import Linear, below, computes_plainly, linear, parents, plain_adapters
 from windlass.parallel.tensor.plan import Cut, Style, refused
 from windlass.parallel.tensor.shares import evenly, joined
 from windlass.parallel.tensor.wishes import Wish
@@ -99,6 +99,12 @@ class Resolver:
             raise refused(wish.name, f"it is to be a {wish.style} and is a {kind}, no linear layer")
         if wish.style in (Style.ROW, Style.SPLIT) and not computes_plainly(layer.module):
             raise refused(wish.name, f"{type(layer.module).__name__} computes more than a product with its weight")
+        if layer.outer is not None and not plain_adapters(layer.outer):
+            raise refused(
+                wish.name,
+                f"its adapters (a {type(layer.outer).__name__} of peft) are DoRA's or another variant of LoRA, which "
+                "compute with norms of whole rows of the weight",
+            )
         return layer
 
     def _holder(self, columns: Sequence[Linear]) -> str:

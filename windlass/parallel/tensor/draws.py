@@ -34,6 +34,11 @@ class Draws:
         self._axis = axis
         self._before: tuple[torch.Generator, torch.Tensor] | None = None
 
+    @property
+    def running(self) -> bool:
+        """Whether this rank draws numbers of its own now."""
+        return self._before is not None
+
     def begin(self, device: torch.device) -> None:
         """From now on this rank draws numbers of its own on `device`; nothing happens if it does so already."""
         if self._before is not None:

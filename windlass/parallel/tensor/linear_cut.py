@@ -29,18 +29,24 @@ def cut_column(layer: Linear, cut: Cut, entrance: Entrance, before: ColumnInput 
         entrance: the chain's.
         before: by which its input enters; None: it has done so.
     """
-    axis, ranges = entrance.axis, cut.shares[entrance.axis.index]
+    axis = entrance.axis
+    only_outputs(layer, cut, axis)
+    if before is not None:
+        layer.called.register_forward_pre_hook(before)
+    if cut.style is Style.GATHERED:
+        layer.called.register_forward_hook(ColumnGather(axis, lengths(cut.shares)))
+    elif entrance.draws is not None:
+        layer.called.register_forward_hook(ColumnDraws(entrance))
+
+
+def only_outputs(layer: Linear, cut: Cut, axis: Axis) -> None:
+    """Keep this rank's output features of a layer, and nothing else: its input has entered, its output stays cut."""
+    ranges = cut.shares[axis.index]
     cut_parameter(f"{layer.name}.weight", _weight(layer), layer.output_dim, ranges, axis.name)
     bias = layer.module._parameters.get("bias")
     if bias is not None:
         cut_parameter(f"{layer.name}.bias", bias, 0, ranges, axis.name)
     _set_features(layer, outputs=length(ranges))
-    if before is not None:
-        layer.module.register_forward_pre_hook(before)
-    if cut.style is Style.GATHERED:
-        layer.module.register_forward_hook(ColumnGather(axis, lengths(cut.shares)))
-    elif entrance.draws is not None:
-        layer.module.register_forward_hook(ColumnDraws(entrance))
 
 
 def cut_shared(layer: Linear, cut: Cut, entrance: Entrance, before: ColumnInput | None) -> None:
@@ -50,10 +56,10 @@ def cut_shared(layer: Linear, cut: Cut, entrance: Entrance, before: ColumnInput 
         see_a_part(parameter, axis.name)
     rank = axis.index
     if before is not None:
-        layer.module.register_forward_pre_hook(before)
+        layer.called.register_forward_pre_hook(before)
     layer.module.forward = SomeRows(layer, cut.shares[rank], cut.picks[rank])
     if entrance.draws is not None:
-        layer.module.register_forward_hook(ColumnDraws(entrance))
+        layer.called.register_forward_hook(ColumnDraws(entrance))
 
 
 def cut_row(layer: Linear, cut: Cut, entrance: Entrance, sequence: SequenceCut | None, chunks: int) -> None:
@@ -76,7 +82,7 @@ def cut_row(layer: Linear, cut: Cut, entrance: Entrance, sequence: SequenceCut |
 
 def cut_tail(layer: Linear, features: int, axis: Axis) -> None:
     """Let gradients of the last features of a whole layer's output in: they go to heads on all ranks."""
-    layer.module.register_forward_hook(TailEntrance(axis, features))
+    layer.called.register_forward_hook(TailEntrance(axis, features))
 
 
 class ColumnInput:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -13,13 +13,25 @@ _OWN_FORWARDS = ("FalconLinear",)
 
 @dataclass(frozen=True)
 class Linear:
-    """A linear layer: `nn.Linear`, or the `Conv1D` of transformers, whose weight is the transpose."""
+    """A linear layer: `nn.Linear`, or the `Conv1D` of transformers, whose weight is the transpose.
+
+    Attributes:
+        name: of the layer, or of the module around it that adds low-rank adapters.
+        module: the layer itself.
+        outer: the module around it, if there is one.
+    """
 
     name: str
     module: nn.Module
     inputs: int
     outputs: int
     transposed: bool
+    outer: nn.Module | None = None
+
+    @property
+    def called(self) -> nn.Module:
+        """The module that other layers call."""
+        return self.outer if self.outer is not None else self.module
 
     @property
     def output_dim(self) -> int:
@@ -38,7 +50,11 @@ class Linear:
 
 
 def linear(name: str, module: nn.Module) -> Linear | None:
-    """The linear layer that this module is, or None."""
+    """The linear layer that this module is, or to which it adds adapters; None: neither."""
+    base = base_of_adapters(module)
+    if base is not None:
+        found = linear(name, base)
+        return None if found is None else replace(found, outer=module)
     if isinstance(module, nn.Linear):
         return Linear(name, module, module.in_features, module.out_features, False)
     weight = getattr(module, "weight", None)
@@ -49,10 +65,26 @@ def linear(name: str, module: nn.Module) -> Linear | None:
 
 def linears(root: nn.Module, prefix: str = "") -> Iterator[Linear]:
     """All linear layers below `root`, in the order in which they were registered."""
+    adapted: list[str] = []
     for name, module in root.named_modules(prefix=prefix):
-        found = linear(name, module)
+        found = linear(name, module) if not any(below(name, holder) for holder in adapted) else None
         if found is not None:
             yield found
+            if found.outer is not None:
+                adapted.append(name)
+
+
+def base_of_adapters(module: nn.Module) -> nn.Module | None:
+    """The layer to which a module of peft adds low-rank adapters; None: it is no such module."""
+    base = getattr(module, "base_layer", None)
+    pairs = (getattr(module, "lora_A", None), getattr(module, "lora_B", None))
+    adds = isinstance(base, nn.Module) and all(isinstance(one, nn.ModuleDict) for one in pairs)
+    return base if adds else None
+
+
+def plain_adapters(outer: nn.Module) -> bool:
+    """Whether adapters add products alone: no norms of whole rows (DoRA), nothing of other tuners."""
+    return not getattr(outer, "lora_variant", None) and not len(getattr(outer, "lora_magnitude_vector", ()))
 
 
 def computes_plainly(module: nn.Module) -> bool:

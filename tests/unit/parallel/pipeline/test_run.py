@@ -19,7 +19,7 @@ from windlass.parallel.pipeline.module import PipelineModule
 from windlass.parallel.pipeline.parcel import pack
 from windlass.parallel.pipeline.passing import Passing
 from windlass.parallel.pipeline.programs import programs
-from windlass.parallel.pipeline.run import Around, execute, shapes
+from windlass.parallel.pipeline.run import Around, Halted, execute, shapes
 from windlass.parallel.pipeline.schedule import Name, forward_orders, orders
 
 WIDTH, CPU = 4, torch.device("cpu")
@@ -148,8 +148,11 @@ def test_without_gradients_outputs_can_be_kept() -> None:
 
 def test_a_loss_is_a_scalar() -> None:
     model = PipelineModule([nn.Linear(WIDTH, WIDTH)], loss_fn=lambda out, _: out)
-    with pytest.raises(ModelError, match=r"a loss of shape \[3, 4\]; it has to be a scalar"):
+    with pytest.raises(Halted) as halted:
         _run(model, "gpipe", _batches(1))
+    assert isinstance(halted.value.error, ModelError) and halted.value.action is not None
+    assert "a loss of shape [3, 4]; it has to be a scalar" in str(halted.value.error)
+    assert str(halted.value.action) == "F0.0"
 
 
 def test_optimizers_lose_what_other_ranks_have() -> None:

@@ -238,10 +238,10 @@ def test_a_language_model_inside_of_another_model_is_found() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing")
-def test_adapters_of_peft_are_refused_by_name() -> None:
+def test_adapters_with_norms_of_whole_rows_are_refused_by_name() -> None:
     peft = pytest.importorskip("peft")
-    model = peft.get_peft_model(build("llama"), peft.LoraConfig(target_modules=["q_proj"]))
-    message = r"can't cut base_model\.model\.model\.layers\.0\.self_attn\.q_proj: .* it is a Linear, no linear layer"
+    model = peft.get_peft_model(build("llama"), peft.LoraConfig(target_modules=["q_proj"], use_dora=True))
+    message = r"can't cut base_model\.model\.model\.layers\.0\.self_attn\.q_proj: .* are DoRA's or another variant"
     with pytest.raises(ModelError, match=message):
         build_plan(model, 2)
 

@@ -1,0 +1,99 @@
+"""Runs unmodified clients that are installed somewhere else, plainly and with windlass in the place of DeepSpeed.
+
+A client NAME is found by two variables: WINDLASS_CLIENT_NAME, a checkout of its repository, and
+WINDLASS_CLIENT_NAME_PYTHON, the interpreter of a virtual environment with its requirements. One over this project's is
+made by `python tools/layered_environment.py .venv DIR REQUIREMENT...`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from windlass.compat.place import environment
+
+ROOT = Path(__file__).parents[2]
+TEXT = "the cat sat on a mat and looked at two red birds that sang in one old tree near our house"
+
+
+@dataclass(frozen=True)
+class Client:
+    """A checkout and the interpreter that runs it."""
+
+    folder: Path
+    python: str
+
+    def run(
+        self,
+        *arguments: object,
+        ranks: int = 0,
+        path: tuple[Path, ...] = (),
+        stands_in: bool | None = None,
+        seconds: float = 1500,
+        **env: str,
+    ) -> str:
+        """Run a script over `ranks` ranks, or plainly (0), and return what it printed.
+
+        Args:
+            path: folders in which modules are looked for first.
+            stands_in: whether `import deepspeed` is windlass; by default where there are ranks.
+
+        Raises:
+            AssertionError: it failed; the text has the end of what it printed.
+        """
+        command = [self.python]
+        if ranks:
+            command += ["-m", "windlass", "run", "--nproc", str(ranks)]
+        values = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", **env}
+        values["PYTHONPATH"] = os.pathsep.join(map(str, (*path, ROOT)))
+        if stands_in or (stands_in is None and ranks):
+            values |= environment(values)
+        command += map(str, arguments)
+        done = subprocess.run(command, env=values, cwd=self.folder, capture_output=True, text=True, timeout=seconds)
+        printed = done.stdout + done.stderr
+        assert done.returncode == 0, f"{' '.join(command)} ended with {done.returncode}:\n{printed[-6000:]}"
+        return printed
+
+    def versions(self, *packages: str) -> dict[str, str]:
+        """Versions of what is installed for it."""
+        asked = f"import importlib.metadata as m, json; print(json.dumps({{p: m.version(p) for p in {packages!r}}}))"
+        found: dict[str, str] = json.loads(subprocess.check_output([self.python, "-c", asked], text=True))
+        return found
+
+
+def client(name: str, repository: str, needs: str, environ: Mapping[str, str] = os.environ) -> Client:
+    """The client of that name, or skip the test and say how to get it."""
+    variable = f"WINDLASS_CLIENT_{name}"
+    folder, python = environ.get(variable), environ.get(f"{variable}_PYTHON")
+    if not folder or not python:
+        pytest.skip(
+            f"clone {repository}; python tools/layered_environment.py .venv DIR {needs}; "
+            f"then set {variable} to the clone and {variable}_PYTHON to DIR/bin/python"
+        )
+    return Client(Path(folder), python)
+
+
+def words(number: int, length: int) -> str:
+    """A text of so many words, another one for each number."""
+    known = TEXT.split()
+    return " ".join(known[(number * 7 + word * (number % 3 + 1)) % len(known)] for word in range(length))
+
+
+def tiny_llama(folder: Path) -> None:
+    """Save a Llama with random weights and its tokenizer."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from windlass.data.tokenizer import train_tokenizer
+
+    tokenizer = train_tokenizer([TEXT] * 5, 300, folder)
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = LlamaConfig(vocab_size=tokenizer.vocab_size, eos_token_id=tokenizer.eos, pad_token_id=1, **sizes)
+    LlamaForCausalLM(config).save_pretrained(folder)

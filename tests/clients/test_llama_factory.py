@@ -1,0 +1,127 @@
+"""LLaMA-Factory as it is: its losses with windlass in the place of DeepSpeed are those without either.
+
+Versions: LLaMA-Factory 0.9.6.dev0 (ff6d4d1), transformers 5.8.0, accelerate 1.11.0, peft 0.18.1, trl 0.24.0.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.clients.harness import Client, client, tiny_llama, words
+
+NEEDS = (
+    "transformers==5.8.0 accelerate==1.11.0 peft==0.18.1 trl==0.24.0 datasets==4.0.0 einops scipy sentencepiece "
+    "tiktoken fire omegaconf torchdata==0.11.0 'tyro<0.9' av modelscope uvicorn fastapi sse-starlette"
+)
+STEPS = 4
+
+STAGES: dict[str, dict[str, Any]] = {
+    "sft": {"stage": "sft", "dataset": "chat", "finetuning_type": "full"},
+    "sft-lora": {"stage": "sft", "dataset": "chat", "finetuning_type": "lora", "lora_rank": 4},
+    "dpo": {"stage": "dpo", "dataset": "pairs", "finetuning_type": "lora", "lora_rank": 4, "pref_beta": 0.1},
+    "kto": {"stage": "kto", "dataset": "tagged", "finetuning_type": "lora", "lora_rank": 4, "pref_beta": 0.1},
+}
+CONFIGS = {
+    "z0": "ds_z0_config.json",
+    "z2": "ds_z2_config.json",
+    "z3": "ds_z3_config.json",
+    "z2-offload": "ds_z2_offload_config.json",
+    "z3-offload": "ds_z3_offload_config.json",
+}
+
+
+@pytest.fixture(scope="module")
+def factory() -> Client:
+    return client("LLAMA_FACTORY", "https://github.com/hiyouga/LLaMA-Factory", NEEDS)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama with random weights, its tokenizer, and data of each kind."""
+    made = tmp_path_factory.mktemp("factory")
+    tiny_llama(made / "model")
+    data = made / "data"
+    data.mkdir()
+
+    chat = [{"instruction": words(n, 4), "input": "", "output": words(n + 3, 6)} for n in range(16)]
+    pairs = [{**row, "chosen": row["output"], "rejected": words(n + 9, 6)} for n, row in enumerate(chat)]
+    tagged = [{**row, "label": n % 2 == 0} for n, row in enumerate(chat)]
+    columns = {"prompt": "instruction", "query": "input"}
+    described = {
+        "chat": {"file_name": "chat.json"},
+        "pairs": {
+            "file_name": "pairs.json",
+            "ranking": True,
+            "columns": {**columns, "chosen": "chosen", "rejected": "rejected"},
+        },
+        "tagged": {"file_name": "tagged.json", "columns": {**columns, "response": "output", "kto_tag": "label"}},
+    }
+    for name, rows in {"chat": chat, "pairs": pairs, "tagged": tagged, "dataset_info": described}.items():
+        (data / f"{name}.json").write_text(json.dumps(rows))
+    # LLaMA-Factory imports torchaudio, which has no build for every torch, and uses it on sound alone.
+    (made / "path" / "torchaudio").mkdir(parents=True)
+    (made / "path" / "torchaudio" / "__init__.py").touch()
+    return made
+
+
+def losses(factory: Client, folder: Path, stage: str, config: str | None, ranks: int) -> list[float]:
+    """Losses of the first steps."""
+    name = f"{stage}-{config}-{ranks}"
+    options: dict[str, Any] = {
+        **STAGES[stage],
+        "model_name_or_path": str(folder / "model"),
+        "dataset_dir": str(folder / "data"),
+        "output_dir": str(folder / name),
+        "overwrite_cache": True,
+        "do_train": True,
+        "template": "default",
+        "cutoff_len": 64,
+        "disable_shuffling": True,
+        "per_device_train_batch_size": 4 // max(ranks, 1),
+        "max_steps": STEPS,
+        "learning_rate": 1e-2,
+        "lr_scheduler_type": "constant",
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "seed": 1,
+        "use_cpu": True,
+        "dataloader_num_workers": 0,
+    }
+    if config is not None:
+        options["deepspeed"] = str(factory.folder / "examples" / "deepspeed" / CONFIGS[config])
+    file = folder / f"{name}.yaml"  # JSON is YAML; its reader of .json files fails
+    file.write_text(json.dumps(options))
+    path = (folder / "path", factory.folder / "src")
+    factory.run("src/train.py", file, ranks=ranks, path=path, DISABLE_VERSION_CHECK="1")
+    state = json.loads((folder / name / "trainer_state.json").read_text())
+    return [entry["loss"] for entry in state["log_history"] if "loss" in entry]
+
+
+@pytest.fixture(scope="module")
+def plain(factory: Client, folder: Path) -> Any:
+    """Losses of one plain process, by stage."""
+    found: dict[str, list[float]] = {}
+
+    def get(stage: str) -> list[float]:
+        if stage not in found:
+            found[stage] = losses(factory, folder, stage, None, 0)
+        return found[stage]
+
+    return get
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 1])
+@pytest.mark.parametrize("config", ["z3", "z2", "z0", "z2-offload", "z3-offload"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_losses_are_those_without_deepspeed(
+    factory: Client, folder: Path, plain: Any, stage: str, config: str, ranks: int
+) -> None:
+    wanted, found = plain(stage), losses(factory, folder, stage, config, ranks)
+    assert len(wanted) == STEPS and wanted[0] != wanted[-1]
+    assert found == pytest.approx(wanted, abs=1.01e-4)

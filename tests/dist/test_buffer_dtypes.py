@@ -1,0 +1,137 @@
+"""The dtype of buffers beside 16-bit parameters: the losses of a plain model whose buffers are cast by hand."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import windlass
+from tests.dist.harness import run_ranks
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+class Router(nn.Module):
+    """Has a bias that the model of transformers around it would name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8) * 0.3)
+        self.register_buffer("correction_bias", torch.linspace(5.0, 5.01, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = x @ self.weight
+        return x + scores * (scores.float() + self.correction_bias.float()).softmax(-1).to(x.dtype)
+
+
+class Rotated(nn.Module):
+    """A table that is not saved, a scale that is, and a count."""
+
+    _keep_in_fp32_modules_strict = ("correction_*",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = Router()
+        self.out = nn.Linear(8, 8)
+        self.register_buffer("table", torch.linspace(0.1, 3.0, 8).sin(), persistent=False)
+        self.register_buffer("scale", torch.full((8,), 1.0 + 2**-9))
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.router(x) * self.table.to(x.dtype) + x * self.scale.to(x.dtype)
+        return self.out(x).float().square().mean()
+
+
+ROWS: list[tuple[dict[str, Any], dict[str, torch.dtype]]] = [
+    ({}, {"router.correction_bias": FP32, "table": FP32, "scale": BF16}),
+    ({"keep_in_fp32_modules": []}, {"router.correction_bias": BF16, "table": FP32, "scale": BF16}),
+    ({"keep_in_fp32_modules": ["rout*bias", "scale"]}, {"router.correction_bias": FP32, "table": FP32, "scale": FP32}),
+    ({"buffer_dtype": "bf16"}, {"router.correction_bias": FP32, "table": BF16, "scale": BF16}),
+    ({"buffer_dtype": "fp32"}, {"router.correction_bias": FP32, "table": FP32, "scale": FP32}),
+    (
+        {"buffer_dtype": "bf16", "keep_in_fp32_modules": "table"},
+        {"router.correction_bias": BF16, "table": FP32, "scale": BF16},
+    ),
+]
+
+
+def batches(ranks: int) -> Tensor:
+    return torch.randn(3, ranks, 4, 8, generator=torch.Generator().manual_seed(3)).to(BF16)
+
+
+def trained(folder: str) -> list[Any]:
+    found = []
+    for number, (section, _) in enumerate(ROWS):
+        for stage in (0, 3):
+            torch.manual_seed(0)
+            config = {
+                "train_micro_batch_size_per_gpu": 4,
+                "bf16": {"enabled": True},
+                "data_types": section,
+                "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+                "gradient_clipping": 0.0,
+                "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+            }
+            engine = windlass.initialize(model=Rotated(), config=config)[0]
+            losses = []
+            for batch in batches(dist.get_world_size()):
+                loss = engine(batch[dist.get_rank()])
+                engine.backward(loss)
+                engine.step()
+                losses.append(float(loss.detach()))
+            place = f"{folder}/{number}-{stage}"
+            engine.save_checkpoint(place)
+            engine.module.scale.zero_()
+            engine.load_checkpoint(place)
+            buffers = {name: buffer.clone() for name, buffer in engine.module.named_buffers()}
+            found.append((losses, buffers))
+            engine.destroy()
+    return found
+
+
+def plain(dtypes: dict[str, torch.dtype], ranks: int) -> tuple[list[float], nn.Module]:
+    torch.manual_seed(0)
+    model = Rotated()
+    for name, dtype in dtypes.items():
+        owner, _, own = name.rpartition(".")
+        model.get_submodule(owner)._buffers[own] = model.get_buffer(name).to(dtype)
+    masters = copy.deepcopy(model)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(BF16)
+    optimizer = torch.optim.SGD(masters.parameters(), lr=0.1)
+    losses = []
+    for batch in batches(ranks):
+        for rank in range(ranks):
+            loss = model(batch[rank])
+            loss.backward()
+            losses.append(float(loss.detach()))
+            for master, parameter in zip(masters.parameters(), model.parameters(), strict=True):
+                grad = parameter.grad.float() / ranks
+                master.grad = grad if master.grad is None else master.grad + grad
+                parameter.grad = None
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for master, parameter in zip(masters.parameters(), model.parameters(), strict=True):
+                parameter.copy_(master)
+    return losses, model
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_buffers_have_the_dtype_that_was_asked_for(ranks: int, tmp_path: Path) -> None:
+    of_ranks = run_ranks(trained, ranks, str(tmp_path), transport="gloo")
+    for number, (section, dtypes) in enumerate(ROWS):
+        wanted, model = plain(dtypes, ranks)
+        for stage in (0, 1):
+            for rank, found in enumerate(of_ranks):
+                losses, buffers = found[2 * number + stage]
+                assert losses == pytest.approx(wanted[rank::ranks], rel=2e-3), section
+                for name, buffer in model.named_buffers():
+                    assert buffers[name].dtype == buffer.dtype, (section, name)
+                    assert torch.equal(buffers[name], buffer), (section, name)

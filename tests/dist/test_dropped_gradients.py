@@ -1,0 +1,590 @@
+"""What a script drops between backward and step is dropped; what else it does to gradients and weights is right or
+raises. Laws against plain PyTorch."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from tests import oracle
+from tests.dist.harness import run_ranks
+from tests.dist.laws import SGD, Setting, ds_config, specimen, whole_params
+from tests.dist.test_offload import EMULATED, homes
+from tests.models import Place, adversarial
+from tests.oracle import Recipe, relative_error
+from windlass.base.errors import GradientAccessError, ModelError
+
+STEPS, CLIPPING = 3, 0.5
+GENTLE = {**dict(SGD), "weight_decay": 0.1}  # a zero gradient is not the same as none
+
+
+class OwnZeroing(torch.optim.SGD):
+    """A client's optimizer that drops gradients in its own way."""
+
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    if set_to_none:
+                        p.grad = None
+                    else:
+                        p.grad.detach_()
+                        p.grad.zero_()
+
+
+def one_parameter(model: Any, *_: Any) -> None:
+    model.blocks[0].up.weight.grad = None
+    del model.embed.weight.grad
+
+
+DOORS: dict[str, Callable[[Any, Any, Any, Any], Any]] = {  # module, engine, optimizer of the engine, the user's own
+    "optimizer": lambda model, engine, optimizer, own: optimizer.zero_grad(),
+    "optimizer, zeros": lambda model, engine, optimizer, own: optimizer.zero_grad(set_to_none=False),
+    "own optimizer": lambda model, engine, optimizer, own: own.zero_grad(set_to_none=True),
+    "own optimizer, zeros": lambda model, engine, optimizer, own: own.zero_grad(),
+    "module": lambda model, engine, optimizer, own: model.zero_grad(),
+    "module, zeros": lambda model, engine, optimizer, own: model.zero_grad(set_to_none=False),
+    "submodule": lambda model, engine, optimizer, own: model.blocks[1].zero_grad(),
+    "engine": lambda model, engine, optimizer, own: engine.zero_grad(),
+    "one parameter": one_parameter,
+    "nothing": lambda *_: None,
+}
+# what happens in a step: b(ackward), n: one inside no_sync, d(rop), s(tep); a step ends with its last s
+EVENTS = {
+    "one of two backwards": ("bdbs", 1),
+    "a rejected batch": ("bds", 1),
+    "in the middle of a step": ("bsdbs", 2),
+    "the last micro-batch": ("bsbds", 2),
+    "a backward of the middle": ("bsbdbs", 2),
+    "a backward inside no_sync": ("bndbs", 1),
+}
+
+
+def rows_of(number: int, doors: list[str] | None = None) -> list[tuple[str, str]]:
+    """Each door with some events, others for each `number`."""
+    names = list(EVENTS)
+    return [(door, names[(at + number) % len(names)]) for at, door in enumerate(doors or DOORS)]
+
+
+def go_through(
+    row: tuple[str, str],
+    drop: Callable[[], Any],
+    backward: Callable[[int, int], None],
+    step: Any,
+    quiet: Any = nullcontext,
+) -> None:
+    """The script, of plain PyTorch and of an engine. In the second step nothing is dropped."""
+    events, _ = EVENTS[row[1]]
+    for number in range(STEPS):
+        micro = 0
+        for event in events:
+            if event in "bn":
+                with quiet() if event == "n" else nullcontext():
+                    backward(number, micro)
+                micro += 1
+            elif event == "s":
+                step()
+            elif number != 1:
+                drop()
+
+
+def rule_of(row: tuple[str, str]) -> type[torch.optim.SGD]:
+    """torch's own is stepped on shards, the client's on whole parameters."""
+    return OwnZeroing if "zeros" in row[0] else torch.optim.SGD
+
+
+def plain(row: tuple[str, str], ranks: int) -> dict[str, Tensor]:
+    subject, accumulation = specimen("tied"), EVENTS[row[1]][1]
+    model = oracle.build(subject, 0)
+    optimizer = rule_of(row)(model.parameters(), **GENTLE)
+    steps = 0
+
+    def backward(number: int, micro: int) -> None:
+        for rank in range(ranks):
+            subject.train(
+                model, subject.batch(Place(number, micro, rank)), lambda x: (x / ranks / accumulation).backward()
+            )
+
+    def step() -> None:
+        nonlocal steps
+        steps += 1
+        if steps % accumulation == 0:
+            nn.utils.clip_grad_norm_(model.parameters(), CLIPPING)
+            optimizer.step()
+            model.zero_grad()
+
+    inner = torch.optim.SGD.zero_grad
+    go_through(
+        row, lambda: DOORS[row[0]](model, model, Door(lambda **how: inner(optimizer, **how)), optimizer), backward, step
+    )
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+class Door:
+    """An object with nothing but `zero_grad`."""
+
+    def __init__(self, zero_grad: Callable[..., None]) -> None:
+        self.zero_grad = zero_grad
+
+
+def engines(
+    rows: list[tuple[str, str]], setting: Setting, stand_in: bool, skip: bool = False
+) -> list[dict[str, Tensor]]:
+    """Parameters after each row.
+
+    Args:
+        skip: do not drop, but leave out what would be dropped.
+    """
+    import windlass
+    from windlass.compat.initialize import initialize
+
+    subject, rank, found = specimen("tied"), dist.get_rank(), []
+    for row in rows:
+        recipe = Recipe(accumulation=EVENTS[row[1]][1], clipping=CLIPPING)
+        model = oracle.build(subject, rank)
+        own = rule_of(row)(model.parameters(), **GENTLE)
+        start = initialize if stand_in else windlass.initialize
+        engine, optimizer = start(model=model, optimizer=own, config=ds_config(recipe, setting))[:2]
+
+        def backward(number: int, micro: int, engine: Any = engine) -> None:
+            if not skip or number == 1 or micro:
+                subject.train(engine, subject.batch(Place(number, micro, rank)), engine.backward)
+
+        def drop(row: Any = row, engine: Any = engine, optimizer: Any = optimizer, own: Any = own) -> None:
+            if not skip:
+                DOORS[row[0]](engine.module, engine, optimizer, own)
+
+        go_through(row, drop, backward, engine.step, engine.no_sync)
+        found.append(whole_params(engine.module))
+        engine.destroy()
+    return found
+
+
+def hold(rows: list[tuple[str, str]], setting: Setting, ranks: int, stand_in: bool = False, env: Any = None) -> None:
+    named = Setting(setting.stage, zero=setting.zero, config=(("comm", {"transport": setting.transport}),))
+    everywhere = run_ranks(engines, ranks, rows, named, stand_in, env=env, timeout=180.0)
+    for rank, of_rank in enumerate(everywhere):
+        for row, found in zip(rows, of_rank, strict=True):
+            error, where = relative_error(found, plain(row, ranks))
+            assert error < 1e-6, f"{row} under {setting}, rank {rank}: {where} off by {error:.1e}"
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_what_is_dropped_is_dropped_through_every_door(stage: int) -> None:
+    hold(rows_of(stage), Setting(stage=stage, transport="shm" if stage in (0, 3) else "gloo"), 2)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_on_one_rank(stage: int) -> None:
+    hold(rows_of(stage + 2), Setting(stage=stage), 1)
+
+
+@pytest.mark.parametrize(("stage", "state", "param"), [(1, "nvme", "none"), (2, "cpu", "none"), (3, "nvme", "nvme")])
+def test_gradients_away_from_the_device_are_dropped(stage: int, state: str, param: str, tmp_path: Any) -> None:
+    setting = Setting(stage=stage, zero=homes(state, param, tmp_path))
+    hold(
+        rows_of(stage, ["own optimizer, zeros", "one parameter", "optimizer", "submodule", "module"]),
+        setting,
+        2,
+        env=EMULATED,
+    )
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_through_the_stand_in(stage: int) -> None:
+    """The middle of a step is another law there, see below."""
+    rows = [(door, "one of two backwards" if at % 2 else "a rejected batch") for at, door in enumerate(DOORS)]
+    hold(
+        [row for row in rows if row[0] != "submodule"] + [("submodule", "a backward of the middle")],
+        Setting(stage=stage),
+        2,
+        True,
+    )
+
+
+def test_a_delayed_update_steps_nothing_that_was_dropped(tmp_path: Any) -> None:
+    """Law: as if the backward had never been."""
+    for stage, door in ((1, "optimizer"), (3, "module")):
+        rows = [(door, "one of two backwards")]
+        setting = Setting(stage=stage, zero=homes("cpu", "none", tmp_path, delayed_update=True))
+        dropped, never = (run_ranks(engines, 2, rows, setting, False, skip, env=EMULATED) for skip in (False, True))
+        for found, wanted in zip(dropped, never, strict=True):
+            assert relative_error(found[0], wanted[0])[0] < 1e-6, stage
+
+
+def every_iteration(where: str, stage: int) -> list[dict[str, Tensor]]:
+    """A script that calls zero_grad in every iteration while the stand-in accumulates; and one that does not."""
+    from windlass.compat.initialize import initialize
+
+    subject, found = specimen("tied"), []
+    for calls in (True, False):
+        config = ds_config(Recipe(accumulation=3), Setting(stage=stage))
+        engine, optimizer = initialize(model=oracle.build(subject, 0), config=config)[:2]
+        for number in range(2):
+            for micro in range(3):
+                if calls and where == "before the forward":
+                    optimizer.zero_grad()
+                loss = engine(**subject.batch(Place(number, micro, dist.get_rank())))
+                if calls and where == "before the backward":
+                    engine.module.zero_grad()
+                engine.backward(loss)
+                engine.step()
+                if calls and where == "after the step":
+                    engine.zero_grad()
+        found.append(whole_params(engine.module))
+        engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("where", ["before the forward", "before the backward", "after the step"])
+def test_the_stand_in_accumulates_over_a_zero_grad_in_every_iteration(where: str) -> None:
+    for stage in (0, 2):
+        for with_calls, without in run_ranks(every_iteration, 2, where, stage):
+            assert relative_error(with_calls, without)[0] == 0.0
+
+
+def adversaries(stages: tuple[int, int], door: str, stand_in: bool) -> tuple[list[list[float]], dict[str, Tensor]]:
+    import windlass
+    from windlass.compat.initialize import initialize
+
+    models, sides = adversarial.pair(), []
+    started = []
+    for model, stage in zip(models, stages, strict=True):
+        own = adversarial.adam(model)
+        config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage}}
+        start = initialize if stand_in else windlass.initialize
+        engine, optimizer = start(model=model, optimizer=own, config=config | {"gradient_clipping": 0.0})[:2]
+        started.append(engine)
+        zero = {"module": model.zero_grad, "optimizer": optimizer.zero_grad, "own": own.zero_grad}[door]
+        call = engine if door == "optimizer" else model  # the usual script calls the module
+        sides.append(adversarial.Side(call, zero, engine.backward, engine.step))
+    losses = adversarial.train(sides[0], sides[1], [dist.get_rank()], 4)
+    found = {f"{n}.{name}": value for n, m in enumerate(models) for name, value in whole_params(m).items()}
+    for engine in started:
+        engine.destroy()
+    return losses, found
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("stand_in", [False, True], ids=["native", "stand-in"])
+def test_adversaries_train_as_in_plain_pytorch(ranks: int, stand_in: bool) -> None:
+    losses, params = adversarial.train_plain(ranks, 4)
+    for stages, door in (((0, 0), "module"), ((1, 2), "optimizer"), ((3, 3), "module"), ((2, 0), "own")):
+        for rank, (told, found) in enumerate(run_ranks(adversaries, ranks, stages, door, stand_in)):
+            assert [one[0] for one in told] == pytest.approx([one[rank] for one in losses], abs=1e-6), (stages, door)
+            assert relative_error(found, params)[0] < 1e-6, (stages, door)
+
+
+# ------------------------------------------------------------------------------------- other things done to gradients
+
+TOUCHES: dict[str, Callable[[nn.Parameter, nn.Module], Any]] = {
+    "mul_": lambda p, model: p.grad.mul_(0.5),
+    "+=": lambda p, model: p.grad.add_(torch.ones_like(p.grad.detach_())),
+    "norm": lambda p, model: p.grad.norm(),
+    "clone": lambda p, model: p.grad.clone(),
+    "data": lambda p, model: p.grad.data,
+    "item": lambda p, model: p.grad.view(-1)[0].item(),
+    "numpy": lambda p, model: p.grad.numpy(),
+    "clip_grad_norm_": lambda p, model: nn.utils.clip_grad_norm_(model.parameters(), 0.1),
+    "clip_grad_value_": lambda p, model: nn.utils.clip_grad_value_(model.parameters(), 0.1),
+    "foreach": lambda p, model: torch._foreach_mul_([p.grad], 2.0),
+    "swap": lambda p, model: setattr(p, "grad", torch.zeros(p.shape)),
+    "scaled": lambda p, model: setattr(p, "grad", p.grad * 2),
+    "another's": lambda p, model: setattr(p, "grad", model.embed.weight.grad),
+}
+
+
+def touched(stage: int) -> list[str]:
+    """Each touch raises and harms nothing; what a script may look at is right."""
+    import windlass
+
+    subject = specimen("tied")
+    recipe, rank = Recipe(optimizer_params=SGD), dist.get_rank()
+    said, params = [], []
+    before = [vars(nn.Parameter).get(name) for name in ("grad", "data")]
+    for touches in (True, False):
+        config = ds_config(recipe, Setting(stage=stage))
+        engine = windlass.initialize(model=oracle.build(subject, rank), config=config)[0]
+        weight = engine.module.blocks[0].up.weight
+        engine.backward(engine(**subject.batch(Place(0, 0, rank))))
+        if touches:
+            assert weight.grad is not None and weight.grad.shape == weight.shape and weight.grad.dtype == weight.dtype
+            weight.grad = weight.grad  # changes nothing
+            for name, touch in TOUCHES.items():
+                with pytest.raises(ModelError, match="windlass.zero.(set_)?full_grad") as raised:
+                    touch(weight, engine.module)
+                assert isinstance(raised.value, GradientAccessError) or name in ("swap", "another's")
+                said.append(str(raised.value))
+        engine.step()
+        assert weight.grad is None
+        with pytest.raises(ModelError, match="without a backward since the last step"):
+            engine.step()
+        params.append(whole_params(engine.module))
+        engine.destroy()
+    assert relative_error(*params)[0] == 0.0
+    assert before == [vars(nn.Parameter).get(name) for name in ("grad", "data")], "torch is as it was"
+    return said
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_gradient_that_is_touched_raises_and_names_what_to_call(stage: int) -> None:
+    for said in run_ranks(touched, 2, stage):
+        assert all("up.weight" in one or "embed.weight" in one or "blocks" in one for one in said), said
+
+
+def as_deepspeed(stage: int) -> None:
+    """The stand-in's `.grad` is None after a backward, but for stage 0, where DeepSpeed has one and this raises."""
+    from windlass.compat.initialize import initialize
+
+    subject = specimen("tied")
+    engine = initialize(model=oracle.build(subject, 0), config=ds_config(Recipe(), Setting(stage=stage)))[0]
+    engine.backward(engine(**subject.batch(Place(0, 0, dist.get_rank()))))
+    if stage:
+        assert all(p.grad is None for p in engine.module.parameters())
+    else:
+        with pytest.raises(GradientAccessError, match="full_grad"):
+            nn.utils.clip_grad_norm_(engine.module.parameters(), 1.0)
+    engine.step()
+    engine.step()  # as DeepSpeed: nothing to step
+    engine.destroy()
+
+
+def test_gradients_of_the_stand_in_read_as_deepspeed_s() -> None:
+    for stage in (0, 1, 3):
+        run_ranks(as_deepspeed, 2, stage)
+
+
+# ------------------------------------------------------------------------------------------------- ranks that differ
+
+
+def uneven(settings: list[tuple[int, str]]) -> list[float]:
+    """Rank 0 makes three backwards in a step and rank 1 two: how far each setting is from DDP, which reduces the last
+    of each rank's."""
+    import windlass
+
+    subject, rank, found = specimen("tied"), dist.get_rank(), []
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    for stage, transport in settings:
+        theirs = DistributedDataParallel(oracle.build(subject, 0))
+        optimizer = torch.optim.SGD(theirs.parameters(), **dict(SGD))
+        config = ds_config(Recipe(optimizer_params=SGD, clipping=0.0), Setting(stage=stage, transport=transport))
+        engine = windlass.initialize(
+            model=oracle.build(subject, 0), config=config | {"comm": {"transport": transport}}
+        )[0]
+        logging.getLogger("windlass").addHandler(handler)
+        for step in range(STEPS):
+            count = 3 - rank if step != 1 else 1 + 2 * rank
+            batches = [subject.batch(Place(step, micro, rank)) for micro in range(count)]
+            for batch in batches:
+                engine.backward(engine(**batch))
+            engine.step()
+            with theirs.no_sync():
+                for batch in batches[:-1]:
+                    subject.train(theirs, batch, lambda loss: loss.backward())
+            subject.train(theirs, batches[-1], lambda loss: loss.backward())
+            optimizer.step()
+            optimizer.zero_grad()
+        logging.getLogger("windlass").removeHandler(handler)
+        found.append(relative_error(whole_params(engine.module), dict(theirs.module.named_parameters()))[0])
+        engine.destroy()
+    told = [said for said in records if "different numbers of backwards" in said]
+    assert len(told) == (len(settings) if rank == 0 else 0), records
+    assert all("rank 0: 3, rank 1: 2" in said for said in told), told
+    return found
+
+
+def test_extra_backwards_of_a_rank_count_as_in_ddp() -> None:
+    settings = [(stage, transport) for stage in range(4) for transport in ("gloo", "shm")]
+    for found in run_ranks(uneven, 2, settings, timeout=120.0):
+        assert max(found) < 1e-6, dict(zip(settings, found, strict=True))
+
+
+def dropped_on_one_rank(stage: int) -> str:
+    """Rank 0 drops what rank 1 keeps: all ranks raise, and training goes on."""
+    import windlass
+
+    subject, rank = specimen("tied"), dist.get_rank()
+    params, said = [], ""
+    for drops in (True, False):
+        config = ds_config(Recipe(optimizer_params=SGD), Setting(stage=stage))
+        engine, optimizer = windlass.initialize(model=oracle.build(subject, rank), config=config)[:2]
+        if drops:
+            engine.backward(engine(**subject.batch(Place(0, 0, rank))))
+            if rank == 0:
+                optimizer.zero_grad()
+            with pytest.raises(ModelError, match="ranks dropped gradients") as raised:
+                engine.step()
+            said = str(raised.value)
+        engine.backward(engine(**subject.batch(Place(1, 0, rank))))
+        engine.step()
+        params.append(whole_params(engine.module))
+        engine.destroy()
+    assert relative_error(*params)[0] == 0.0
+    return said
+
+
+def test_gradients_that_one_rank_drops_alone_are_an_error_on_all() -> None:
+    for stage in (0, 2, 3):
+        for said in run_ranks(dropped_on_one_rank, 2, stage):
+            assert "rank 0 dropped" in said and "rank 1 dropped none" in said and "weight" in said
+
+
+# ------------------------------------------------------------------------------------------------- edits of weights
+
+EDITS: dict[str, Callable[[nn.Module], Any]] = {
+    "p.data.mul_": lambda model: [p.data.mul_(0.5) for p in model.parameters()],
+    "p.data.clamp_": lambda model: [p.data.clamp_(-0.125, 0.125) for p in model.parameters()],
+    "p.data.copy_": lambda model: [p.data.copy_(p.detach() * 0.25) for p in model.parameters()],
+    "p.data =": lambda model: [setattr(p, "data", p.detach() * 0.5) for p in model.parameters()],
+    "p.mul_": lambda model: [p.mul_(0.5) for p in model.parameters()],
+    "load_state_dict": lambda model: model.load_state_dict({k: v * 0.5 for k, v in model.state_dict().items()}),
+    "detach": lambda model: [p.detach().mul_(0.5) for p in model.parameters()],
+}
+
+
+def edited(settings: list[Setting], precision: str) -> list[list[dict[str, Tensor]]]:
+    """Parameters by setting and edit, made between backward and step and after the step."""
+    import windlass
+
+    subject, rank, found = specimen("mlp"), dist.get_rank(), []
+    for setting in settings:
+        found.append([])
+        for edit in EDITS.values():
+            recipe = Recipe(precision=precision, optimizer_params=SGD, clipping=0.0)
+            engine = windlass.initialize(model=oracle.build(subject, 0), config=ds_config(recipe, setting))[0]
+            for step in range(2):
+                dtype = next(engine.module.parameters()).dtype
+                batch = {key: value.to(dtype) for key, value in subject.batch(Place(step, 0, rank)).items()}
+                engine.backward(engine(**batch))
+                if step == 0:
+                    with torch.no_grad():
+                        edit(engine.module)
+                engine.step()
+            with torch.no_grad():
+                edit(engine.module)
+            found[-1].append(whole_params(engine.module))
+            engine.destroy()
+    return found
+
+
+def edited_plainly(edit: Callable[[nn.Module], Any], ranks: int) -> dict[str, Tensor]:
+    subject = specimen("mlp")
+    model = oracle.build(subject, 0)
+    optimizer = torch.optim.SGD(model.parameters(), **dict(SGD))
+    for step in range(2):
+        for rank in range(ranks):
+            subject.train(model, subject.batch(Place(step, 0, rank)), lambda loss: (loss / ranks).backward())
+        if step == 0:
+            with torch.no_grad():
+                edit(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        edit(model)
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def test_edits_of_weights_reach_masters_elsewhere(tmp_path: Any) -> None:
+    settings = [
+        Setting(stage=0),
+        *(Setting(stage=s, zero=homes(home, "none", tmp_path)) for s, home in ((1, "cpu"), (2, "nvme"))),
+    ]
+    wanted = [edited_plainly(edit, 2) for edit in EDITS.values()]
+    for of_rank in run_ranks(edited, 2, settings, "fp32", env=EMULATED, timeout=120.0):
+        for setting, of_setting in zip(settings, of_rank, strict=True):
+            for name, have, want in zip(EDITS, of_setting, wanted, strict=True):
+                error, where = relative_error(have, want)
+                assert error < 1e-6, (name, setting, where, error)
+    for of_rank in run_ranks(edited, 2, [Setting(stage=0), Setting(stage=2)], "bf16", timeout=120.0):
+        for of_setting in of_rank:
+            for name, have, want in zip(EDITS, of_setting, wanted, strict=True):
+                assert relative_error(have, want)[0] < 2e-2, name
+
+
+def edited_late(stage: int) -> str:
+    """A change through `.data` while an update is under way that knows nothing of it."""
+    import windlass
+
+    subject, rank = specimen("mlp"), dist.get_rank()
+    section = {"offload_optimizer": {"device": "cpu", "delayed_update": True}}
+    config = ds_config(Recipe(optimizer_params=SGD), Setting(stage=stage, zero=tuple(section.items())))
+    engine = windlass.initialize(model=oracle.build(subject, 0), config=config)[0]
+    for step in range(2):
+        engine.backward(engine(**subject.batch(Place(step, 0, rank))))
+        engine.step()
+        assert all(p.data.isfinite().all() for p in engine.module.parameters())  # reading is no change
+    first = next(engine.module.parameters())
+    first.data.mul_(0.5)
+    engine.backward(engine(**subject.batch(Place(2, 0, rank))))
+    with pytest.raises(ModelError, match="was changed in place while an update of it was under way") as raised:
+        engine.step()
+    return str(raised.value)
+
+
+def test_an_edit_that_a_delayed_update_would_lose_is_an_error() -> None:
+    run_ranks(edited_late, 2, 2, env=EMULATED)
+
+
+class Renormed(nn.Module):
+    """A table whose rows torch keeps short, in place and in the forward; or a head that its forward clamps."""
+
+    def __init__(self, clamps: bool = False) -> None:
+        super().__init__()
+        self.clamps = clamps
+        self.embed = nn.Embedding(8, 6, max_norm=None if clamps else 0.5)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        assert self.head.weight.data.dim() == 2  # reading is no change
+        if self.clamps:
+            self.head.weight.data.clamp_(-0.1, 0.1)
+        return self.head(self.embed(ids)).square().mean()
+
+
+def renormed(stage: int, clamps: bool) -> dict[str, Tensor]:
+    import windlass
+
+    torch.manual_seed(0)
+    config = ds_config(Recipe(optimizer_params=SGD, clipping=0.0), Setting(stage))
+    engine = windlass.initialize(model=Renormed(clamps), config=config)[0]
+    for _ in range(3):
+        engine.backward(engine(torch.arange(8)))
+        engine.step()
+    found = whole_params(engine.module)
+    engine.destroy()
+    return found
+
+
+def refused_at_stage_3() -> None:
+    for clamps, name in ((False, "embed.weight"), (True, "head.weight")):
+        with pytest.raises(ModelError, match=f"'{name}' was changed in place while.* gathered.*GatheredParameters"):
+            renormed(3, clamps)
+
+
+@pytest.mark.parametrize("clamps", [False, True])
+def test_a_weight_that_its_forward_changes(clamps: bool) -> None:
+    torch.manual_seed(0)
+    model = Renormed(clamps)
+    optimizer = torch.optim.SGD(model.parameters(), **dict(SGD))
+    for _ in range(3):
+        model(torch.arange(8)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    wanted = {name: p.detach() for name, p in model.named_parameters()}
+    for stage in (0, 2):
+        for found in run_ranks(renormed, 2, stage, clamps):
+            assert relative_error(found, wanted)[0] < 1e-6
+
+
+def test_a_change_that_the_release_would_lose_is_an_error(transport: str) -> None:
+    run_ranks(refused_at_stage_3, 2, transport=transport)

@@ -1,0 +1,114 @@
+"""Checkpoints on disks of single nodes: every node has all of it. A directory of their own stands for a node's disk."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import windlass
+from tests.dist.harness import run_ranks
+from tests.dist.laws import whole_params
+from tests.models import Place, mlp, rows
+from windlass.base.errors import CheckpointError
+
+Files = dict[str, str]
+
+
+def config(stage: int, local: bool = True, **more: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 3,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "checkpoint": {"use_node_local_storage": local, **more},
+    }
+
+
+def contents(folder: Path) -> Files:
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def saved(disks: list[str], stage: int, blocking: bool, more: dict[str, Any]) -> tuple[Files, dict[str, Any], bool]:
+    """Save on this rank's disk, go on, and load from there; files, weights at the save, whether they came back."""
+    before = Path.cwd()
+    os.chdir(disks[dist.get_rank()])
+    os.environ["GROUP_RANK"] = disks[dist.get_rank()]
+    try:
+        engine = windlass.initialize(model=mlp(), config=config(stage, **more))[0]
+        for step in range(3):
+            engine.backward(engine(**rows(Place(step, 0, dist.get_rank()))))
+            engine.step()
+            if step == 1:
+                engine.save_checkpoint("kept", tag="two", blocking=blocking)
+                weights = whole_params(engine.module)
+        engine.finish_checkpoint()
+        found = contents(Path("kept"))
+        engine.load_checkpoint("kept")
+        back = whole_params(engine.module)
+        engine.destroy()
+        return found, weights, all(torch.equal(back[name], value) for name, value in weights.items())
+    finally:
+        os.chdir(before)
+
+
+def loaded(folder: str) -> dict[str, Any]:
+    engine = windlass.initialize(model=mlp(), config=config(0, local=False))[0]
+    engine.load_checkpoint(folder)
+    found = whole_params(engine.module)
+    engine.destroy()
+    return found
+
+
+def disks(tmp_path: Path, ranks: int, each: int) -> list[str]:
+    found = [tmp_path / f"node{rank // each}" for rank in range(ranks)]
+    for path in found:
+        path.mkdir(exist_ok=True)
+    return [str(path) for path in found]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "each", "stage", "blocking", "more"),
+    [(2, 1, 3, True, {}), (4, 2, 1, False, {}), (2, 1, 1, True, {"format": "deepspeed"}), (2, 2, 2, True, {})],
+    ids=["two nodes", "two nodes of two, behind", "files of deepspeed", "one disk"],
+)
+def test_every_node_has_the_whole_checkpoint(
+    ranks: int, each: int, stage: int, blocking: bool, more: dict[str, Any], tmp_path: Path
+) -> None:
+    places = disks(tmp_path, ranks, each)
+    answers = run_ranks(saved, ranks, places, stage, blocking, more, transport="gloo")
+    for files, _, back in answers:
+        assert back and files == answers[0][0] and "latest" in files and "two/checkpoint.json" in files
+    for place in dict.fromkeys(places):
+        assert [path.name for path in Path(place, "kept").iterdir() if path.name.endswith(".writing")] == []
+        found = run_ranks(loaded, 1, f"{place}/kept")[0]
+        assert all(torch.equal(found[name], value) for name, value in answers[0][1].items())
+
+
+def fails(disks: list[str]) -> str:
+    before = Path.cwd()
+    os.chdir(disks[dist.get_rank()])
+    try:
+        engine = windlass.initialize(model=mlp(), config=config(1))[0]
+        with pytest.raises(CheckpointError) as caught:
+            engine.save_checkpoint("kept", tag="two")
+        engine.destroy()
+        return str(caught.value)
+    finally:
+        os.chdir(before)
+
+
+def test_a_node_that_cannot_write_stops_all(tmp_path: Path) -> None:
+    places = disks(tmp_path, 2, 1)
+    Path(places[1], "kept").write_text("a file in the way")
+    for said in run_ranks(fails, 2, places, transport="gloo"):
+        assert "rank 1" in said and "kept" in said
+    assert list(Path(places[0], "kept").iterdir()) == []

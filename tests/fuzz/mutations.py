@@ -1,0 +1,268 @@
+"""Mutations of files, and the law that every reader keeps on what they make.
+
+The law: a reader gives what it gave for the seed, or another value that it can vouch for, or raises a WindlassError.
+It raises nothing else, does not hang, and takes no more memory than four times the file and a floor.
+`WINDLASS_FUZZ_SECONDS` says how long all fuzzers of one run go on, `WINDLASS_FUZZ_SEED` where their draws begin: at
+random in a run whose length was set.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import signal
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from windlass.base.errors import WindlassError
+
+SECONDS = float(os.environ.get("WINDLASS_FUZZ_SECONDS", "20"))
+# A short run has the same cases each time: what a long one finds must not fail somebody else's change.
+_SHORT = 20261123 if "WINDLASS_FUZZ_SECONDS" not in os.environ else random.SystemRandom().randrange(1, 1 << 31)
+SEED = int(os.environ.get("WINDLASS_FUZZ_SEED", "0")) or _SHORT
+FLOOR = 64 << 20  # bytes beyond four times the file
+PATIENCE = 20  # seconds for one case on a loaded machine
+
+Reader = Callable[[], Any]
+Mutation = Callable[[random.Random, bytes], bytes]
+
+_NUMBERS = (0, 1, 2, 3, 0x7F, 0x80, 0xFF, 0xFFFF, 0x7FFFFFFF, 0xFFFFFFFF, (1 << 63) - 1, (1 << 64) - 1)
+_VALUES: tuple[Any, ...] = (
+    None,
+    True,
+    False,
+    -1,
+    -5,
+    0,
+    1,
+    10**12,
+    10**30,
+    1 << 63,
+    0.5,
+    -1.5,
+    1e308,
+    float("nan"),
+    float("inf"),
+    "",
+    "x",
+    "deep",
+    "long",
+    "../../etc/passwd",
+    "/dev/zero",
+    "a\0b",
+    "\ud800",
+    "__metadata__",
+    "F32",
+    "I32",
+    "nan",
+    [],
+    {},
+    [[]],
+    [0],
+    [-1],
+    [1 << 62, 1 << 62],
+    {"$": []},
+    {"$": ["tensor", "param/w"]},
+    {"$": ["dict", [[[], 1]]]},
+    {"$": ["dict", [[{"$": ["set", [[]]]}, 1]]]},
+    {"$": [[], {}]},
+    {"$": ["float", []]},
+    {"$": ["array", ["<f8", [1 << 40], {"$": ["bytes", "00"]}]]},
+    {"$": ["namespace", []]},
+    {"$": ["bytes", "zz"]},
+    {"$": ["dtype", {}]},
+)
+
+
+def flipped_bits(draw: random.Random, data: bytes) -> bytes:
+    """Flip one to eight bits."""
+    changed = bytearray(data)
+    for _ in range(draw.randint(1, 8)):
+        changed[draw.randrange(len(changed))] ^= 1 << draw.randrange(8)
+    return bytes(changed)
+
+
+def cut_short(draw: random.Random, data: bytes) -> bytes:
+    """Leave out the end, the beginning, or a part in between."""
+    first, last = sorted((draw.randrange(len(data) + 1), draw.randrange(len(data) + 1)))
+    return draw.choice((data[:first], data[last:], data[:first] + data[last:]))
+
+
+def repeated(draw: random.Random, data: bytes) -> bytes:
+    """Put a part of the file in once more, somewhere."""
+    first = draw.randrange(len(data))
+    part = data[first : first + draw.randint(1, 200)]
+    at = draw.randrange(len(data))
+    return data[:at] + part * draw.choice((1, 2, 50)) + data[at:]
+
+
+def edged_number(draw: random.Random, data: bytes) -> bytes:
+    """Write a number at the edge of its range over 1, 2, 4 or 8 bytes."""
+    width = draw.choice((1, 2, 4, 8))
+    at = draw.randrange(max(1, len(data) - width))
+    number = draw.choice(_NUMBERS) & ((1 << 8 * width) - 1)
+    return data[:at] + number.to_bytes(width, draw.choice(("little", "big"))) + data[at + width :]
+
+
+def random_bytes(draw: random.Random, data: bytes) -> bytes:
+    """Write other bytes over a part."""
+    at = draw.randrange(len(data))
+    return data[:at] + draw.randbytes(draw.randint(1, 40)) + data[at + draw.randint(0, 40) :]
+
+
+BYTES: tuple[Mutation, ...] = (flipped_bits, cut_short, repeated, edged_number, random_bytes)
+
+
+def as_text(value: Any) -> str:
+    """The JSON text of a value; a mark in it becomes as deep as no encoder writes."""
+    try:
+        text = json.dumps(value)
+    except RecursionError:  # mutations of mutations are nested as deep
+        text = '"deep"'
+    return text.replace('"deep"', "[" * 50_000 + "]" * 50_000).replace('"long"', "9" * 5_000)
+
+
+def other_values(draw: random.Random, value: Any) -> Any:
+    """A JSON value in which a few places hold something else."""
+    changed = json.loads(json.dumps(value))
+    for _ in range(draw.choice((1, 1, 1, 2, 4))):
+        changed = _other_value(draw, changed)
+    return changed
+
+
+def _other_value(draw: random.Random, value: Any) -> Any:
+    places = list(_places(value))
+    if not places:
+        return draw.choice(_VALUES)
+    holder, key = draw.choice(places)
+    old = holder[key]
+    action = draw.randrange(6)
+    if action == 0 and isinstance(holder, dict):
+        del holder[key]
+    elif action == 1 and isinstance(holder, dict):
+        holder[draw.choice(("", "__metadata__", "\ud800", "$", "x", "params"))] = holder.pop(key)
+    elif action == 2:
+        holder[key] = holder[draw.choice([other for at, other in places if at is holder])]
+    elif action == 3 and isinstance(old, int):
+        holder[key] = old + draw.choice((-1, 1, 2, -old, 1 << 31, 1 << 62))
+    elif action == 4:
+        holder[key] = _deep(draw.choice((20, 70, 200)), draw.choice(("list", "dict", "tuple")))
+    else:
+        holder[key] = draw.choice(_VALUES)
+    return value
+
+
+def _deep(depth: int, kind: str) -> Any:
+    value: Any = 0
+    for _ in range(depth):
+        value = [value] if kind == "list" else {"a": value} if kind == "dict" else {"$": ["tuple", [value]]}
+    return value
+
+
+def _places(value: Any) -> Iterator[tuple[Any, Any]]:
+    stack = [value]
+    while stack:
+        holder = stack.pop()
+        keys: Any = list(holder) if isinstance(holder, dict) else range(len(holder)) if isinstance(holder, list) else ()
+        for key in keys:
+            yield holder, key
+            stack.append(holder[key])
+
+
+class Hang(BaseException):
+    """A case that took too long; no handler of a reader catches it."""
+
+
+@contextmanager
+def time_limit(seconds: int = PATIENCE) -> Iterator[None]:
+    """Raise Hang where the block takes longer."""
+
+    def ring(number: int, frame: FrameType | None) -> None:
+        raise Hang(f"more than {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@contextmanager
+def memory_limit(nbytes: int) -> Iterator[None]:
+    """Refuse memory beyond what the process has and so much more, also to native code, whose memory is not traced."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    pages = int(Path("/proc/self/statm").read_text().split()[0]) if Path("/proc/self/statm").exists() else None
+    if pages is not None:
+        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def keeps_the_law(read: Reader, nbytes: int, vouched: Callable[[Any], str], *, floor: int = FLOOR) -> str:
+    """What a reader did that it must not, as a text; empty for nothing.
+
+    Args:
+        nbytes: of all files that it reads.
+        vouched: what is wrong with a value that it gave; empty for nothing.
+    """
+    tracemalloc.start()
+    try:
+        with time_limit(), memory_limit(4 * nbytes + (1 << 30)):
+            value = read()
+    except WindlassError as error:
+        return "" if str(error) else "raises an error without a text"
+    except Hang as error:
+        return f"hangs: {error}"
+    except Exception as error:
+        return f"raises {type(error).__name__}: {error!s:.300}"
+    finally:
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    if peak > 4 * nbytes + floor:
+        return f"takes {peak} bytes for a file of {nbytes}"
+    return vouched(value)
+
+
+def fuzz(
+    share: float,
+    make: Callable[[random.Random], tuple[int, bytes]],
+    readers: dict[str, Reader],
+    vouched: Callable[[str, Any], str],
+    found: Path,
+) -> None:
+    """Hold the law for `share` of the run's time, and fail with the first case that breaks it, which is kept.
+
+    Args:
+        make: puts a new case in place; its size, and what reproduces it.
+        readers: all are given each case.
+        vouched: what is wrong with a value of a reader.
+        found: where a case that breaks the law is kept.
+    """
+    draw = random.Random(SEED)
+    end, cases = time.monotonic() + SECONDS * share, 0
+    while time.monotonic() < end or not cases:
+        state = draw.getstate()
+        nbytes, case = make(draw)
+        cases += 1
+        for name, read in readers.items():
+            broken = keeps_the_law(read, nbytes, lambda value, name=name: vouched(name, value))  # type: ignore[misc]
+            if broken:
+                found.write_bytes(case)
+                pytest.fail(
+                    f"{name} {broken}; case {cases} of WINDLASS_FUZZ_SEED={SEED}, kept in {found} "
+                    f"(draws {hash(state[1]) & 0xFFFF:x})"
+                )
+    print(f"{cases} cases of seed {SEED}")

@@ -1,0 +1,126 @@
+"""Hostfiles, filters, lists of hosts and messages of other hosts, damaged and hostile."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.fuzz.texts import SECONDS, mutants, outcome
+from windlass.base.errors import WindlassError
+from windlass.base.limits import MOST_RANKS_OF_A_HOST
+from windlass.comm.slurm import expand_counts, expand_hosts
+from windlass.launch.channel import _parse
+from windlass.launch.devices import parse_numbers
+from windlass.launch.flags import parse, parser_of_run
+from windlass.launch.hosts import HostError, decode_world_info, encode_world_info, fetch_hostfile, parse_resource_filter
+from windlass.launch.request import hosts_of
+
+SEEDS = [
+    b"worker-0 slots=4\nworker-1 slots=2 # more\n\n# a comment\nuser@10.0.0.7 slots=8\n",
+    b"\xef\xbb\xbfworker-0 slots=1\r\nworker-1\tslots=16\r\n",
+]
+COMMON = settings(
+    max_examples=int(SECONDS * 200) or 100,
+    deadline=None,
+    derandomize=not SECONDS,
+    suppress_health_check=list(HealthCheck),
+)
+
+
+def test_mutations_of_a_hostfile(tmp_path: Path) -> None:
+    path = tmp_path / "hostfile"
+    for data in mutants(SEEDS, 600):
+        path.write_bytes(data)
+        found = outcome(fetch_hostfile, path)
+        if isinstance(found, WindlassError):
+            continue
+        text = data.decode("utf-8-sig")
+        lines = [line.strip() for line in text.splitlines() if line.strip() and not line.strip().startswith("#")]
+        said = [re.match(r"(\S+)\s+slots=(\d+)", line) for line in lines]
+        assert found == {one[1]: int(one[2]) for one in said if one}, data
+        assert len(found) == len(lines) and all(0 <= slots <= MOST_RANKS_OF_A_HOST for slots in found.values())
+
+
+@pytest.mark.parametrize("slots", ["99999999999999999999", "9" * 5000, "4097", "٣"])
+def test_slots_beyond_reason(tmp_path: Path, slots: str) -> None:
+    path = tmp_path / "hostfile"
+    path.write_text(f"worker-0 slots={slots}\n")
+    with pytest.raises(HostError, match=r"line 1: worker-0 has slots=.*at most 4,096") as caught:
+        fetch_hostfile(path)
+    assert len(str(caught.value)) < 300
+
+
+FILTERS = st.text(alphabet="worke-0123456789@:,٣ \x1b", max_size=20)
+
+
+@COMMON
+@given(FILTERS, FILTERS, st.text(alphabet="0123456789-, x[]()n", max_size=24))
+def test_filters_and_lists(include: str, exclude: str, listed: str) -> None:
+    pool = {"worker-0": list(range(4)), "worker-1": list(range(2))}
+    left = outcome(parse_resource_filter, pool, include, exclude)
+    if not isinstance(left, WindlassError):
+        assert all(set(slots) <= set(pool[name]) for name, slots in left.items())
+    for reader in (expand_hosts, expand_counts, lambda text: parse_numbers(text, "--x"), decode_world_info):
+        outcome(reader, listed)
+
+
+@pytest.mark.parametrize("listed", ["n[0-99999999]", "n[0-9999][0-9999]", "0-99999999", "2(x99999999)", "9" * 5000])
+def test_ranges_beyond_reason(listed: str) -> None:
+    for reader in (expand_hosts, expand_counts, lambda text: parse_numbers(text, "--x")):
+        found = outcome(reader, listed)
+        assert isinstance(found, WindlassError) or len(found) <= 1
+
+
+def test_mutations_of_messages() -> None:
+    world = encode_world_info({"worker-0": [0, 1], "worker-1": 2}).encode()
+    for data in mutants([world], 500):
+        outcome(decode_world_info, data.decode("latin-1"))
+    for data in mutants([b'\x1ewindlass {"end": [0, 1], "text": "x"}'], 500):
+        if b"\n" not in data:
+            outcome(_parse, data)
+
+
+NUMERIC = ["--nproc", "--num_gpus", "--nnodes", "--num_nodes", "--node_rank", "--master_port", "--ssh_port"]
+NUMERIC += ["--max-restarts", "--min-nproc", "--grace", "--monitor_interval", "--tp", "--tokens"]
+STRANGE = [
+    "nan",
+    "inf",
+    "-inf",
+    "-1",
+    "0",
+    "1e400",
+    "99999999",
+    "99999999999999999999",
+    "9" * 5000,
+    "",
+    "٣",
+    "1.5",
+    "\x1b[1m",
+]
+
+
+@pytest.mark.parametrize("flag", NUMERIC)
+def test_numbers_of_the_command_line(flag: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_SIZE", "9" * 5000)
+    for value in STRANGE:
+        said = io.StringIO()
+        args: argparse.Namespace | None = None
+        with contextlib.redirect_stderr(said), contextlib.suppress(SystemExit):
+            args = parse(parser_of_run(), [f"{flag}={value}", "x.py"])
+        assert len(said.getvalue()) < 20_000
+        if args is None:
+            assert flag in said.getvalue()
+            continue
+        found: Any = outcome(hosts_of, args)
+        if not isinstance(found, WindlassError):
+            assert sum(len(host.slots) for host in found[0]) <= 2**20
+        for number in (args.grace, args.monitor_interval):
+            assert 0 <= number < 10**9, (flag, value)

@@ -1,0 +1,100 @@
+"""What reaches a terminal is printable, counts have their plurals, and the nearest name is found in bounded time."""
+
+from __future__ import annotations
+
+import io
+import logging
+import pickle
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from windlass.base.errors import CheckpointError, WindlassError
+from windlass.base.json_text import JsonError, deeper_than, parse_json
+from windlass.base.limits import real_number, whole_number
+from windlass.base.log import logger
+from windlass.base.screen import PrintableConsole
+from windlass.base.text import abridged, nearest, one_line, plural, printable, say
+
+HOSTILE = "\x1b]0;owned\x07 \x9b31m \r\x08 \u202e \u2028 \ud800 \x7f"
+
+
+def is_harmless(text: str) -> bool:
+    text.encode()
+    return not any(ord(one) < 32 or 127 <= ord(one) < 160 or one in "\u202e\u2028" for one in text if one not in "\n\t")
+
+
+@given(st.text(st.characters()))
+def test_printable_text_is_harmless_and_stays_so(text: str) -> None:
+    once = printable(text)
+    assert is_harmless(once) and printable(once) == once
+    assert "\n" not in one_line(text) and len(one_line(text, 10)) <= 60
+    if text.isprintable():
+        assert once == text
+
+
+def test_every_way_to_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    from rich.table import Table
+
+    error = CheckpointError(f"no checkpoint {HOSTILE}")
+    assert is_harmless(str(error)) and "\\x1b]0;owned" in str(error)
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
+    assert str(WindlassError()) == "" and error.args == (f"no checkpoint {HOSTILE}",)
+
+    say(HOSTILE)
+    say(HOSTILE, to_stderr=True)
+    printed = capsys.readouterr()
+    assert is_harmless(printed.out) and is_harmless(printed.err) and "\\x1b" in printed.out
+
+    stream = io.StringIO()
+    console = PrintableConsole(file=stream, width=200)
+    table = Table(HOSTILE)
+    table.add_row(HOSTILE)
+    console.print(HOSTILE, table, markup=False)
+    assert is_harmless(stream.getvalue()) and stream.getvalue().count("\\x1b") == 3
+
+    handler = logger.handlers[0]
+    record = logging.LogRecord("windlass", logging.INFO, "", 0, "tag %s", (HOSTILE,), None)
+    assert is_harmless(handler.format(record))
+
+
+@pytest.mark.parametrize(("count", "words"), [(0, "0 ranks"), (1, "1 rank"), (2, "2 ranks"), (1200, "1,200 ranks")])
+def test_plurals(count: int, words: str) -> None:
+    assert plural(count, "rank") == words
+    assert plural(1, "batch", "batches") == "1 batch" and plural(2, "batch", "batches") == "2 batches"
+    assert abridged(list("abc"), 2) == "a, b and 1 more" and abridged(["a"]) == "a"
+
+
+def test_the_nearest_name() -> None:
+    assert nearest("WEIGHT_DEKAY", ["lr", "weight_decay"]) == "weight_decay"
+    assert nearest("nothing", ["lr"]) is None
+    assert nearest("l" * 10**6, ["l" * 10**6]) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("[" * 10**5, "nested more than 100"),
+        ('{"a":' * 101 + "1" + "}" * 101, "nested more than 100"),
+        ("9" * 5000, "too many digits"),
+        ('{"a": 1\n"b"}', "line 2, column 1"),
+        (b"\xff\xfe\x00", "no|not"),
+    ],
+)
+def test_json_beyond_its_limits(text: str | bytes, reason: str) -> None:
+    with pytest.raises(JsonError, match=reason):
+        parse_json(text)
+    assert parse_json("[" * 100 + "]" * 100) and not deeper_than({"a": [1]}, 2)
+
+
+@given(st.text(max_size=8))
+def test_numbers_as_people_write_them(text: str) -> None:
+    whole, real = whole_number(text), real_number(text)
+    assert whole is None or whole == int(text)
+    assert real is None or abs(real) < float("inf")
+
+
+def test_numbers_beyond_reason() -> None:
+    assert [whole_number(text) for text in ("9" * 5000, "", "-", "1.5", "٣", "1_0")] == [None] * 6
+    assert [real_number(text) for text in ("nan", "inf", "1e999", "x")] == [None] * 4

@@ -1,0 +1,223 @@
+"""Python files inside a model's directory run only where the user asked for that."""
+
+from __future__ import annotations
+
+import ast
+import io
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import windlass
+from windlass.base.errors import DataError, ModelError
+
+ROOT = Path(__file__).parents[2]
+READERS = {"from_pretrained", "from_config", "pipeline", "load_dataset", "load_dataset_builder"}
+RUNNERS = {"get_class_from_dynamic_module", "custom_object_save", "load_custom_generate"}
+
+
+def loose_calls(source: str) -> list[int]:
+    """Lines of `source` that read a Hugging Face directory without saying whether its code may run."""
+    tree = ast.parse(source)
+    own = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ("windlass", "bench"):
+            own |= {alias.asname or alias.name for alias in node.names}
+    found = []
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        function = node.func
+        if isinstance(function, ast.Name):
+            name = "" if function.id in own else function.id
+        else:
+            name = function.attr if isinstance(function, ast.Attribute) else ""
+        if name in RUNNERS or (name in READERS and not says_so(node)):
+            found.append(node.lineno)
+    return found
+
+
+def says_so(call: ast.Call) -> bool:
+    """Whether `trust_remote_code` is passed: False, or what the user said under that name."""
+    for keyword in call.keywords:
+        if keyword.arg == "trust_remote_code":
+            value = keyword.value
+            if isinstance(value, ast.Constant):
+                return value.value is False
+            name = value.attr if isinstance(value, ast.Attribute) else getattr(value, "id", "")
+            return name == "trust_remote_code"
+    return False
+
+
+def test_every_call_that_reads_a_model_directory_says_whether_its_code_may_run() -> None:
+    files = [path for folder in ("windlass", "bench", "tools", "examples") for path in (ROOT / folder).rglob("*.py")]
+    assert len(files) > 300
+    loose = {f"{path.relative_to(ROOT)}:{line}" for path in files for line in loose_calls(path.read_text())}
+    assert not loose
+
+
+@pytest.mark.parametrize(
+    ("source", "loose"),
+    [
+        ("AutoModel.from_pretrained(name)", True),
+        ("AutoModel.from_pretrained(name, trust_remote_code=None)", True),
+        ("AutoModel.from_pretrained(name, trust_remote_code=True)", True),
+        ("AutoModel.from_pretrained(name, **more)", True),
+        ("AutoModel.from_pretrained(name, trust_remote_code=False)", False),
+        ("AutoModel.from_config(c, trust_remote_code=plan.trust_remote_code)", False),
+        ("from transformers import pipeline\npipeline('x')", True),
+        ("from windlass.optim.loss_scale import from_config\nfrom_config(c)", False),
+        ("get_class_from_dynamic_module('a', 'b', trust_remote_code=False)", True),
+    ],
+)
+def test_the_walk_tells_loose_calls_from_others(source: str, loose: bool) -> None:
+    assert bool(loose_calls(source)) == loose
+
+
+CODE = """
+from pathlib import Path
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+Path({mark!r}).touch()
+class StrangeConfig(LlamaConfig):
+    model_type = "strange"
+class StrangeModel(LlamaForCausalLM):
+    config_class = StrangeConfig
+class StrangeTokenizer(PreTrainedTokenizerFast):
+    pass
+"""
+
+
+@pytest.fixture
+def strange(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Path, Path]]:
+    """A complete model directory of a class that is its own; and the file that its code makes. Stdin says yes."""
+    dynamic_modules = pytest.importorskip("transformers.dynamic_module_utils")
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from windlass.data.tokenizer import train_tokenizer
+
+    folder, mark = tmp_path / "strange", tmp_path / "ran"
+    tokenizer = train_tokenizer(["def f(x): return x"] * 3, 270, folder)
+    sizes = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    LlamaForCausalLM(LlamaConfig(vocab_size=tokenizer.vocab_size, **sizes)).save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "strange", "architectures": ["StrangeModel"], "eos_token_id": tokenizer.eos}
+    config["auto_map"] = {"AutoConfig": "code.StrangeConfig", "AutoModelForCausalLM": "code.StrangeModel"}
+    (folder / "config.json").write_text(json.dumps(config))
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings |= {"tokenizer_class": "StrangeTokenizer", "auto_map": {"AutoTokenizer": [None, "code.StrangeTokenizer"]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "code.py").write_text(CODE.format(mark=str(mark)))
+    (folder / "custom_generate").mkdir()
+    (folder / "custom_generate" / "generate.py").write_text(
+        CODE.format(mark=str(mark)) + "def generate(inputs, model, **more):\n    return inputs\n"
+    )
+    monkeypatch.setattr(dynamic_modules, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 20))
+    yield folder, mark
+    for name in [name for name in sys.modules if name.startswith("transformers_modules")]:
+        del sys.modules[name]
+
+
+def generated(folder: Path, **trust: bool) -> Any:
+    from windlass.cli.training.sample import continue_text
+
+    return continue_text(folder, "def", max_new_tokens=2, **trust)
+
+
+def trained(folder: Path, **trust: bool) -> Any:
+    from windlass.cli.training.model import build_model
+
+    return build_model(str(folder), 200, 8, 0, 0, **trust)
+
+
+def initialised(folder: Path, **trust: bool) -> Any:
+    """As `trained`, from config.json alone."""
+    (folder / "model.safetensors").unlink()
+    return trained(folder, **trust)
+
+
+def verified(folder: Path, **trust: bool) -> Any:
+    from windlass.verify.subject import build_model
+
+    return build_model(str(folder), **trust)
+
+
+def called(folder: Path, **trust: bool) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return windlass.from_pretrained(AutoModelForCausalLM, folder, **trust)
+
+
+def called_by_class(folder: Path, **trust: bool) -> Any:
+    """A class of transformers itself: only the directory's `generate` is code."""
+    from transformers import LlamaForCausalLM
+
+    return windlass.from_pretrained(LlamaForCausalLM, folder, **trust)
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    started = not torch.distributed.is_initialized()
+    windlass.init_distributed()
+    yield
+    if started:
+        torch.distributed.destroy_process_group()
+
+
+REFUSING = [generated, trained, initialised, verified, called]
+
+
+@pytest.mark.parametrize("read", REFUSING, ids=lambda read: read.__name__)
+def test_code_in_a_directory_is_refused_whatever_stdin_says(
+    read: Callable[..., Any], strange: tuple[Path, Path], alone: None
+) -> None:
+    folder, mark = strange
+    with pytest.raises(ModelError, match="trust.remote.code") as refusal:
+        read(folder)
+    assert str(folder) in str(refusal.value)
+    assert not mark.exists()
+    assert sys.stdin.read().count("y") == 20  # nobody asked
+
+
+def test_a_generate_of_its_own_is_left_out(strange: tuple[Path, Path], alone: None) -> None:
+    folder, mark = strange
+    assert called_by_class(folder).config.vocab_size > 256
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize("read", REFUSING, ids=lambda read: read.__name__)
+def test_it_runs_where_the_user_says_so(read: Callable[..., Any], strange: tuple[Path, Path], alone: None) -> None:
+    folder, mark = strange
+    read(folder, trust_remote_code=True)
+    assert mark.exists()
+
+
+def test_the_command_asks_nobody(strange: tuple[Path, Path], tmp_path: Path) -> None:
+    folder, mark = strange
+    command = [sys.executable, "-m", "windlass", "generate", str(folder), "--max-new-tokens", "2"]
+    ended = subprocess.run(command, input="y\ny\n", capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 1 and not mark.exists()
+    assert "--trust-remote-code" in ended.stderr and "[y/N]" not in ended.stdout + ended.stderr
+
+
+def test_a_data_set_s_script_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+    from windlass.data.formats import read_hub
+
+    asked: list[Any] = []
+
+    def load(*names: Any, **keywords: Any) -> Any:
+        asked.append(keywords["trust_remote_code"])
+        raise ValueError("Dataset scripts are no longer supported, but found x.py")
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    with pytest.raises(DataError, match=r"hub:someone/x"):
+        list(read_hub("someone/x", "text"))
+    assert asked == [False]

@@ -1,0 +1,172 @@
+"""The schema of the plain data that an engine saves beside its tensors (docs/checkpoint-format.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import torch
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    StrictBool,
+    StrictStr,
+    ValidationError,
+    model_validator,
+)
+
+from windlass.base.errors import CheckpointError
+from windlass.checkpoint.index import Count, told_of
+
+
+def _numbers(values: dict[str, Any]) -> dict[str, Any]:
+    """Refuse hyper-parameters that no optimizer takes, by the names that all of them use."""
+    for key in ("lr", "initial_lr", "max_lr", "min_lr", "weight_decay", "eps", "momentum", "step"):
+        value = values.get(key, 0)
+        if isinstance(value, bool) or (isinstance(value, (int, float)) and not 0 <= value < float("inf")):
+            raise ValueError(f"{key} is {value}")
+    betas = values.get("betas", ())
+    numbers = [one for one in betas if not isinstance(one, torch.Tensor)] if isinstance(betas, (list, tuple)) else [-1]
+    if any(isinstance(one, bool) or not isinstance(one, (int, float)) or not 0 <= one <= 1 for one in numbers):
+        raise ValueError(f"betas are {betas!r:.100}")
+    return values
+
+
+def _span(span: tuple[int, int]) -> tuple[int, int]:
+    if span[0] >= span[1]:
+        raise ValueError("a span of elements that is empty")
+    return span
+
+
+def _dtype(name: str) -> str:
+    if not isinstance(getattr(torch, name, None) if name.isidentifier() else None, torch.dtype):
+        raise ValueError("no dtype of torch")
+    return name
+
+
+_Finite = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+_Hash = Annotated[str, Field(strict=True, pattern=r"^[0-9a-f]{16}$")]
+_Kind = Annotated[str, Field(strict=True, pattern=r"^((pieces|whole) [a-z][a-z0-9_]*|(signed|unsigned) uint8|value)$")]
+_Dtype = Annotated[StrictStr, AfterValidator(_dtype)]
+_Span = Annotated[tuple[Count, Count], AfterValidator(_span)]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="ignore", arbitrary_types_allowed=True)
+
+
+class _Counters(_Part):
+    micro_steps: Count
+    global_steps: Count
+    global_samples: Count
+    skipped_steps: Count
+
+
+class _Layout(_Part):
+    stage: Annotated[int, Field(strict=True, ge=0, le=3)]
+    ranks: Annotated[int, Field(strict=True, ge=1, lt=1 << 31)]
+    axes: dict[StrictStr, Annotated[int, Field(strict=True, ge=1, lt=1 << 31)]] | None = None
+    accumulation: Annotated[int, Field(strict=True, ge=1, lt=1 << 31)] | None = None
+
+
+class _Fingerprints(_Part):
+    parameters: _Hash | None
+    states: _Hash | None
+
+
+class _SavedGroup(_Part):
+    parameters: list[StrictStr]
+    values: Annotated[dict[StrictStr, Any], AfterValidator(_numbers)]
+
+
+class _SavedScale(_Part):
+    scale: Annotated[float, Field(strict=True, allow_inf_nan=False, gt=0)]
+    good_steps: Annotated[int, Field(strict=True, ge=-1, lt=1 << 63)] | None = None
+    hysteresis_left: Annotated[int, Field(strict=True, lt=1 << 31, ge=0)] | None = None
+
+    @model_validator(mode="after")
+    def _both(self) -> _SavedScale:
+        if (self.good_steps is None) != (self.hysteresis_left is None):
+            raise ValueError("good_steps and hysteresis_left belong together")
+        return self
+
+
+class _SavedAverage(_Part):
+    decay: _Finite
+    updates: Count
+
+
+class EngineData(_Part):
+    """All keys that windlass reads; a key that is not there was not saved."""
+
+    engine: _Counters | None = None
+    layout: _Layout | None = None
+    fingerprint: _Fingerprints | None = None
+    states: dict[StrictStr, dict[StrictStr, _Kind]] | None = None
+    values: dict[StrictStr, dict[StrictStr, Any]] | None = None
+    spans: dict[StrictStr, list[_Span]] | None = None
+    groups: list[_SavedGroup] | None = None
+    loss_scale: _SavedScale | None = None
+    schedule: dict[Any, Any] | None = None
+    data: dict[StrictStr, Any] | None = None
+    trainable_only: StrictBool | None = None
+    buffers: StrictBool | None = None
+    tied: dict[StrictStr, StrictStr] | None = None
+    dtypes: dict[StrictStr, _Dtype] | None = None
+    absent: list[StrictStr] | None = None
+    frozen: list[StrictStr] | None = None
+    base: dict[StrictStr, _Hash] | None = None
+    averages: dict[StrictStr, _SavedAverage] | None = None
+    extra: dict[StrictStr, Any] | None = None
+    client: dict[Any, Any] | None = None
+
+
+_NULLABLE = frozenset({"fingerprint", "schedule", "data", "trainable_only", "absent", "frozen"})
+_REQUIRED = ("engine", "layout", "groups", "loss_scale", "schedule", "client", "trainable_only")
+
+
+def require_engine_data(plain: Any, path: object, *, whole: bool = False) -> dict[str, Any]:
+    """Check the plain data of a checkpoint, which is returned as it is.
+
+    Args:
+        path: of the checkpoint, for errors.
+        whole: all that an engine needs must be there.
+
+    Raises:
+        CheckpointError: a value has another type or range than an engine writes. It names the key.
+    """
+    if not isinstance(plain, Mapping):
+        raise CheckpointError(f"{path}: its plain data is a {type(plain).__name__}, not a dictionary")
+    if whole and (lacks := [key for key in _REQUIRED if key not in plain]):
+        raise CheckpointError(f"{path} was saved by no engine: its plain data has no {lacks[0]!r}; use read_full")
+    known = {key: value for key, value in plain.items() if key in EngineData.model_fields}
+    none = next((key for key, value in known.items() if value is None and key not in _NULLABLE), None)
+    if none is not None:
+        raise CheckpointError(f"{path}: the plain data {none!r} is null; load another checkpoint")
+    try:
+        EngineData.model_validate(known)
+    except ValidationError as error:
+        raise CheckpointError(
+            f"{path} has plain data that no engine wrote: {told_of(error)}; load another checkpoint"
+        ) from error
+    _check_names(known, path)
+    return dict(plain)
+
+
+def _check_names(plain: Mapping[str, Any], path: object) -> None:
+    """States that are plain values have them; a parameter is in one group."""
+    values = plain.get("values", {})
+    for name, kinds in plain.get("states", {}).items():
+        for key, kind in kinds.items():
+            if kind == "value" and key not in values.get(name, {}):
+                raise CheckpointError(f"{path}: the state {key!r} of {name!r} has no value")
+            if not key or "/" in key:
+                raise CheckpointError(f"{path}: {key!r} cannot name a state of {name!r}")
+    seen: set[str] = set()
+    for group in plain.get("groups", []):
+        for name in group["parameters"]:
+            if name in seen:
+                raise CheckpointError(f"{path}: the parameter {name!r} is in the optimizer's groups twice")
+            seen.add(name)

@@ -1,0 +1,171 @@
+"""DeepSpeed's models of single sections (`DeepSpeedZeroConfig`, `DeepSpeedFP16Config`, ...), as scripts make them.
+
+The values that train are those of `windlass.config`. These models take the same keys, check them by the same rules,
+drop "auto", can be changed after they are made, and have DeepSpeed's names and defaults besides.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, ConfigDict, model_validator
+from pydantic_core import PydanticCustomError
+
+from windlass.base.log import logger
+from windlass.config.offload import OffloadOptimizer, OffloadParam
+from windlass.config.precision import Bf16, Fp16
+from windlass.config.section import Section
+from windlass.config.zero import LeafModule, Zero
+
+DEFAULT_LEAF_MODULE_CLASSES = [
+    f"transformers.models.{name}.modeling_{name}.{block}"
+    for name, block in (
+        ("mixtral", "MixtralSparseMoeBlock"),
+        ("qwen2_moe", "Qwen2MoeSparseMoeBlock"),
+        ("qwen3_moe", "Qwen3MoeSparseMoeBlock"),
+    )
+]
+DEFAULT_LEAF_MODULE_NAMES: list[str] = []
+DEFAULT_LEAF_MODULE_NAME_SUFFIXES: list[str] = []
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise PydanticCustomError("number_type", "must be a number, not bool")
+    try:
+        float(value)
+    except (TypeError, ValueError):
+        raise PydanticCustomError("number_type", "must be a number") from None
+    return value
+
+
+Number = BeforeValidator(_number)
+
+
+class _Changeable(Section):
+    """Section that can be made from keywords with "auto" among them, and changed afterwards."""
+
+    model_config = ConfigDict(frozen=False, populate_by_name=True, validate_assignment=True, hide_input_in_errors=False)
+
+    def __init__(self, strict: bool = False, **data: Any) -> None:
+        super().__init__(**(data if strict else {key: value for key, value in data.items() if value != "auto"}))
+
+
+class DeepSpeedFP16Config(Fp16, _Changeable):
+    """`Fp16`, which asks for a positive window and least scale only where the scale is dynamic."""
+
+    loss_scale: Annotated[float, Number] = 0.0
+    loss_scale_window: Annotated[int, Number] = 1000
+    min_loss_scale: Annotated[int, Number] = 1
+
+    @model_validator(mode="after")
+    def _is_usable(self) -> DeepSpeedFP16Config:
+        if not 0 <= self.loss_scale < float("inf"):
+            raise PydanticCustomError("loss_scale", "fp16.loss_scale must be a finite number >= 0 (0 is dynamic)")
+        for name in ("loss_scale_window", "min_loss_scale"):
+            if self.enabled and self.loss_scale == 0 and getattr(self, name) <= 0:
+                raise PydanticCustomError("dynamic", f"fp16.{name} must be > 0 where the scale is dynamic")
+        return self
+
+    def initial_dynamic_scale(self) -> int:
+        """Return the scale that dynamic scaling starts with."""
+        return int(2**self.initial_scale_power)
+
+    def dynamic_loss_scale_args(self) -> dict[str, Any]:
+        """Return the arguments of `DynamicLossScaler` by the names of its constants."""
+        return {
+            "init_scale": 2**self.initial_scale_power,
+            "scale_window": self.loss_scale_window,
+            "delayed_shift": self.hysteresis,
+            "consecutive_hysteresis": self.consecutive_hysteresis,
+            "min_scale": self.min_loss_scale,
+        }
+
+
+class DeepSpeedBF16Config(Bf16, _Changeable):
+    """`Bf16`."""
+
+
+class DeepSpeedZeroLeafModuleConfig(LeafModule, _Changeable):
+    """`LeafModule`, with DeepSpeed's list of classes by default."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_defaults(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        return {
+            "classes": list(DEFAULT_LEAF_MODULE_CLASSES),
+            "names": list(DEFAULT_LEAF_MODULE_NAMES),
+            "name_suffixes": list(DEFAULT_LEAF_MODULE_NAME_SUFFIXES),
+            **given,
+        }
+
+    @model_validator(mode="after")
+    def _without_repeats(self) -> DeepSpeedZeroLeafModuleConfig:
+        for name in ("classes", "names", "name_suffixes"):
+            self.__dict__[name] = list(dict.fromkeys(getattr(self, name)))
+        return self
+
+
+class DeepSpeedZeroOffloadParamConfig(OffloadParam, _Changeable):
+    """`OffloadParam`."""
+
+
+class DeepSpeedZeroOffloadOptimizerConfig(OffloadOptimizer, _Changeable):
+    """`OffloadOptimizer`."""
+
+    @property
+    def pipeline(self) -> bool:
+        """True if reading or writing is to overlap with the update."""
+        return self.pipeline_read or self.pipeline_write
+
+
+_SHORT = (
+    "prefetch_bucket_size",
+    "param_persistence_threshold",
+    "model_persistence_threshold",
+    "max_live_parameters",
+    "max_reuse_distance",
+    "gather_16bit_weights_on_model_save",
+    "module_granularity_threshold",
+    "use_all_reduce_for_fetch_params",
+    "allgather_sequential",
+)
+
+
+class DeepSpeedZeroConfig(Zero, _Changeable):
+    """`Zero`, with the short names of its stage-3 keys, and what depends on other keys filled in."""
+
+    offload_param: DeepSpeedZeroOffloadParamConfig | None = None
+    offload_optimizer: DeepSpeedZeroOffloadOptimizerConfig | None = None
+    leaf_module: DeepSpeedZeroLeafModuleConfig = DeepSpeedZeroLeafModuleConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _by_full_names(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        found = {f"stage3_{key}" if key in _SHORT else key: value for key, value in given.items()}
+        if "stage3_gather_fp16_weights_on_model_save" in found:
+            found["stage3_gather_16bit_weights_on_model_save"] = found.pop("stage3_gather_fp16_weights_on_model_save")
+        for old, new in (("cpu_offload_param", "offload_param"), ("cpu_offload", "offload_optimizer")):
+            if found.get(old) and found.get(new) is None:
+                found[new] = {"device": "cpu"}
+        if found.get("overlap_comm") is None:
+            found["overlap_comm"] = int(found.get("stage", 0)) == 3
+        if found.get("elastic_checkpoint") and int(found.get("stage", 0)) == 3:
+            logger.warning("elastic checkpointing is deprecated at stage 3: checkpoints load on any number of ranks")
+        return found
+
+
+def _short(name: str) -> property:
+    return property(
+        lambda self: getattr(self, f"stage3_{name}"),
+        lambda self, value: setattr(self, f"stage3_{name}", value),
+        doc=f"`stage3_{name}`.",
+    )
+
+
+for _name in _SHORT:
+    setattr(DeepSpeedZeroConfig, _name, _short(_name))

@@ -1,0 +1,95 @@
+"""`deepspeed.runtime.zero.linear`: the linear function that DeepSpeed puts in place of torch's at stage 3.
+
+windlass leaves `torch.nn.functional.linear` alone: a released weight is never saved by autograd there. The function is
+kept for scripts that call it.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from windlass.compat.accelerator.choose import get_accelerator
+from windlass.compat.moving import noop_decorator
+
+__all__ = [
+    "LinearFunctionForZeroStage3",
+    "LinearModuleForZeroStage3",
+    "autocast_custom_bwd",
+    "autocast_custom_fwd",
+    "noop_decorator",
+    "zero3_linear_wrap",
+]
+
+autocast_custom_fwd = functools.partial(torch.amp.custom_fwd, device_type=get_accelerator().device_name())
+autocast_custom_bwd = functools.partial(torch.amp.custom_bwd, device_type=get_accelerator().device_name())
+
+
+class LinearFunctionForZeroStage3(torch.autograd.Function):
+    """`input @ weight.T + bias`, whose backward runs under the autocast state of its forward."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return the product."""
+        return F.linear(input, weight, bias)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        """Save the operands and the autocast state."""
+        device = get_accelerator().device_name()
+        ctx._fwd_used_autocast, ctx._dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+        input, weight, *rest = inputs
+        ctx.has_bias = bool(rest) and rest[0] is not None
+        ctx.save_for_backward(input, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Return the gradients of the operands that need one."""
+        input, weight = ctx.saved_tensors
+        enabled, dtype = ctx._fwd_used_autocast, ctx._dtype
+        rows = grad.reshape(-1, grad.shape[-1])
+        with torch.autocast(get_accelerator().device_name(), enabled=enabled, dtype=dtype):
+            of_input = grad.matmul(weight) if ctx.needs_input_grad[0] else None
+            of_weight = rows.t().matmul(input.reshape(-1, input.shape[-1])) if ctx.needs_input_grad[1] else None
+            of_bias = rows.sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
+        return of_input, of_weight, of_bias
+
+
+def zero3_linear_wrap(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return `input @ weight.T + bias` by `LinearFunctionForZeroStage3`."""
+    output: Tensor = LinearFunctionForZeroStage3.apply(input, weight, bias)
+    return output
+
+
+class LinearModuleForZeroStage3(nn.Module):
+    """`nn.Linear` by `LinearFunctionForZeroStage3`."""
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = True) -> None:
+        super().__init__()
+        self.in_features = in_features
+        self.out_features = out_features
+        self.weight = nn.Parameter(torch.empty(out_features, in_features))
+        self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw weight and bias as `nn.Linear` does."""
+        nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
+        if self.bias is not None:
+            bound = 1 / math.sqrt(self.in_features)
+            nn.init.uniform_(self.bias, -bound, bound)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return `input @ weight.T + bias`."""
+        return zero3_linear_wrap(input, self.weight, self.bias)
+
+    def extra_repr(self) -> str:
+        """Describe the sizes."""
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"

@@ -1,0 +1,142 @@
+"""Values of a checkpoint compared with those they replace, before anything is overwritten."""
+
+from __future__ import annotations
+
+import math
+import random
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from windlass.base.errors import CheckpointError
+from windlass.engine.groups import Groups, Match
+from windlass.optim.elementwise import COUNTS
+
+if TYPE_CHECKING:
+    from windlass.engine.train import Engine
+
+_LARGEST = 1 << 63
+
+
+def require_like(saved: Any, now: Any, where: str) -> None:
+    """Check that a saved value can take the place of one that is there: a number of a number, a list of a list.
+
+    Raises:
+        CheckpointError: it cannot.
+    """
+    if saved is now or now is None:
+        return
+    if isinstance(now, torch.Tensor):
+        fits = isinstance(saved, torch.Tensor) and saved.shape == now.shape
+        fits = fits or (now.numel() == 1 and _is_number(saved))
+    elif isinstance(now, bool):
+        fits = isinstance(saved, bool)
+    elif isinstance(now, (int, float)):
+        one = isinstance(saved, torch.Tensor) and saved.numel() == 1
+        fits = one or (_is_number(saved) and (math.isfinite(saved) or isinstance(now, float) and saved == saved))
+    elif isinstance(now, (list, tuple)):
+        fits = isinstance(saved, (list, tuple))
+        for number, item in enumerate(saved if fits and now else ()):
+            require_like(item, now[0], f"{where}[{number}]")
+    elif isinstance(now, Mapping):
+        fits = isinstance(saved, Mapping)
+        for key in saved if fits else ():
+            if key in now:
+                require_like(saved[key], now[key], f"{where}[{key!r}]")
+    else:
+        fits = not isinstance(now, str) or saved is None or isinstance(saved, str)
+    if not fits:
+        raise CheckpointError(
+            f"{where} is {saved!r:.100} in the checkpoint, which cannot take the place of {now!r:.100}; nothing was "
+            "loaded. Load another checkpoint"
+        )
+
+
+def check_groups(engine: Engine, found: Match, saved: Groups) -> None:
+    """Check the hyper-parameters that `take` will take. Raises CheckpointError where one is of another kind."""
+    assert engine._optimizer is not None
+    for number, (group, source) in enumerate(zip(engine._optimizer.param_groups, found.source, strict=True)):
+        values = {} if source is None else saved[source]["values"]
+        if "params" in values:
+            raise CheckpointError("the hyper-parameters of the checkpoint have the key 'params'; load another one")
+        for key, value in values.items():
+            if key in group:
+                require_like(value, group[key], f"the hyper-parameter {key!r} of optimizer group {number}")
+
+
+def check_states(values: Mapping[str, Mapping[str, Any]]) -> None:
+    """Check the optimizer's counts that are plain values. Raises CheckpointError where one is no count."""
+    for name, found in values.items():
+        for key, value in found.items():
+            if key in COUNTS and isinstance(value, (bool, int, float)):
+                require_like(value, 0, f"the state {key!r} of {name!r}")
+                if key == "step" and not 0 <= value < _LARGEST:
+                    raise CheckpointError(f"the state 'step' of {name!r} is {value!r:.60} in the checkpoint")
+            elif key in COUNTS and not isinstance(value, torch.Tensor):
+                raise CheckpointError(f"the state {key!r} of {name!r} is {value!r:.60} in the checkpoint, no number")
+
+
+def check_schedule(engine: Engine, saved: Mapping[str, Any]) -> None:
+    """Check the state of the learning rate's schedule. Raises CheckpointError where it cannot be loaded."""
+    schedule = engine.lr_scheduler
+    if schedule is None or not hasattr(schedule, "state_dict"):
+        return
+    now = schedule.state_dict()
+    for key, value in saved.items():
+        if key in now:
+            require_like(value, now[key], f"{key!r} of the schedule")
+        elif not isinstance(key, str) or callable(getattr(type(schedule), key, None)):
+            raise CheckpointError(
+                f"the schedule of the checkpoint has {key!r:.60}, which is no state; load another one"
+            )
+    if "last_batch_iteration" in now and "last_batch_iteration" not in saved:
+        raise CheckpointError(
+            "the schedule of the checkpoint does not say 'last_batch_iteration'; it is of another kind. Build the same "
+            "schedule, or load with load_lr_scheduler_states=False"
+        )
+
+
+def check_position(engine: Engine, saved: Mapping[str, Any] | None) -> None:
+    """Check the place in the data. Raises CheckpointError where it is none."""
+    loader = engine.training_dataloader
+    if saved is None or not hasattr(loader, "state_dict"):
+        return
+    for key, value in loader.state_dict().items():
+        if key not in saved:
+            raise CheckpointError(f"the place in the data of the checkpoint does not say {key!r}; load another one")
+        require_like(saved[key], value, f"{key!r} of the place in the data")
+        if isinstance(value, int) and not 0 <= saved[key] < _LARGEST:
+            raise CheckpointError(f"{key!r} of the place in the data is {saved[key]!r:.60}; load another checkpoint")
+
+
+def check_random_state(state: Any) -> None:
+    """Set random states in generators that are thrown away. Raises CheckpointError where that cannot be."""
+    try:
+        torch.Generator().set_state(state["torch"])
+        version, numbers, gauss = state["python"]
+        random.Random().setstate((version, tuple(numbers), gauss))
+        for name, one in state.get("named", {}).items():
+            if not isinstance(name, str) or not isinstance(one, torch.Tensor):
+                raise TypeError("a named generator without a state")
+        if "numpy" in state and (numpy := sys.modules.get("numpy")) is not None:
+            kind, words, place, has_gauss, cached = state["numpy"]
+            given = (kind, words.numpy().astype("uint32"), place, has_gauss, cached)
+            numpy.random.RandomState().set_state(given)
+        if "cuda" in state and not isinstance(state["cuda"], torch.Tensor):
+            raise TypeError("the device's generator has no state")
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
+        raise CheckpointError(
+            f"the random states of the checkpoint cannot be set ({type(error).__name__}: {error!s:.200}); load another "
+            "checkpoint"
+        ) from error
+
+
+def _is_number(value: Any) -> bool:
+    return (
+        isinstance(value, (int, float))
+        and not isinstance(value, bool)
+        and -_LARGEST < value < _LARGEST
+        or (isinstance(value, float))
+    )

@@ -1,0 +1,76 @@
+"""Learning rates by parameter for the maximal update parametrization (muP).
+
+Source: Yang & Hu et al., Tensor Programs V, arXiv:2203.03466, table 8. The widths come from `infshape`, the attribute
+that `mup.set_base_shapes(model, base)` puts on each parameter; the package itself is not needed here.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from windlass.base.errors import ConfigError
+
+RULES: dict[str, type[torch.optim.Optimizer]] = {
+    "muadam": torch.optim.Adam,
+    "muadamw": torch.optim.AdamW,
+    "musgd": torch.optim.SGD,
+}
+"""The class that steps the groups, by the name of the muP optimizer."""
+NAMES = ("MuAdam", "MuAdamW", "MuSGD")
+
+
+def mup_groups(
+    kind: str, parameters: Iterable[torch.Tensor] | Iterable[dict[str, Any]], lr: float, weight_decay: float
+) -> list[dict[str, Any]]:
+    """Split parameters into groups of one learning rate each, and scale the rates and decays by width.
+
+    `m` is how much wider the model is than its base. Under Adam a matrix with two dimensions that grow has lr / m and
+    decay * m. Under SGD it has lr / r and decay * r, with r the fan-in's m over the fan-out's, and a parameter with one
+    such dimension lr * m and decay / m. All others keep theirs.
+
+    Args:
+        kind: a key of `RULES`.
+        parameters: as torch takes them; a group's own `lr` and `weight_decay` are those that are scaled.
+        lr, weight_decay: of groups that have none.
+
+    Raises:
+        ConfigError: a parameter has no base shape, or more than two dimensions that grow.
+    """
+    found = []
+    for given in _as_groups(parameters):
+        options = {"lr": lr, "weight_decay": weight_decay, **{k: v for k, v in given.items() if k != "params"}}
+        by_factor: dict[float, list[torch.Tensor]] = defaultdict(list)
+        for parameter in given["params"]:
+            by_factor[_factor(kind, parameter)].append(parameter)
+        for factor, members in by_factor.items():
+            scaled = {"lr": options["lr"] * factor, "weight_decay": options["weight_decay"] / factor}
+            found.append({**options, **scaled, "params": members})
+    return found
+
+
+def _as_groups(parameters: Iterable[Any]) -> list[dict[str, Any]]:
+    given = list(parameters)
+    return given if given and isinstance(given[0], dict) else [{"params": given}]
+
+
+def _factor(kind: str, parameter: torch.Tensor) -> float:
+    """The factor of a parameter's learning rate."""
+    shape: Any = getattr(parameter, "infshape", None)
+    if shape is None:
+        raise ConfigError(
+            f"optimizer.type is a muP optimizer, but a parameter of shape {list(parameter.shape)} has no base shape: "
+            "call mup.set_base_shapes(model, base) before initialize, on a model that is not born sharded"
+        )
+    growing = shape.ninf()
+    if growing > 2:
+        raise ConfigError(
+            f"muP knows no rate for a parameter with {growing} dimensions that grow (shape {list(parameter.shape)}): "
+            "give its group another optimizer, or keep a dimension equal to the base model's"
+        )
+    if growing == 2:
+        return 1.0 / float(shape.fanin_fanout_mult_ratio() if kind == "musgd" else shape.width_mult())
+    return float(shape.width_mult()) if growing == 1 and kind == "musgd" else 1.0

@@ -1,0 +1,144 @@
+"""The header of a safetensors file, checked before anything is allocated: https://github.com/huggingface/safetensors"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from io import BufferedReader
+from typing import Any
+
+import torch
+
+DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "C64": torch.complex64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+CODES = {dtype: code for code, dtype in DTYPES.items()}
+METADATA_KEY = "__metadata__"  # of the header: no tensor can have this name
+_LONGEST_HEADER = 100_000_000  # safetensors' own limit
+_MOST_DIMS = 64
+_LARGEST = 1 << 63
+
+
+class HeaderError(ValueError):
+    """A header that is damaged or forged."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeaderEntry:
+    """One tensor: bytes `[begin, end)` of the data. `dtype` is safetensors' name of it, which may be unknown here."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """All tensors of a file by name, and at which byte of the file the data begin."""
+
+    entries: dict[str, HeaderEntry]
+    data: int
+
+
+def read_header(file: BufferedReader) -> Header:
+    """Read and check the header of an open file.
+
+    Raises:
+        HeaderError: it is no header, a tensor lies outside of the file or over another one, or a shape and its dtype
+            make another number of bytes than it has.
+        OSError: as the system says it.
+    """
+    size = os.fstat(file.fileno()).st_size
+    file.seek(0)
+    length = int.from_bytes(file.read(8), "little")
+    if size < 8 or length > min(_LONGEST_HEADER, size - 8):
+        raise HeaderError(f"its header of {length} bytes does not fit in the file of {size} bytes")
+    try:
+        fields = json.loads(file.read(length).decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise HeaderError(f"its header is no JSON: {type(error).__name__}: {str(error)[:200]}") from error
+    if not isinstance(fields, dict):
+        raise HeaderError("its header is no JSON object")
+    remarks = fields.pop(METADATA_KEY, None) or {}
+    if not isinstance(remarks, dict) or not all(isinstance(value, str) for value in remarks.values()):
+        raise HeaderError(f"its {METADATA_KEY} is not a table of texts")
+    data = 8 + length
+    entries = {name: _entry(name, one, size - data) for name, one in fields.items()}
+    end = 0
+    for name, one in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
+        if one.begin < end:
+            raise HeaderError(f"tensor {name!r} lies over another one, at byte {one.begin}")
+        end = one.end
+    return Header(entries, data)
+
+
+def header_text(entries: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], remarks: Mapping[str, str]) -> bytes:
+    """The first bytes of a file whose tensors follow each other in this order.
+
+    Args:
+        remarks: goes into the file's metadata, beside `format`.
+
+    Raises:
+        ValueError: a name that no safetensors file can hold; it says which.
+    """
+    for name in (*entries, *remarks):
+        require_name(name)
+    if "format" in remarks:
+        raise ValueError("'format' is a key of the file's own metadata; rename the parameter")
+    fields: dict[str, object] = {METADATA_KEY: {"format": "pt", **remarks}}
+    position = 0
+    for name, (dtype, shape) in entries.items():
+        span = [position, position + math.prod(shape) * dtype.itemsize]
+        fields[name] = {"dtype": CODES[dtype], "shape": list(shape), "data_offsets": span}
+        position = span[1]
+    text = json.dumps(fields, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def require_name(name: str) -> None:
+    """Raises ValueError for a name that no safetensors file can hold."""
+    if name == METADATA_KEY:
+        raise ValueError(f"{name!r} cannot name a tensor: safetensors keeps its own data under it; rename it")
+    try:
+        name.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{name!r} cannot name a tensor: it has a lone surrogate, which no JSON file can hold; rename it"
+        ) from error
+
+
+def _entry(name: str, fields: Any, data: int) -> HeaderEntry:
+    try:
+        code, shape, (begin, end) = fields["dtype"], tuple(fields["shape"]), fields["data_offsets"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise HeaderError(f"its entry for tensor {name!r} is {fields!r:.200}") from error
+    sizes = (*shape, begin, end)
+    if not isinstance(code, str) or any(type(number) is not int or not 0 <= number < _LARGEST for number in sizes):
+        raise HeaderError(f"its entry for tensor {name!r} is {fields!r:.200}")
+    if not begin <= end <= data:
+        raise HeaderError(f"tensor {name!r} has bytes {begin} to {end} of {data}: the file is cut short or damaged")
+    if len(shape) > _MOST_DIMS:
+        raise HeaderError(f"tensor {name!r} has {len(shape)} dimensions")
+    if code in DTYPES and math.prod(shape) * DTYPES[code].itemsize != end - begin:
+        raise HeaderError(f"tensor {name!r} of shape {shape} and dtype {code} has {end - begin} bytes")
+    return HeaderEntry(code, shape, begin, end)
