@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import time
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from windlass.base.errors import ConfigError, ModelError
+from windlass.parallel.pipeline import timing
 from windlass.parallel.pipeline.cut import cut_model
 from windlass.parallel.pipeline.stage import Ended
 from windlass.parallel.pipeline.timing import timed
@@ -228,15 +228,19 @@ def test_embedding_and_head_weigh_in_where_the_cut_falls() -> None:
     assert cut_model(copy.deepcopy(model), 0, 2, method=[1, 1, 1, 3]).bounds == [0, 3, 4]
 
 
-def test_layers_are_timed_where_they_have_values() -> None:
+def test_layers_are_timed_where_they_have_values(monkeypatch: pytest.MonkeyPatch) -> None:
     model = _model("llama")
-    slow = model.model.layers[2]
-    plain, state = slow.forward, torch.get_rng_state()
-    slow.forward = lambda *args, **kwargs: (time.sleep(0.2), plain(*args, **kwargs))[1]
+    state = torch.get_rng_state()
+    clock = [0.0]  # the machine's own clock would measure what else the machine does
+    monkeypatch.setattr(timing, "_now", lambda device: clock[0])
+    for layer, seconds in zip(model.model.layers, (1.0, 1.0, 6.0, 1.0), strict=True):
+        layer.register_forward_pre_hook(lambda *_, seconds=seconds: clock.__setitem__(0, clock[0] + seconds))
+    hooks = [len(layer._forward_hooks) for layer in model.model.layers]
     found = timed(model, repeats=3)
-    assert len(found) == 4 and found[2] >= 0.2 and found[2] > 2 * max(found[0], found[1], found[3])
+    assert found == [1.0, 1.0, 6.0, 1.0]
     assert cut_model(model, 0, 2, method=found).bounds == [0, 2, 4]
-    assert torch.equal(state, torch.get_rng_state()) and not slow._forward_hooks
+    assert torch.equal(state, torch.get_rng_state())
+    assert [len(layer._forward_hooks) for layer in model.model.layers] == hooks
     with pytest.raises(ConfigError, match='"time" measures layers, and this model is on the meta device'):
         timed(_model("llama", "meta"))
 
