@@ -179,19 +179,41 @@ def plan_units(model: nn.Module, rules: Rules) -> tuple[list[Block], list[Plan]]
 
 def _merge(plans: list[Plan], merge_below: int) -> list[Plan]:
     merged: list[Plan] = []
-    last: dict[tuple[object, ...], Plan] = {}
+    last: dict[tuple[object, ...], _Growing] = {}
     for plan in plans:
         if plan.kind.stages or plan.kind.expert:  # ranks may have more or fewer experts, but have as many units
             merged.append(plan)
             continue
         kind = (plan.kind, plan.dtype, plan.parameters[0].device, plan.trainable, plan.kept, plan.lowered)
         limit = _BUNDLE if plan.kept else merge_below
-        before = last.get(kind)
-        if before is not None and before.whole < limit and plan.whole < limit:
-            before.names += plan.names
-            before.parameters += plan.parameters
-            before.blocks = [*before.blocks, *(b for b in plan.blocks if b not in before.blocks)]
+        before, whole = last.get(kind), plan.whole
+        if before is not None and before.whole < limit and whole < limit:
+            before.add(plan, whole)
         else:
-            last[kind] = plan
+            last[kind] = _Growing(plan, whole)
             merged.append(plan)
     return merged
+
+
+class _Growing:
+    """A plan that takes over the parameters of others, with its elements and blocks counted on the way: to count
+    them anew for each plan that joins takes time that grows with the square of their number.
+
+    Attributes:
+        whole: elements of its whole parameters.
+    """
+
+    def __init__(self, plan: Plan, whole: int) -> None:
+        self._plan, self.whole = plan, whole
+        plan.blocks = list(plan.blocks)  # it may be shared with another plan
+        self._blocks = {id(block) for block in plan.blocks}
+
+    def add(self, plan: Plan, whole: int) -> None:
+        """Take over a plan of `whole` elements."""
+        self.whole += whole
+        self._plan.names += plan.names
+        self._plan.parameters += plan.parameters
+        for block in plan.blocks:
+            if id(block) not in self._blocks:
+                self._blocks.add(id(block))
+                self._plan.blocks.append(block)

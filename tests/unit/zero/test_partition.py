@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
+from windlass.parallel.placement import numel_of_whole
+from windlass.zero import partition
 from windlass.zero.partition import Rules, find_blocks, plan_units
 
 
@@ -74,3 +77,22 @@ def test_small_neighbours_merge_below_the_limit_only() -> None:
     assert len(plan_units(model, Rules())[1]) == 6
     assert len(plan_units(model, Rules(merge_below=50))[1]) == 2
     assert len(plan_units(model, Rules(keep_below=1000))[1]) == 1
+
+
+def test_planning_takes_time_in_proportion_to_the_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bundles that grow parameter by parameter are not counted anew each time one joins."""
+    asked = 0
+
+    def counted(parameter: nn.Parameter) -> int:
+        nonlocal asked
+        asked += 1
+        return numel_of_whole(parameter)
+
+    monkeypatch.setattr(partition, "numel_of_whole", counted)
+    model = nn.ModuleList(nn.Linear(2, 2) for _ in range(100))
+    for rules in (Rules(keep_below=100), Rules(merge_below=1 << 20)):
+        asked = 0
+        _, plans = plan_units(model, rules)
+        assert [len(plan.parameters) for plan in plans] == [200]
+        assert [block.module for block in plans[0].blocks] == list(model)
+        assert asked <= 4 * 200
