@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
+import struct
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ from tests.dist.harness import run_ranks
 from tests.dist.test_partial_load import batch, engine_for, net, trained
 from tests.fuzz.checkpoints import index_text
 from windlass.base.errors import CheckpointError
+from windlass.checkpoint.tensor_file import TensorFile
 
 NAN = {"$": ["float", "nan"]}
 # where in the index's plain data, and what stands there; what the error names
@@ -79,6 +83,18 @@ def _same(a: list[Any], b: list[Any]) -> bool:
     return all(torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other for one, other in pairs)
 
 
+def _other_count(index: Path, fields: dict[str, Any], name: str, value: float) -> None:
+    """Write another count into the data file, with its checksum."""
+    (chunk,) = fields["tensors"][name]["chunks"]
+    path = index.parent / chunk["file"]
+    with TensorFile(path) as file:
+        begin, end = file.span(chunk["entry"])
+    raw, data = struct.pack("<f", value), bytearray(path.read_bytes())
+    data[begin:end] = raw
+    path.write_bytes(data)
+    chunk["crc32"] = zlib.crc32(raw)
+
+
 def _forge(folder: str, stage: int) -> None:
     from windlass.optim.lr_warmups import WarmupLR
 
@@ -108,8 +124,19 @@ def _forge(folder: str, stage: int) -> None:
             engine.load_checkpoint(folder, tag="t")
         assert said in str(refused.value), f"{part} {where}: {refused.value}"
         assert _same(before, _all_of(engine)), f"{part} {where} = {new!r} was refused after something changed"
+    count = "state/layers.0.weight/step"
+    for wrong in (math.nan, math.inf, -5.0):
+        if rank == 0:
+            fields = json.loads(good)
+            _other_count(path, fields, count, wrong)
+            path.write_bytes(index_text(fields))
+        dist.barrier()
+        with pytest.raises(CheckpointError, match=f"{count!r} is {wrong}"):
+            engine.load_checkpoint(folder, tag="t")
+        assert _same(before, _all_of(engine)), f"a count of {wrong} was refused after something changed"
     dist.barrier()
     if rank == 0:
+        _other_count(path, json.loads(good), count, 1.0)
         path.write_bytes(good)
     dist.barrier()
     engine.load_checkpoint(folder, tag="t")

@@ -3,7 +3,7 @@
 In reading order: fragment (a flat range as boxes), state (what is saved), plain (numbers, strings, lists as JSON),
 directory (names on disk, `latest`, temporary name and rename), draft (what is being written), index
 (`checkpoint.json`), checksum, tensor_file (one safetensors file), rank_file (what a rank writes, at once or from a
-copy), agree (one error for all ranks), shards, open_files, sources and storage (planner, what is read, storage under
+copy), agree (one error for all ranks), shards, open_files, sources and storage (what is read, storage under
 `torch.distributed.checkpoint`), transfer (the two calls into it), save, background (a save while training goes on),
 load, retention (which former ones go), engine_data (the schema of what an engine saves beside tensors). In one
 process: keys, bag, unpickle, zip_records, torch_file (a file of `torch.save`, without executing it), deepspeed_cuts,

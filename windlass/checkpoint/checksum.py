@@ -10,6 +10,6 @@ except ImportError:  # there is no build of it for this platform
     from zlib import crc32 as _crc32
 
 
-def crc32(data: bytes | Array[c_ubyte], before: int = 0) -> int:
+def crc32(data: bytes | memoryview | Array[c_ubyte], before: int = 0) -> int:
     """Of `data`; or, of what had the crc32 `before` and `data` after it."""
     return _crc32(data, before)

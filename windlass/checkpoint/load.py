@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,9 @@ def load(
     advice: str = "Load with strict=False to take what matches, or ignore names by prefix",
     order: Order | None = None,
     check: Callable[[dict[str, Any], dict[str, Any] | None], object] = lambda shared, own: None,
+    opened: Stored | None = None,
+    first: Collection[str] = (),
+    check_first: Callable[[], object] = lambda: None,
 ) -> LoadedState:
     """Fills the tensors of `into` in place from `directory`/`tag`. Every rank of the group must call it.
 
@@ -54,6 +57,9 @@ def load(
         order: names of the optimizer's parameters by group, which DeepSpeed's files of stage 0 lack.
         check: called with the plain data that all ranks share and with this rank's own, before a tensor is filled; what
             it raises is raised on all ranks.
+        opened: this checkpoint, read in the same `order`: its index and its files' headers are not read again.
+        first: tensors that are filled before all others.
+        check_first: called then, before another is filled; what it raises is raised on all ranks.
 
     Raises:
         CheckpointError: the same on all ranks: no such checkpoint, damaged files, another shape or dtype, names that
@@ -62,7 +68,7 @@ def load(
     ranks = Ranks.of(process_group)
     name, path = ranks.first("looking for the checkpoint", lambda: find(directory, tag))
     wanted: list[_Wanted] = []
-    matches = ranks.each("preparing to load", lambda: _prepare(wanted, path, into, ranks, cast, order, check))
+    matches = ranks.each("preparing to load", lambda: _prepare(wanted, path, into, ranks, cast, order, check, opened))
     mine = wanted[0]
     asked = {name for names, _ in matches for name in names}
     missing = tuple(sorted({name for _, names in matches for name in names}))
@@ -79,7 +85,7 @@ def load(
     # Imported here: the first import of torch.distributed.checkpoint costs as much as torch's own.
     from windlass.checkpoint import transfer
 
-    transfer.read(path, mine.index, mine.held, ranks)
+    transfer.read(mine.stored, mine.held, ranks, first, check_first)
     matched = len(asked) - len(missing)
     told = f"{plural(matched, 'tensor')} matched, {listed('missing', missing)}, {listed('unexpected', unexpected)}"
     logger.log(logging.WARNING if missing or unexpected else logging.INFO, f"loaded {path}: {told}")
@@ -115,9 +121,13 @@ def _prepare(
     cast: bool,
     order: Order | None,
     check: Callable[[dict[str, Any], dict[str, Any] | None], object],
+    opened: Stored | None,
 ) -> tuple[list[str], list[str]]:
     """Puts what this rank is to read into `wanted`; returns the names it asks for, and those that are missing."""
-    stored = Stored.at(path, order, slice(ranks.rank, None, ranks.world_size))
+    if opened is not None and opened.path == path:  # else it was replaced meanwhile
+        stored = opened
+    else:
+        stored = Stored.at(path, order, slice(ranks.rank, None, ranks.world_size))
     index = stored.index
     held = holdings(into.shards, into.tensors, overlap=True)
     missing = [name for name in held if name not in index.tensors]

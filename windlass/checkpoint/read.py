@@ -44,7 +44,7 @@ def read_outline(
     """The plain data, and every named tensor as one without memory (on the device `meta`) that has its shape and
     dtype. `order` is that of `load`. Raises CheckpointError as `read_full` does."""
     stored = Stored(directory, tag, order)
-    return stored.plain, {name: stored.described(name) for name in stored.names()}
+    return stored.plain, stored.outline()
 
 
 def _whole_tensors(stored: Stored, names: list[str]) -> Iterator[tuple[str, torch.Tensor]]:

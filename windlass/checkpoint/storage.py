@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -34,10 +33,11 @@ from windlass.checkpoint.index import (
     read_index,
     to_text,
 )
+from windlass.checkpoint.open_files import OpenFiles
 from windlass.checkpoint.rank_file import Item, RankFile
-from windlass.checkpoint.shards import ShardLoadPlanner, Where
-from windlass.checkpoint.sources import Source, Sources
-from windlass.checkpoint.state import Drawer, Holding
+from windlass.checkpoint.shards import Wanted
+from windlass.checkpoint.sources import Sources
+from windlass.checkpoint.state import Holding
 from windlass.checkpoint.tensor_file import Entry, dtype_of
 
 T = TypeVar("T")
@@ -175,20 +175,12 @@ class SafetensorsReader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         known = {
-            (name, chunk.offsets): Source(chunk, dtype_of(record.dtype))
+            (name, chunk.offsets): (chunk, dtype_of(record.dtype))
             for name, record in self._opened().tensors.items()
             for chunk in record.chunks
         }
-        with Sources(self.path, planner) as sources:
-            for item in plan.items:
-                sources.expect(known[_where(item)])
-            for drawer, items in _by_drawer(plan.items, lambda item: _drawer_of(planner, item)):
-                by_chunk: dict[Where, list[ReadItem]] = defaultdict(list)
-                for item in items:
-                    by_chunk[_where(item)].append(item)
-                with drawer.open() if drawer is not None else nullcontext():
-                    for where in sorted(by_chunk, key=lambda where: sources.position(known[where])):
-                        sources.read(known[where], by_chunk[where])
+        with Sources(OpenFiles(self.path)) as sources:
+            sources.fill([_wanted(item, planner, *known[_where(item)]) for item in plan.items])
         return _done(None)
 
     def _opened(self) -> Index:
@@ -207,7 +199,8 @@ def _done(result: T) -> Future[T]:
     return future
 
 
-def _where(item: ReadItem) -> Where:
+def _where(item: ReadItem) -> tuple[str, tuple[int, ...]]:
+    """A stored box: the name of its tensor, its offsets."""
     return item.storage_index.fqn, tuple(item.storage_index.offset or ())
 
 
@@ -215,18 +208,10 @@ def _file_name(rank: int) -> str:
     return f"rank_{rank:05d}.safetensors"
 
 
-def _drawer_of(planner: LoadPlanner, item: Any) -> Drawer | None:
-    """What must be open for an item; torch's own planners know of no drawers."""
-    return planner.drawer_of(item) if isinstance(planner, ShardLoadPlanner) else None
-
-
-def _by_drawer(items: Iterable[T], drawer_of: Callable[[T], Drawer | None]) -> list[tuple[Drawer | None, list[T]]]:
-    """Items by the drawer that must be open for them: first those that need none, then as drawers first appear."""
-    found: dict[int, tuple[Drawer | None, list[T]]] = {id(None): (None, [])}
-    for item in items:
-        drawer = drawer_of(item)
-        found.setdefault(id(drawer), (drawer, []))[1].append(item)
-    return list(found.values())
+def _wanted(item: ReadItem, planner: LoadPlanner, chunk: Chunk, dtype: torch.dtype) -> Wanted:
+    """What a planner of torch's wants."""
+    into, done = partial(planner.resolve_tensor, item), partial(planner.commit_tensor, item)
+    return Wanted(chunk, dtype, tuple(item.storage_offsets), tuple(item.lengths), into, None, done)
 
 
 def _described(record: TensorRecord) -> TensorStorageMetadata:

@@ -46,6 +46,7 @@ class Stored:
 
     Attributes:
         tag, path: its tag, and the directory of that name.
+        files: its data files.
         plain: the plain data that all ranks share.
 
     Raises:
@@ -70,7 +71,7 @@ class Stored:
     def _open(self, tag: str, path: Path, order: Order | None, looks_into: slice) -> None:
         self.tag, self.path = tag, path
         self.index: Index = index_of(self.path, order)
-        self._files = OpenFiles(self.path)
+        self.files = OpenFiles(self.path)
         with self:
             check_entries(self.index, sorted(self.index.files)[looks_into], self._file)
             tensors = {name: self.whole(name) for name in plain.tensor_names(self.index.plain)}
@@ -96,7 +97,7 @@ class Stored:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._files.__exit__(kind, error, trace)
+        self.files.__exit__(kind, error, trace)
 
     def names(self, prefix: str = "") -> list[str]:
         """Names of the tensors that begin so, without those inside plain data."""
@@ -109,6 +110,18 @@ class Stored:
         """A tensor without memory (on the device `meta`) that has this one's shape and dtype."""
         record = self._record(name)
         return torch.empty(record.shape, dtype=dtype_of(record.dtype), device="meta")
+
+    def outline(self) -> dict[str, torch.Tensor]:
+        """Every named tensor, as `described`; those of one shape and dtype are one object."""
+        found: dict[tuple[object, ...], torch.Tensor] = {}
+        outline = {}
+        for name in self.names():
+            record = self.index.tensors[name]
+            kind = record.shape, record.dtype
+            if kind not in found:
+                found[kind] = self.described(name)
+            outline[name] = found[kind]
+        return outline
 
     def whole(self, name: str) -> torch.Tensor:
         """The whole tensor, on the CPU.
@@ -191,7 +204,7 @@ class Stored:
         return self.index.tensors[name]
 
     def _file(self, name: str) -> TensorFile:
-        return self._files.named(name)
+        return self.files.named(name)
 
 
 def missing(stored: Stored, names: Iterable[str]) -> list[str]:

@@ -23,6 +23,7 @@ from windlass.storage.safetensors_header import CODES, DTYPES, HeaderEntry, Head
 # safetensors' own reader is not used: it maps the file, where this one reads straight into the destination, knows the
 # bytes' crc32 and holds one entry at a time. The files are ordinary safetensors files (a test reads them with it).
 _AT_ONCE = 1 << 22  # bytes that are read only to be summed up
+_NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 def code_of(dtype: torch.dtype) -> str:
@@ -84,10 +85,12 @@ class TensorFileWriter:
         entry = self._entries[name]
         if tuple(tensor.shape) != entry.shape:
             raise CheckpointError(f"{name!r} was said to have shape {entry.shape} and has {tuple(tensor.shape)}")
-        here = tensor.detach().to(device="cpu", dtype=entry.dtype).contiguous()
-        flat = here.reshape(-1).view(torch.uint8) if here.numel() else torch.empty(0, dtype=torch.uint8, device="cpu")
-        self.send_bytes([name], self._at[name], flat)
-        return crc32(flat)  # while the disk is at work
+        here = tensor.detach()
+        if here.device.type != "cpu" or here.dtype != entry.dtype or not here.is_contiguous():
+            here = here.to(device="cpu", dtype=entry.dtype).contiguous()
+        raw = bytes_of(here)
+        self.send_bytes((name,), self._at[name], here.view(-1).view(torch.uint8) if len(raw) else _NOTHING)
+        return crc32_of(raw)  # while the disk is at work
 
     def send_bytes(self, names: Iterable[str], offset: int, data: torch.Tensor) -> None:
         """Start to write what lies at byte `offset` of the file: `data` `[bytes]`, which holds the entries `names`."""
@@ -187,6 +190,17 @@ class TensorFile:
         if not tensor.is_inference():
             # Reading into the memory goes past autograd, which must know that what it saved is stale.
             torch.autograd.graph.increment_version(tensor)
+        return raw
+
+    def read_run(self, begin: int, end: int, entry: str) -> ctypes.Array[ctypes.c_ubyte]:
+        """Bytes `[begin, end)` of the file, of entries that follow each other, the first of which is `entry`. They are
+        unchecked, as those of `read_part`.
+
+        Raises:
+            CheckpointError: the file has fewer bytes, or cannot be read.
+        """
+        raw = (ctypes.c_ubyte * (end - begin))()
+        self._read(begin, raw, entry)
         return raw
 
     def require_sound(self, entry: str, crc32: int | None) -> None:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
 from windlass.checkpoint.agree import Ranks
 from windlass.checkpoint.assignment import Described, assign, describe
 from windlass.checkpoint.directory import require_space
-from windlass.checkpoint.index import Index
-from windlass.checkpoint.shards import ShardLoadPlanner
+from windlass.checkpoint.shards import wanted
+from windlass.checkpoint.sources import Sources
 from windlass.checkpoint.state import Holding
-from windlass.checkpoint.storage import SafetensorsReader, SafetensorsWriter
+from windlass.checkpoint.storage import SafetensorsWriter
+from windlass.checkpoint.stored import Stored
 
 
 def plan(
@@ -43,15 +44,25 @@ def plan(
     return SafetensorsWriter(path, ranks.rank, held, known, plain, rank_plain)
 
 
-def read(path: Path, index: Index, held: dict[str, Holding], ranks: Ranks) -> None:
-    """Fills this rank's boxes from the checkpoint directory `path`. Collective.
+def read(
+    stored: Stored, held: dict[str, Holding], ranks: Ranks, first: Collection[str], check: Callable[[], object]
+) -> None:
+    """Fills this rank's boxes from a checkpoint. Collective.
+
+    Args:
+        first: tensors that are filled before all others, on any rank; then `check` is called on all.
 
     Raises:
         CheckpointError: on all ranks alike, where any of them fails. What was filled till then stays filled.
     """
 
-    def fill() -> None:
-        planner = ShardLoadPlanner(held, index)
-        SafetensorsReader(path, index).read_data(planner.create_local_plan(), planner)
+    def fill(some: dict[str, Holding]) -> None:
+        with Sources(stored.files) as sources:
+            sources.fill(list(wanted(some, stored.index)))
 
-    ranks.each("loading", fill)
+    def begin() -> None:
+        fill({name: held[name] for name in first if name in held})
+        check()
+
+    ranks.each("loading", begin)
+    ranks.each("loading", lambda: fill({name: one for name, one in held.items() if name not in first}))

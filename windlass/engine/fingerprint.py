@@ -135,8 +135,11 @@ class _Part:
 
     def add(self) -> None:
         shard = self.shard
-        first, last = (shard.numel * (self.index + more) // self.count for more in (0, 1))
-        add_range(self.into, shard.name, shard.placement, shard.start + first, shard.values()[first:last])
+        first, values = 0, shard.values()
+        if self.count > 1:
+            first, last = (shard.numel * (self.index + more) // self.count for more in (0, 1))
+            values = values[first:last]
+        add_range(self.into, shard.name, shard.placement, shard.start + first, values)
 
 
 def _parts(
@@ -172,8 +175,9 @@ def _states(update: Update, drawer_of: DrawerOf, into: Hash, *, cut: bool) -> It
         once = (
             tenancy.start == 0 and holders.index == 0 and placement.begins
         )  # of the pieces of a parameter, the first tells its counts
+        scales = {f"{name}_scale" for name in codes}
         for key, value in state.items():
-            if key in {f"{name}_scale" for name in codes}:
+            if key in scales:
                 continue
             where = f"state/{tenancy.name}/{key}"
             kind = "pieces float32" if key in codes else kind_of(update, tenancy, key, value)

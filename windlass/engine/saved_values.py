@@ -78,6 +78,27 @@ def check_states(values: Mapping[str, Mapping[str, Any]]) -> None:
                 raise CheckpointError(f"the state {key!r} of {name!r} is {value!r:.60} in the checkpoint, no number")
 
 
+def check_counts(counts: Mapping[str, torch.Tensor]) -> None:
+    """Check the optimizer's counts that are tensors `[]`, by their names in the checkpoint.
+
+    Raises:
+        CheckpointError: one is no number that a rule can count to: every later step would be made with it.
+    """
+    by_device: dict[torch.device, dict[str, torch.Tensor]] = {}
+    for name, value in counts.items():
+        if name.rpartition("/")[2] in COUNTS:
+            by_device.setdefault(value.device, {})[name] = value
+    for found in by_device.values():
+        # one read of the device for all of them: a model may have as many as parameters
+        numbers = torch.stack([value.detach().double() for value in found.values()]).tolist()
+        for name, number in zip(found, numbers, strict=True):
+            if not math.isfinite(number) or (name.endswith("/step") and not 0 <= number < _LARGEST):
+                raise CheckpointError(
+                    f"the state {name!r} is {number!r:.60} in the checkpoint, which no optimizer counts to; nothing "
+                    "was loaded. Load another checkpoint, or load with load_optimizer_states=False"
+                )
+
+
 def check_schedule(engine: Engine, saved: Mapping[str, Any]) -> None:
     """Check the state of the learning rate's schedule. Raises CheckpointError where it cannot be loaded."""
     schedule = engine.lr_scheduler

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from windlass.base.errors import CheckpointError
+from windlass.base.garbage import held_off
 from windlass.base.log import logger
 from windlass.base.text import plural
 from windlass.checkpoint import (
@@ -20,7 +21,6 @@ from windlass.checkpoint import (
     load,
     read_checkpoint,
     read_latest,
-    read_outline,
 )
 from windlass.checkpoint.agree import Ranks
 from windlass.checkpoint.deepspeed_files import Order, names_in_order
@@ -29,6 +29,7 @@ from windlass.checkpoint.engine_data import require_engine_data
 from windlass.checkpoint.retention import retire
 from windlass.checkpoint.save import Begun
 from windlass.checkpoint.scripts import write_scripts
+from windlass.checkpoint.stored import Stored
 from windlass.checkpoint.to_windlass import LATEST_UNIVERSAL
 from windlass.comm.grid import AXES
 from windlass.engine import averages
@@ -50,6 +51,7 @@ from windlass.engine.position import (
 )
 from windlass.engine.refresh import pending
 from windlass.engine.saved_values import (
+    check_counts,
     check_groups,
     check_position,
     check_random_state,
@@ -68,6 +70,7 @@ if TYPE_CHECKING:
     from windlass.zero.unit import Unit
 
 
+@held_off()
 def save_engine(
     engine: Engine,
     directory: str,
@@ -223,6 +226,7 @@ class Wanted:
         return self.module_strict and self.optimizer and self.optimizer_strict and self.by is None
 
 
+@held_off()
 def load_engine(
     engine: Engine, directory: str, tag: str | None, wanted: Wanted
 ) -> tuple[str | None, dict[str, Any] | None]:
@@ -236,12 +240,12 @@ def load_engine(
     if tag is None:
         logger.warning(f"no checkpoint in {directory}: there is no file 'latest'; training starts afresh")
         return None, None
-    outlines: list[tuple[dict[str, Any], dict[str, torch.Tensor]]] = []
+    opened: list[Stored] = []
     order = (
         names_in_order(engine.module, engine._optimizer) if wanted.optimizer and engine._optimizer is not None else None
     )
-    ranks.each("looking at the checkpoint", lambda: outlines.append(read_outline(directory, tag, order)))
-    plain, saved = outlines[0]
+    ranks.each("looking at the checkpoint", lambda: opened.append(Stored(directory, tag, order)))
+    plain, saved = opened[0].plain, opened[0].outline()
     require_engine_data(plain, f"the checkpoint {tag!r} in {directory}", whole=True)
     _complete(plain, saved, model)
     groups_too = wanted.optimizer and engine._optimizer is not None and bool(plain["groups"])
@@ -253,7 +257,8 @@ def load_engine(
     ranks.each("looking at the place in the data", lambda: check_data_position(engine, position))
 
     def check(shared: dict[str, Any], own: dict[str, Any] | None) -> None:
-        require_engine_data(shared, f"the checkpoint {tag!r} in {directory}", whole=True)
+        if shared is not plain:  # another checkpoint has taken the name meanwhile
+            require_engine_data(shared, f"the checkpoint {tag!r} in {directory}", whole=True)
         if groups_too:
             check_groups(engine, matched, shared["groups"])
             check_states(shared.get("values", {}))
@@ -273,7 +278,7 @@ def load_engine(
     with model.renewing(units):
         if lost:
             model.discard()
-        found, alike = _fill(engine, directory, tag, plain, saved, groups_too, wanted, order, check)
+        found, alike = _fill(engine, directory, opened[0], saved, groups_too, wanted, order, check)
     _compare(model, units, found, alike, base_of(model) if trainable_only else frozenset())
     if lost:
         model.health.recover()
@@ -350,8 +355,7 @@ def _checked(alike: tuple[bool, bool]) -> str:
 def _fill(
     engine: Engine,
     directory: str,
-    tag: str,
-    plain: dict[str, Any],
+    opened: Stored,
     saved: dict[str, torch.Tensor],
     states_too: bool,
     wanted: Wanted,
@@ -366,6 +370,7 @@ def _fill(
     Returns:
         What was found, and whether parameters and states are now, bit by bit, those that were saved.
     """
+    plain = opened.plain
     trainable_only = bool(plain["trainable_only"])
     model = engine._sharded
     drawers: dict[int, ChunkToFill] = {}
@@ -378,20 +383,22 @@ def _fill(
     shards = list(parameters(model, units, drawer_of, keep=True, without=absent))
     tensors = _buffers(engine) if plain.get("buffers", not trainable_only) else {}
     ranks = Ranks.of(model.mesh.world.process_group)
+    counts: dict[str, torch.Tensor] = {}
     if states_too:
-        ranks.each("preparing to load", lambda: incoming(model, plain, saved, drawer_of, tensors))
+        ranks.each("preparing to load", lambda: incoming(model, plain, saved, drawer_of, counts))
     states = [shard for drawer in drawers.values() for shard in drawer.shards]
     apart = averages.Incoming(model, plain.get("averages", {}) if wanted.progress else None, saved)
     optional = () if wanted.module_strict else ("param/", "buffer/")
     left = (averages.PREFIX,) if states_too else (averages.PREFIX, "state/")
     if wanted.by is not None:
         shards, left = [], (*left, "param/", "buffer/")
-        tensors = {name: tensor for name, tensor in tensors.items() if name.startswith("state/")}
+        tensors = {}
     found = _load(
         model,
         directory,
-        tag,
-        SavedState([*shards, *states, *apart.shards], tensors),
+        opened,
+        SavedState([*shards, *states, *apart.shards], tensors | counts),
+        counts,
         optional if wanted.optimizer_strict else (*optional, "state/"),
         left,
         order,
@@ -435,8 +442,9 @@ def _complete(plain: dict[str, Any], saved: dict[str, torch.Tensor], model: Shar
 def _load(
     model: ShardedModel,
     directory: str,
-    tag: str,
+    opened: Stored,
     into: SavedState,
+    counts: dict[str, torch.Tensor],
     optional: tuple[str, ...],
     ignore: tuple[str, ...],
     order: Order | None,
@@ -446,7 +454,7 @@ def _load(
     try:
         return load(
             directory,
-            tag,
+            opened.tag,
             into,
             process_group=group,
             ignore=ignore,
@@ -455,6 +463,9 @@ def _load(
             advice=_ADVICE,
             order=order,
             check=check,
+            opened=opened,
+            first=counts.keys(),
+            check_first=lambda: check_counts(counts),
         )
     except CheckpointError:  # on all ranks
         model.health.check("a checkpoint was loaded in part", loses=True)

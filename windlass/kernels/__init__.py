@@ -9,4 +9,5 @@ from __future__ import annotations
 from windlass.kernels.dispatch import path_in_use as path_in_use
 from windlass.kernels.dispatch import update as update
 from windlass.kernels.keyed_sum import keyed_sum as keyed_sum
+from windlass.kernels.keyed_sum import keyed_sum_on_host as keyed_sum_on_host
 from windlass.kernels.piece import Piece as Piece

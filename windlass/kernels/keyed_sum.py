@@ -14,6 +14,7 @@ from windlass.kernels import reference
 from windlass.kernels.dispatch import path_in_use
 
 _WORDS = (torch.int8, torch.int16, torch.int32, torch.int64)
+_MASK = (1 << 64) - 1
 
 
 def keyed_sum(words: torch.Tensor, start: int, seed: int) -> torch.Tensor:
@@ -22,6 +23,21 @@ def keyed_sum(words: torch.Tensor, start: int, seed: int) -> torch.Tensor:
     Raises:
         ModelError: `words` are no integers, or their storage was freed, or `start` is negative.
     """
+    total = _native_sum(words, start, seed)
+    if total is None:
+        return reference.keyed_sum(words, start, seed)
+    return torch.tensor(total - (1 << 64) if total >> 63 else total, dtype=torch.int64)
+
+
+def keyed_sum_on_host(words: torch.Tensor, start: int, seed: int) -> int:
+    """As `keyed_sum` modulo 2^64, as a number: of thousands of small tensors on the CPU, adding up tensors takes longer
+    than the sums themselves."""
+    total = _native_sum(words, start, seed)
+    return int(reference.keyed_sum(words, start, seed)) & _MASK if total is None else total
+
+
+def _native_sum(words: torch.Tensor, start: int, seed: int) -> int | None:
+    """By native code, in `[0, 2^64)`; None where it can't be."""
     if words.dtype not in _WORDS:
         raise ModelError(f"words to be hashed are {words.dtype}; pass int8, int16, int32 or int64, such as .view(...)")
     if start < 0:
@@ -30,12 +46,9 @@ def keyed_sum(words: torch.Tensor, start: int, seed: int) -> torch.Tensor:
         raise ModelError(f"the tensor of words to be hashed {freed(words)}")
     module = _module() if path_in_use().native else None
     if module is None or words.device.type != "cpu" or not words.is_contiguous():
-        return reference.keyed_sum(words, start, seed)
+        return None
     threads = torch.get_num_threads()
-    total = module.keyed_sum(
-        words.data_ptr(), words.element_size(), words.numel(), start, seed & ((1 << 64) - 1), threads
-    )
-    return torch.tensor(total - (1 << 64) if total >> 63 else total, dtype=torch.int64)
+    return int(module.keyed_sum(words.data_ptr(), words.element_size(), words.numel(), start, seed & _MASK, threads))
 
 
 @cache

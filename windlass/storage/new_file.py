@@ -16,13 +16,15 @@ from windlass.storage.stripes import make_direct
 
 _BLOCK = 1 << 20
 _DEPTH = 16
+_SPAN = 16 * PAGE
 
 
 class NewFile:
     """Bytes in any order, each once. Use it in a `with` statement: left without an error, the file is durable.
 
-    Whole pages go to the disk from where they lie; of what fills no page the rest is awaited, in memory of its own.
-    File systems that refuse direct I/O get the same blocks through the page cache.
+    Whole spans of 64 KiB go to the disk from where they lie; of what fills no span the rest is awaited, in memory of
+    its own: many small pieces become a few large writes. File systems that refuse direct I/O get the same blocks
+    through the page cache.
 
     Args:
         nbytes: of the file; they are taken on the disk at once, so that a full one shows before anything is written.
@@ -33,7 +35,7 @@ class NewFile:
 
     def __init__(self, path: Path, nbytes: int) -> None:
         self.path, self._nbytes = path, nbytes
-        self._pages: dict[int, tuple[torch.Tensor, int]] = {}  # by offset: a page in part, and its bytes so far
+        self._spans: dict[int, tuple[torch.Tensor, int]] = {}  # by offset: a span in part, and its bytes so far
         self._under_way: list[tuple[Request, torch.Tensor]] = []
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
         try:
@@ -54,16 +56,16 @@ class NewFile:
         first, last = offset, offset + data.numel()
         if first == last:
             return
-        if first // PAGE == (last - 1) // PAGE:  # one of many small ones
+        if first // _SPAN == (last - 1) // _SPAN:  # one of many small ones
             self._fill(first, data)
             return
-        parts, (body, end) = cut_at_pages(first, last)
+        parts, (body, end) = cut_at_pages(first, last, _SPAN)
         for low, high in parts:
             self._fill(low, data[low - first : high - first])
         self._submit(body, end, data[body - first : end - first])
 
     def settle(self) -> None:
-        """Wait until all that was sent is written, pages in part excepted: those have been copied."""
+        """Wait until all that was sent is written, spans in part excepted: those have been copied."""
         for request, _ in self._under_way:
             while not request.wait(0.2):  # in slices, so that Ctrl-C is heard
                 pass
@@ -79,27 +81,28 @@ class NewFile:
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         try:
             if kind is None:
-                for offset in list(self._pages):
-                    self._send_page(offset)
+                for offset in list(self._spans):
+                    self._send_span(offset)
                 self.settle()
                 os.ftruncate(self._file, self._nbytes)
                 os.fsync(self._file)
         finally:
             self._engine.close()  # before the memory of what may still be under way goes
-            self._under_way, self._pages = [], {}
+            self._under_way, self._spans = [], {}
             os.close(self._file)
 
     def _fill(self, first: int, part: torch.Tensor) -> None:
-        offset = first // PAGE * PAGE
-        page, filled = self._pages.get(offset) or (aligned_buffer(PAGE)[0], 0)
-        ctypes.memmove(page.data_ptr() + first - offset, part.data_ptr(), part.numel())  # a copy_ takes ten times that
-        self._pages[offset] = page, filled + part.numel()
-        if filled + part.numel() == min(PAGE, self._nbytes - offset):
-            self._send_page(offset)
+        offset = first // _SPAN * _SPAN
+        size = min(_SPAN, self._nbytes - offset)
+        span, filled = self._spans.get(offset) or (aligned_buffer(page_up(size))[0], 0)
+        ctypes.memmove(span.data_ptr() + first - offset, part.data_ptr(), part.numel())  # a copy_ takes ten times that
+        self._spans[offset] = span, filled + part.numel()
+        if filled + part.numel() == size:
+            self._send_span(offset)
 
-    def _send_page(self, offset: int) -> None:
-        page, _ = self._pages.pop(offset)
-        self._submit(offset, offset + PAGE, page)
+    def _send_span(self, offset: int) -> None:
+        span, _ = self._spans.pop(offset)
+        self._submit(offset, offset + span.numel(), span)
 
     def _submit(self, first: int, last: int, memory: torch.Tensor) -> None:
         if first == last:

@@ -53,9 +53,9 @@ class Space:
             self._free.sort()
 
 
-def cut_at_pages(first: int, last: int) -> tuple[list[tuple[int, int]], tuple[int, int]]:
-    """The parts of `[first, last)` that fill no whole page, and the rest between them."""
-    up, down = page_up(first), page_down(last)
+def cut_at_pages(first: int, last: int, size: int = PAGE) -> tuple[list[tuple[int, int]], tuple[int, int]]:
+    """The parts of `[first, last)` that fill no whole page, or span of another `size`, and the rest between them."""
+    up, down = -(-first // size) * size, last // size * size
     if up > down:
         return [(first, last)], (last, last)
     return [span for span in ((first, up), (down, last)) if span[0] < span[1]], (up, down)

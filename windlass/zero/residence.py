@@ -70,6 +70,15 @@ class _Record:
     nbytes: int = 0
     extent: Extent | None = None
     discarded: bool = False
+    _grouped: tuple[list[_Entry], dict[nn.Parameter | None, list[_Entry]]] = field(default_factory=lambda: ([], {}))
+
+    def of(self, tenant: nn.Parameter) -> list[_Entry]:
+        """The entries of one tenant. They are grouped once: a chunk may have thousands of tenants."""
+        if self._grouped[0] is not self.entries:
+            self._grouped = self.entries, {}
+            for entry in self.entries:
+                self._grouped[1].setdefault(entry.tenant, []).append(entry)
+        return self._grouped[1].get(tenant, [])
 
 
 @dataclass
@@ -236,9 +245,8 @@ class Residence:
         """The state of a tenant; what of it is on disk now is described by tensors without memory."""
         state = dict(self.states.get(tenant, {}))
         if chunk.master is None:
-            for entry in self._records[id(chunk)].entries:
-                if entry.tenant is tenant:
-                    state[entry.key] = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
+            for entry in self._records[id(chunk)].of(tenant):
+                state[entry.key] = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
         return state
 
     def on_disk(self, chunk: Chunk) -> RecordOnDisk | None:

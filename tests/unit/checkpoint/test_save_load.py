@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 from tests.unit.checkpoint import states
 from windlass.base.errors import CheckpointError
-from windlass.checkpoint import FlatShard, SavedState, load, read_full, read_latest, read_plain, save, tags
+from windlass.checkpoint import FlatShard, SavedState, load, read_full, read_latest, read_plain, save, sources, tags
 from windlass.checkpoint.catalogue import look
 from windlass.checkpoint.export import export
 from windlass.checkpoint.state import holdings
@@ -100,9 +101,40 @@ def test_an_equal_cut_is_read_straight_into_its_memory(saved: Path, monkeypatch:
         real(self, entry, tensor, crc32)
 
     monkeypatch.setattr(TensorFile, "read_into", spy)
+    monkeypatch.setattr(sources, "_SMALL", 0)
     into = states.empty()
     load(saved, None, into)
     assert {shard.tensor.data_ptr() for shard in into.shards if shard.tensor.numel()} <= set(filled)
+
+
+def test_small_neighbours_are_read_together_and_each_is_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads: list[int] = []
+    real = TensorFile._read
+
+    def counted(self: TensorFile, at: int, raw: Any, entry: str) -> None:
+        reads.append(at)
+        real(self, at, raw, entry)
+
+    values = {f"t{number}": torch.full((number % 7, 3), float(number)) for number in range(300)}
+    path = save(tmp_path, "t", SavedState(tensors=values))
+    monkeypatch.setattr(TensorFile, "_read", counted)
+    into = {name: torch.zeros_like(value) for name, value in values.items()}
+    wider = {name: torch.zeros(value.shape, dtype=torch.float64) for name, value in values.items()}
+    for found in (into, wider):
+        reads.clear()
+        load(tmp_path, "t", SavedState(tensors=found), cast=True)
+        assert all(torch.equal(found[name], value.to(found[name].dtype)) for name, value in values.items())
+        assert len(reads) == 1
+    file = path / "rank_00000.safetensors"
+    with TensorFile(file) as opened:
+        at = opened.span("t200")[1] - 1
+    damaged = bytearray(file.read_bytes())
+    damaged[at] ^= 1
+    file.write_bytes(damaged)
+    with pytest.raises(CheckpointError, match="'t200' has crc32"):
+        load(tmp_path, "t", SavedState(tensors=into))
 
 
 def test_missing_and_unexpected_names_are_errors_unless_allowed(saved: Path) -> None:

@@ -6,6 +6,7 @@ import errno
 import os
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,8 +27,8 @@ def pieces(nbytes: int, cuts: list[int], order: int) -> list[tuple[int, int]]:
 
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    nbytes=st.integers(0, 20_000),
-    cuts=st.lists(st.integers(0, 20_000), max_size=12),
+    nbytes=st.integers(0, 20_000) | st.integers(60_000, 280_000),
+    cuts=st.lists(st.integers(0, 280_000), max_size=12),
     order=st.integers(0, 99),
     shift=st.integers(0, 4095),
 )
@@ -40,7 +41,24 @@ def test_any_pieces_in_any_order_make_the_file(
             file.send(first, whole[first:last])
             if number % 3 == 2:
                 file.settle()
-    assert (tmp_path / "file").read_bytes() == bytes(whole.tolist())
+    assert (tmp_path / "file").read_bytes() == whole.numpy().tobytes()
+
+
+def test_many_small_pieces_are_a_few_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, writes = torch.randint(0, 256, (500_000,), dtype=torch.uint8), 0
+    with NewFile(tmp_path / "file", whole.numel()) as file:
+        engine: Any = file._engine
+
+        def counted(write: bool, spans: Any) -> Any:
+            nonlocal writes
+            writes += 1
+            return engine.submit(write, spans)
+
+        monkeypatch.setattr(file, "_engine", SimpleNamespace(submit=counted, close=engine.close))
+        for first in range(0, whole.numel(), 1000):
+            file.send(first, whole[first : first + 1000])
+    assert (tmp_path / "file").read_bytes() == whole.numpy().tobytes()
+    assert writes <= whole.numel() // (1 << 16) + 1
 
 
 @pytest.mark.parametrize("engine", ENGINES)
