@@ -2,8 +2,8 @@
 
 The law: a reader gives what it gave for the seed, or another value that it can vouch for, or raises a WindlassError.
 It raises nothing else, does not hang, and takes no more memory than four times the file and a floor.
-`WINDLASS_FUZZ_SECONDS` says how long all fuzzers of one run go on, `WINDLASS_FUZZ_SEED` where their draws begin: at
-random in a run whose length was set.
+`WINDLASS_FUZZ_SECONDS` says how long all fuzzers of one run go on together, those of small texts (`texts`) too: each
+has a share of it. `WINDLASS_FUZZ_SEED` says where their draws begin: at random in a run whose length was set.
 """
 
 from __future__ import annotations
@@ -25,10 +25,12 @@ import pytest
 
 from windlass.base.errors import WindlassError
 
+LONG = "WINDLASS_FUZZ_SECONDS" in os.environ
 SECONDS = float(os.environ.get("WINDLASS_FUZZ_SECONDS", "20"))
 # A short run has the same cases each time: what a long one finds must not fail somebody else's change.
-_SHORT = 20261123 if "WINDLASS_FUZZ_SECONDS" not in os.environ else random.SystemRandom().randrange(1, 1 << 31)
+_SHORT = random.SystemRandom().randrange(1, 1 << 31) if LONG else 20261123
 SEED = int(os.environ.get("WINDLASS_FUZZ_SEED", "0")) or _SHORT
+_OF_CHECKPOINTS = 0.66  # of the time of all; the rest is that of texts
 FLOOR = 64 << 20  # bytes beyond four times the file
 PATIENCE = 20  # seconds for one case on a loaded machine
 
@@ -183,11 +185,11 @@ class Hang(BaseException):
 
 
 @contextmanager
-def time_limit(seconds: int = PATIENCE) -> Iterator[None]:
+def time_limit(seconds: int = PATIENCE, what: object = "a case") -> Iterator[None]:
     """Raise Hang where the block takes longer."""
 
     def ring(number: int, frame: FrameType | None) -> None:
-        raise Hang(f"more than {seconds} s")
+        raise Hang(f"more than {seconds} s for {what}")
 
     before = signal.signal(signal.SIGALRM, ring)
     signal.alarm(seconds)
@@ -243,7 +245,8 @@ def fuzz(
     vouched: Callable[[str, Any], str],
     found: Path,
 ) -> None:
-    """Hold the law for `share` of the run's time, and fail with the first case that breaks it, which is kept.
+    """Hold the law for `share` of the time of all fuzzers of checkpoints, and fail with the first case that breaks it,
+    which is kept.
 
     Args:
         make: puts a new case in place; its size, and what reproduces it.
@@ -252,7 +255,7 @@ def fuzz(
         found: where a case that breaks the law is kept.
     """
     draw = random.Random(SEED)
-    end, cases = time.monotonic() + SECONDS * share, 0
+    end, cases = time.monotonic() + SECONDS * _OF_CHECKPOINTS * share, 0
     while time.monotonic() < end or not cases:
         state = draw.getstate()
         nbytes, case = make(draw)

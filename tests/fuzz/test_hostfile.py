@@ -13,7 +13,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.fuzz.texts import SECONDS, mutants, outcome
+from tests.fuzz.mutations import LONG
+from tests.fuzz.texts import examples, mutants, outcome
 from windlass.base.errors import WindlassError
 from windlass.base.limits import MOST_RANKS_OF_A_HOST
 from windlass.comm.slurm import expand_counts, expand_hosts
@@ -28,9 +29,9 @@ SEEDS = [
     b"\xef\xbb\xbfworker-0 slots=1\r\nworker-1\tslots=16\r\n",
 ]
 COMMON = settings(
-    max_examples=int(SECONDS * 200) or 100,
+    max_examples=examples(100, 200),
     deadline=None,
-    derandomize=not SECONDS,
+    derandomize=not LONG,
     suppress_health_check=list(HealthCheck),
 )
 

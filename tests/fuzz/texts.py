@@ -1,30 +1,26 @@
 """Mutations of small text files, and the law that every reader of them has to keep under each.
 
 Law: a reader returns, or raises a `WindlassError` with printable text; within seconds, and without much more memory
-than the file takes. `WINDLASS_FUZZ_SECONDS` is the time for each test; without it each runs a fixed number of
-mutations.
+than the file takes. In a run whose length is set (`mutations.SECONDS`) each test has a share of it; else a fixed number
+of mutations.
 """
 
 from __future__ import annotations
 
-import os
 import random
-import signal
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
+from tests.fuzz.mutations import LONG, SECONDS, SEED, time_limit
 from windlass.base.errors import WindlassError
 from windlass.base.text import printable
 
-SECONDS = float(os.environ.get("WINDLASS_FUZZ_SECONDS", "0"))
 MOST_TEXT = 20_000
-LONGEST_S = 10
-"""A reader that takes longer hangs; a loaded machine is slow by a factor of a few, not of a thousand."""
+SHARE = 0.02
+"""Of the time of all fuzzers of a run, what each loop over mutations of a text has."""
 
 ODD = (
     *(
@@ -43,18 +39,23 @@ ODD = (
 )
 
 
-def mutants(seeds: Sequence[bytes], count: int, seed: int = 0) -> Iterator[bytes]:
-    """The seeds themselves, then mutations of them: `count`, or for `WINDLASS_FUZZ_SECONDS`."""
+def mutants(seeds: Sequence[bytes], count: int) -> Iterator[bytes]:
+    """The seeds themselves, then mutations of them: `count`, or for a share of a run whose length is set."""
     yield from seeds
-    draw = random.Random(time.time_ns() if SECONDS else seed)
-    end = time.monotonic() + SECONDS
+    draw = random.Random(SEED)
+    end = time.monotonic() + SECONDS * SHARE
     done = 0
-    while time.monotonic() < end if SECONDS else done < count:
+    while time.monotonic() < end if LONG else done < count:
         data = bytearray(draw.choice(seeds))
         for _ in range(draw.choice((1, 1, 1, 2, 3, 8))):
             _mutate(data, draw, seeds)
         done += 1
         yield bytes(data)
+
+
+def examples(count: int, per_second: int) -> int:
+    """How many examples a test of hypothesis' has: `count`, or as many as take that share of the run."""
+    return max(count, int(SECONDS * SHARE * per_second)) if LONG else count
 
 
 def _mutate(data: bytearray, draw: random.Random, seeds: Sequence[bytes]) -> None:
@@ -80,29 +81,13 @@ def _mutate(data: bytearray, draw: random.Random, seeds: Sequence[bytes]) -> Non
         data[at:end] = other[draw.randrange(len(other) + 1) :][:64]
 
 
-@contextmanager
-def in_time(what: object) -> Iterator[None]:
-    """Fail where the body takes longer than `LONGEST_S`."""
-
-    def late(number: int, frame: FrameType | None) -> None:
-        raise AssertionError(f"more than {LONGEST_S} s for {what!r}")
-
-    before = signal.signal(signal.SIGALRM, late)
-    signal.alarm(LONGEST_S)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
-
-
 def outcome(read: Callable[..., Any], *given: Any) -> Any:
     """What `read(*given)` returns, or its WindlassError, whose text is held to be printable and short.
 
     Any other exception is the test's failure, with the input (of a path, the file's bytes) in its notes.
     """
     try:
-        with in_time(repr(given)[:200]):
+        with time_limit(what=repr(given)[:200]):
             return read(*given)
     except WindlassError as error:
         text = str(error)
