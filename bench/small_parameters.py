@@ -26,7 +26,9 @@ from windlass.cli.benches.screen import screen
 
 _RESULTS = Path(__file__).parent / "results"
 _PARTS = ("forward and backward", "step", "save", "load")
-_WIDTH, _ROWS, _ROUNDS = 16, 4, 3
+_PLAIN = "torch"
+_MODULES = "of torch's load, Module.load_state_dict"
+_WIDTH, _ROWS = 16, 4
 Seconds = dict[str, list[float]]
 
 
@@ -47,10 +49,14 @@ def main(
     parameters: Annotated[int, typer.Option(min=2, help="Tensors of the model, half of them matrices.")] = 10_000,
     ranks: Annotated[str, typer.Option(help="Comma-separated.")] = "1,2",
     stages: Annotated[str, typer.Option(help="Comma-separated.")] = "0,1,2,3",
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds that count; one before makes what stays.")] = 3,
     profiled: Annotated[int, typer.Option(help="Functions that are shown of each part; 0: none.")] = 0,
-    results: Annotated[Path, typer.Option(help="Folder of the JSON.")] = _RESULTS,
+    results: Annotated[Path, typer.Option(help="The JSON file.")] = _RESULTS / "small_parameters.json",
 ) -> None:
-    """Time torch alone and windlass in turns, print the ratios and where the time goes, write the JSON."""
+    """Time torch alone and windlass by turns, print the ratios and where the time goes, write the JSON.
+
+    Seconds are those of the process on the processor: others on the machine make the clock's useless.
+    """
     from torch.multiprocessing.spawn import spawn
 
     os.environ.update(OMP_NUM_THREADS="1", WINDLASS_LOG_LEVEL="WARNING")
@@ -59,31 +65,45 @@ def main(
     with tempfile.TemporaryDirectory() as folder:
         for world in (int(one) for one in ranks.split(",")):
             out, store = Path(folder) / f"{world}.json", Path(folder) / f"store{world}"
-            arguments = (world, parameters, [int(one) for one in stages.split(",")], profiled, store, out)
+            arguments = (world, parameters, [int(one) for one in stages.split(",")], rounds, profiled, store, out)
             spawn(_rank, arguments, nprocs=world)
             found[str(world)] = json.loads(out.read_text())
-    _show(found)
-    write_result(results / "small_parameters.json", {"parameters": parameters, "seconds": found})
+            _show(world, found[str(world)])
+            shared = os.getloadavg()[0] > 1.5 * world
+            result = {"parameters": parameters, "machine_was_shared": shared, "processor_seconds": found}
+            write_result(results, result)
 
 
-def _rank(rank: int, world: int, parameters: int, stages: list[int], profiled: int, store: Path, out: Path) -> None:
+def _rank(
+    rank: int, world: int, parameters: int, stages: list[int], rounds: int, profiled: int, store: Path, out: Path
+) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
-    found: dict[str, Seconds] = {"torch": {}}
-    for name in ("torch", *(f"stage {stage}" for stage in stages)):
+    found: dict[str, Seconds] = {_PLAIN: {_MODULES: []}}
+    cases = {_PLAIN: _torch(parameters, tempfile.mkdtemp(prefix="windlass-small-"), found[_PLAIN][_MODULES])}
+    for stage in stages:
         folder = [tempfile.mkdtemp(prefix="windlass-small-")] if rank == 0 else [""]
         dist.broadcast_object_list(folder, 0)
-        parts = _torch(parameters, folder[0]) if name == "torch" else _windlass(parameters, int(name[-1]), folder[0])
-        found[name] = _timed(*parts, profiled=profiled if rank == 0 and name != "torch" else 0, name=name)
-        dist.barrier()
+        begin = time.process_time()
+        cases[f"stage {stage}"] = _windlass(parameters, stage, folder[0])
+        found[f"stage {stage}"] = {"initialize": [time.process_time() - begin]}
+    for number in range(rounds + 1):  # the first makes what stays, such as optimizer states
+        for name, parts in cases.items():
+            for part, run in zip(_PARTS, parts, strict=True):
+                last = number == rounds and rank == 0 and name != _PLAIN
+                seconds = _timed(run, f"{name}: {part}", profiled if last else 0)
+                if number and seconds is not None:
+                    found[name].setdefault(part, []).append(seconds)
+            dist.barrier()
+    found[_PLAIN][_MODULES] = found[_PLAIN][_MODULES][1:]
     if rank == 0:
         out.write_text(json.dumps(found))
     dist.destroy_process_group()
 
 
-def _torch(parameters: int, folder: str) -> tuple[Callable[[], object], ...]:
+def _torch(parameters: int, folder: str, modules: list[float]) -> tuple[Callable[[], object], ...]:
     torch.manual_seed(0)
     model = Small(parameters)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
@@ -96,7 +116,9 @@ def _torch(parameters: int, folder: str) -> tuple[Callable[[], object], ...]:
 
     def load() -> None:
         state = torch.load(path, weights_only=True)
+        begin = time.process_time()
         model.load_state_dict(state["model"])
+        modules.append(time.process_time() - begin)
         optimizer.load_state_dict(state["optimizer"])
 
     return (
@@ -126,39 +148,37 @@ def _windlass(parameters: int, stage: int, folder: str) -> tuple[Callable[[], ob
     )
 
 
-def _timed(*parts: Callable[[], object], profiled: int, name: str) -> Seconds:
-    found: Seconds = {part: [] for part in _PARTS}
-    for number in range(_ROUNDS + 1):  # the first makes what stays, such as optimizer states
-        for part, run in zip(_PARTS, parts, strict=True):
-            profile = cProfile.Profile() if profiled and number == _ROUNDS else None
-            begin = time.perf_counter()
-            if profile is None:
-                run()
-            else:
-                profile.runcall(run)
-            if number and profile is None:
-                found[part].append(time.perf_counter() - begin)
-            if profile is not None:
-                print(f"{name}: {part}")
-                pstats.Stats(profile).sort_stats("tottime").print_stats(profiled)
-    return found
+def _timed(run: Callable[[], object], name: str, profiled: int) -> float | None:
+    """Seconds on the processor, in all threads; None where it was profiled, which takes several times as long."""
+    begin = time.process_time()
+    if not profiled:
+        run()
+        return time.process_time() - begin
+    profile = cProfile.Profile()
+    profile.runcall(run)
+    print(name)
+    pstats.Stats(profile).sort_stats("tottime").print_stats(profiled)
+    return None
 
 
-def _show(found: dict[str, dict[str, Seconds]]) -> None:
-    console = screen()
-    for world, cases in found.items():
-        table = Table(title=f"{world} rank{'s' * (world != '1')}: seconds (and times torch's)")
-        table.add_column("")
+def _show(world: int, cases: dict[str, Seconds]) -> None:
+    table = Table(title=f"{world} rank{'s' * (world != 1)}: seconds on the processor (times torch's, by rounds)")
+    table.add_column("")
+    for part in ("initialize", *_PARTS):
+        table.add_column(part, justify="right")
+    for name, case in cases.items():
+        row = [f"{case['initialize'][0]:.2f}" if "initialize" in case else ""]
         for part in _PARTS:
-            table.add_column(part, justify="right")
-        plain = {part: statistics.median(seconds) for part, seconds in cases["torch"].items()}
-        for name, case in cases.items():
-            row = []
-            for part in _PARTS:
-                median = statistics.median(case[part])
-                row.append(f"{median:.3f}" + ("" if name == "torch" else f" ({median / plain[part]:.1f})"))
-            table.add_row(name, *row)
-        console.print(table)
+            if part not in case:
+                row.append("profiled")
+                continue
+            ratios = [mine / plain for mine, plain in zip(case[part], cases[_PLAIN][part], strict=False)]
+            ratio = "" if name == _PLAIN else f" ({statistics.median(ratios):.2f})"
+            row.append(f"{statistics.median(case[part]):.3f}{ratio}")
+        table.add_row(name, *row)
+    screen().print(table)
+    modules = statistics.median(cases[_PLAIN][_MODULES])
+    screen().print(f"{_MODULES}: {modules:.3f} s, which grows with the square of the modules of a list")
 
 
 if __name__ == "__main__":
