@@ -81,14 +81,14 @@ def test_places_are_opened_once_and_alone(tmp_path: Path, shape: list[int], cuts
     after, into = shelves(tuple(shape), others, fill=False)
     count = torch.tensor(0)
     read: list[int] = []
-    real = TensorFile.read_part
+    real = TensorFile._read
 
-    def spy(self: TensorFile, entry: str, offset: int, tensor: torch.Tensor) -> Any:
-        read.append(tensor.numel() * tensor.element_size())
-        return real(self, entry, offset, tensor)
+    def spy(self: TensorFile, at: int, raw: Any, entry: str) -> None:
+        read.append(len(raw))
+        real(self, at, raw, entry)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TensorFile, "read_part", spy)
+        patch.setattr(TensorFile, "_read", spy)
         load(tmp_path, "t", SavedState(shards=into, tensors={"count": count}))
     numel = math.prod(shape)
     assert [shelf.times for shelf in (*before, *after)] == [1] * len(before + after)
