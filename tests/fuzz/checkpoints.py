@@ -77,7 +77,7 @@ def save_windlass(directory: Path) -> None:
         "states": {name: {"exp_avg": "pieces float32", "step": "whole float32", "eta": "value"} for name in SHAPES},
         "values": {name: {"eta": 0.5} for name in SHAPES},
         "spans": {"up.weight": [(0, 24)]},
-        "groups": [{"parameters": list(SHAPES), "values": {"lr": 0.1, "betas": (0.9, 0.99), "fused": None}}],
+        "groups": [{"parameters": list(SHAPES), "values": {"lr": 0.1, "betas": (0.9, 0.99), "maximize": False}}],
         "loss_scale": {"scale": 1024.0, "good_steps": 2, "hysteresis_left": 1},
         "schedule": {"last_batch_iteration": 3},
         "data": {"epoch": 0, "consumed": 24},
