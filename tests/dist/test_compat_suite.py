@@ -127,10 +127,12 @@ def _scales() -> None:
         assert (optimizer.dynamic_loss_scale, optimizer.scale_window) == (dynamic, 1)
         assert optimizer.loss_scaler.loss_scale == first
         assert optimizer.needs_scaler() and optimizer.loss_scaler.cur_iter == 0
-        engine.backward(engine(torch.ones(2, 6).half()).mean())
-        engine.step()
-        assert optimizer.loss_scaler.cur_scale == optimizer.cur_scale == first * (2 if dynamic else 1)
-        assert optimizer.loss_scaler.cur_iter == 1 and optimizer.offload_states() is None
+        for steps, factor in ((1, 1), (2, 2 if dynamic else 1)):  # as in DeepSpeed, not before `window + 1` good steps
+            engine.backward(engine(torch.ones(2, 6).half()).mean())
+            engine.step()
+            assert optimizer.loss_scaler.cur_scale == optimizer.cur_scale == first * factor
+            assert optimizer.loss_scaler.cur_iter == steps
+        assert optimizer.offload_states() is None
         optimizer.reload_states()
         engine.destroy()
 
@@ -316,6 +318,10 @@ def _group_views(stages: list[int]) -> None:
             flats = optimizer.bit16_groups_flat
             assert [flat.grad_fn for flat in flats] == [None, None]
             torch.testing.assert_close(flats[1], torch.cat([p.detach().reshape(-1) for p in layers[2].parameters()]))
+        pieces = optimizer.get_fp32_grad_partitions()
+        for group, layer in enumerate((layers[0], layers[2])):
+            for index, parameter in enumerate(layer.parameters()):
+                assert torch.equal(pieces[group][index], safe_get_local_grad(parameter).float())
         for parameter in layers[2].parameters():
             safe_set_local_grad(parameter, safe_get_local_grad(parameter) / 2)
         wanted = [norms[0], norms[1] / 2]

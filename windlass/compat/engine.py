@@ -26,6 +26,7 @@ from windlass.compat.masters import (
     HostGradients,
     MasterGroups,
     ParameterGroups,
+    gradients_in_fp32,
     norms_of_groups,
 )
 from windlass.compat.offload import ParameterOffload
@@ -155,6 +156,7 @@ class DeepSpeedEngine(Places, CheckpointPlaces, Precision, Engine):
             optimizer.averaged_gradients = GroupGradients(optimizer)
             optimizer._get_norm_groups = lambda: norms_of_groups(optimizer)
             optimizer._global_grad_norm = 0.0
+            optimizer.get_fp32_grad_partitions = lambda: gradients_in_fp32(optimizer)
         if self.zero_optimization_stage() in (1, 2):
             optimizer.bit16_groups_flat = FlatParameters(optimizer)
             if self.zero_cpu_offload():

@@ -156,3 +156,12 @@ def norms_of_groups(optimizer: Any) -> list[torch.Tensor]:
                 total += gradient.double().square().sum().cpu()
         norms.append((total.sqrt() * optimizer.loss_scale).float())
     return norms
+
+
+def gradients_in_fp32(optimizer: torch.optim.Optimizer) -> dict[int, dict[int, torch.Tensor]]:
+    """Return this rank's pieces of the reduced gradients in fp32, by the number of the group and of the parameter in
+    it; those without a gradient are left out."""
+    found = {}
+    for number, pieces in GroupGradients(optimizer).items():
+        found[number] = {index: piece.float() for index, piece in enumerate(pieces) if piece is not None}
+    return found
