@@ -265,6 +265,13 @@ def _coalesced(stages: list[int]) -> None:
     with pytest.raises(NotBuiltError, match="stage 1, 2 or 3"), engine.coalesce_grad_reduction():
         pass
     engine.destroy()
+    engine = initialize(model=_net(), config=_config(2, managed_gradient_accumulation=False))[0]
+    with pytest.raises(AssertionError, match="managed"), engine.coalesce_grad_reduction():
+        pass
+    engine.pipeline_parallelism = True  # as scripts set it
+    with pytest.raises(NotBuiltError, match="pipeline"), engine.coalesce_grad_reduction():
+        pass
+    engine.destroy()
 
 
 def test_coalesced_backwards_equal_backwards_one_by_one() -> None:
@@ -382,8 +389,8 @@ def _set_by_hand() -> list[tuple[float, list[torch.Tensor]]]:
                 engine.step()
             if value == math.inf:
                 assert optimizer.overflow and engine.skipped_steps == 1
-                scale /= 2
                 if fp16:
+                    scale /= 2
                     facts = optimizer.loss_scale_config
                     assert facts.dynamic_loss_scale and facts.cur_iter == 1 and facts.cur_scale == scale
         ends.append((optimizer.cur_scale, [parameter.detach().float() for parameter in engine.module.parameters()]))

@@ -40,6 +40,7 @@ from windlass.compat.scaler import Scaler, scale_of
 from windlass.compat.timers import SynchronizedWallClockTimer, ThroughputTimer
 from windlass.config import Config
 from windlass.engine.train import Engine
+from windlass.parallel.pipeline.module import PipelineModule
 from windlass.zero.access import raw_grad
 from windlass.zero.script_gradients import foreign
 from windlass.zero.sharded import ShardedModel
@@ -84,6 +85,7 @@ class DeepSpeedEngine(Places, CheckpointPlaces, Precision, Engine):
     mpu: Any = None
     enable_backward_allreduce = True
     inside_no_sync_ctxt = False
+    pipeline_parallelism = False  # whether the model is a row of layers, or its layers are spread over stages
     _told_foreign = False
     scale_wrt_gas = True
     use_ds_comm = False  # torch.distributed's own, and windlass's transports
@@ -178,6 +180,8 @@ class DeepSpeedEngine(Places, CheckpointPlaces, Precision, Engine):
 
     def _follow(self) -> None:
         """Groups of this engine are those that a script is told."""
+        if isinstance(self.module, PipelineModule) or self.mesh.pp.size > 1:
+            self.pipeline_parallelism = True
         self._axes = axes_of(self, self.mpu, experts=self.has_moe_layers)
         follow(self, self._axes)
 
@@ -205,11 +209,16 @@ class DeepSpeedEngine(Places, CheckpointPlaces, Precision, Engine):
 
         Raises:
             NotBuiltError: at stage 0, which has `no_sync`, or with a pipeline, whose engine runs its own backwards.
+            AssertionError: inside another such context, or `managed_gradient_accumulation` is false.
         """
         if self.zero_optimization_stage() == 0:
             raise NotBuiltError("coalesce_grad_reduction requires ZeRO stage 1, 2 or 3; use no_sync at stage 0")
         if self.pipeline_parallelism:
             raise NotBuiltError("coalesce_grad_reduction is not supported under pipeline parallelism; use train_batch")
+        assert self.managed_gradient_accumulation(), (
+            "coalesce_grad_reduction with managed_gradient_accumulation false: there every engine.step() takes in all "
+            "backward passes since the last one; leave the context out"
+        )
         assert not self.inside_no_sync_ctxt, "coalesce_grad_reduction cannot be nested inside another no_sync context"
         self.inside_no_sync_ctxt = True
         try:
