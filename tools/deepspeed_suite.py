@@ -160,6 +160,8 @@ class Side:
             "HF_HUB_OFFLINE": "1",
             "DS_UNITTEST_TIMEOUT": "90",
             "DEEPSPEED_SUITE_RECORD": str(self.file),
+            # Of this side alone: kernels are built anew whenever another environment used the folder in between.
+            "TORCH_EXTENSIONS_DIR": str(out / "extensions" / name),
             "PATH": f"{Path(python).parent}:{os.environ['PATH']}",
             "PYTHONPATH": os.pathsep.join([*first, here, str(tests), *_given()]),
         }
@@ -214,19 +216,24 @@ class Side:
                 print(f"[{self.name}] {len(left)} from {left[0]}", flush=True)
                 self.run_once(left, patience)
 
+    def _size(self) -> int:
+        return self.file.stat().st_size if self.file.exists() else 0
+
     def run_once(self, tests: Sequence[str], patience: float) -> None:
         """Run tests in one process; record the one at which it hung, died or gave up as failed."""
         listed = self.file.with_suffix(".tests")
         listed.write_text("\n".join(tests) + "\n")
         files = dict.fromkeys(test.split("::")[0] for test in tests)
         child = self.start(["--continue-on-collection-errors", *files], DEEPSPEED_SUITE_TESTS=str(listed))
-        seen, size = time.monotonic(), -1
+        seen, size = time.monotonic(), self._size()
+        first = size
         while child.poll() is None:
             time.sleep(0.2)
-            now = self.file.stat().st_size if self.file.exists() else 0
+            now = self._size()
             if now != size:
                 seen, size = time.monotonic(), now
-            if time.monotonic() - seen > patience:
+            # Imports and the collection are silent, too, and take minutes on a busy machine.
+            if time.monotonic() - seen > (patience if size != first else 5 * patience):
                 os.killpg(child.pid, signal.SIGKILL)
                 child.wait()
         found = self.outcomes()

@@ -292,6 +292,13 @@ def _gathered_by_hand() -> None:
         weight.mul_(2)
     weight.partition(has_been_updated=True)
     torch.testing.assert_close(weight.get_full_hp_param(), whole * 2)
+    others = list(engine.module.parameters())[2:]
+    handles = [weight.all_gather_coalesced(others), weight.all_gather(async_op=True)]
+    for handle in handles:
+        handle.wait()
+    for one in [weight, *others]:
+        assert one.ds_status is ZeroParamStatus.AVAILABLE
+    weight.partition([weight, *others])
     ids = [p.ds_id for p in engine.module.parameters()]
     assert len(set(ids)) == len(ids)
     weight.ds_active_sub_modules.add(1)

@@ -86,6 +86,14 @@ def _born_alone() -> None:
     plain = _net()
     with Init(config_dict_or_path=_config(3)), Init(config_dict_or_path=_config(3)):
         net = _net()
+    with Init(config_dict_or_path=_config(3)):
+        with Init(config_dict_or_path=_config(3)):
+            inner = _net()
+        assert inner[0].weight.ds_numel == plain[0].weight.numel()  # cut already
+        alone = initialize(model=inner, model_parameters=inner.parameters(), config=_config(3))[0]
+        second = _net()
+    assert torch.equal(alone(torch.ones(2, 6)), plain(torch.ones(2, 6))) and hasattr(second[0].weight, "ds_id")
+    alone.destroy()
     for parameter, other in zip(net.parameters(), plain.parameters(), strict=True):
         assert parameter.ds_status == ZeroParamStatus.NOT_AVAILABLE and parameter.ds_numel == other.numel()
         assert torch.equal(parameter.ds_tensor, other.detach().view(-1))
@@ -119,10 +127,12 @@ def _scales() -> None:
         assert (optimizer.dynamic_loss_scale, optimizer.scale_window) == (dynamic, 1)
         assert optimizer.loss_scaler.loss_scale == first
         assert optimizer.needs_scaler() and optimizer.loss_scaler.cur_iter == 0
-        engine.backward(engine(torch.ones(2, 6).half()).mean())
-        engine.step()
-        assert optimizer.loss_scaler.cur_scale == optimizer.cur_scale == first * (2 if dynamic else 1)
-        assert optimizer.loss_scaler.cur_iter == 1 and optimizer.offload_states() is None
+        for steps, factor in ((1, 1), (2, 2 if dynamic else 1)):  # as in DeepSpeed, not before `window + 1` good steps
+            engine.backward(engine(torch.ones(2, 6).half()).mean())
+            engine.step()
+            assert optimizer.loss_scaler.cur_scale == optimizer.cur_scale == first * factor
+            assert optimizer.loss_scaler.cur_iter == steps
+        assert optimizer.offload_states() is None
         optimizer.reload_states()
         engine.destroy()
 
@@ -255,6 +265,13 @@ def _coalesced(stages: list[int]) -> None:
     with pytest.raises(NotBuiltError, match="stage 1, 2 or 3"), engine.coalesce_grad_reduction():
         pass
     engine.destroy()
+    engine = initialize(model=_net(), config=_config(2, managed_gradient_accumulation=False))[0]
+    with pytest.raises(AssertionError, match="managed"), engine.coalesce_grad_reduction():
+        pass
+    engine.pipeline_parallelism = True  # as scripts set it
+    with pytest.raises(NotBuiltError, match="pipeline"), engine.coalesce_grad_reduction():
+        pass
+    engine.destroy()
 
 
 def test_coalesced_backwards_equal_backwards_one_by_one() -> None:
@@ -277,3 +294,118 @@ def _scattered() -> None:
 def test_reduce_scatter_of_several_tensors() -> None:
     """Law: each rank gets its part of the mean, the last ones shorter or empty parts."""
     run_ranks(_scattered, 2)
+
+
+def _group_views(stages: list[int]) -> None:
+    from windlass.compat.initialize import initialize
+    from windlass.compat.whole_values import safe_get_local_grad, safe_set_local_grad
+
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    batches = torch.randn(ranks, 2, 2, 6, generator=torch.Generator().manual_seed(3))
+    plain = _net()
+    for batch in batches.flatten(0, 1):
+        (plain(batch).square().mean() / 2 / ranks).backward()
+    grads = [parameter.grad for parameter in plain.parameters()]
+    norms = [torch.cat([g.reshape(-1) for g in part]).norm() for part in (grads[:2], grads[2:])]
+    for stage in stages:
+        net = _net()
+        layers = list(net.children())
+        groups = [{"params": list(layer.parameters())} for layer in (layers[0], layers[2])]
+        config = _config(stage, gradient_accumulation_steps=2)
+        config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+        engine, optimizer, _, _ = initialize(model=net, model_parameters=groups, config=config)
+        for number, batch in enumerate(batches[rank]):
+            engine.backward(engine(batch).square().mean())
+            if number == 0:
+                engine.step()
+        torch.testing.assert_close(optimizer._get_norm_groups(), norms)
+        if stage < 3:
+            held = optimizer.accumulated_grads_in_cpu
+            assert list(held) == [0, 1, 2, 3] and all(held[number].device.type == "cpu" for number in held)
+            flats = optimizer.bit16_groups_flat
+            assert [flat.grad_fn for flat in flats] == [None, None]
+            torch.testing.assert_close(flats[1], torch.cat([p.detach().reshape(-1) for p in layers[2].parameters()]))
+        pieces = optimizer.get_fp32_grad_partitions()
+        for group, layer in enumerate((layers[0], layers[2])):
+            for index, parameter in enumerate(layer.parameters()):
+                assert torch.equal(pieces[group][index], safe_get_local_grad(parameter).float())
+        for parameter in layers[2].parameters():
+            safe_set_local_grad(parameter, safe_get_local_grad(parameter) / 2)
+        wanted = [norms[0], norms[1] / 2]
+        torch.testing.assert_close(optimizer._get_norm_groups(), wanted)
+        engine.step()
+        assert float(optimizer._global_grad_norm) == pytest.approx(float(torch.stack(wanted).norm()), rel=1e-5)
+        if stage < 3:
+            assert len(optimizer.accumulated_grads_in_cpu) == 0
+        engine.destroy()
+
+
+def test_the_optimizer_shows_gradients_and_their_norms_by_group() -> None:
+    """Law: norms of groups are those of plain torch's gradients, before and after a script changes them."""
+    run_ranks(_group_views, 2, [1, 2, 3])
+
+
+def _dtypes_kept() -> None:
+    from windlass.compat.initialize import initialize
+
+    for stage in (0, 3):
+        net = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))
+        net.register_buffer("inv_freq", torch.full((6,), 1 + 2**-9))
+        config = _config(stage, bf16={"enabled": True})
+        engine, _, _, _ = initialize(model=net, model_parameters=net.parameters(), config=config)
+        assert engine._config.param_dtype is engine._config.buffer_dtype is None
+        assert engine._config.zero_enabled == (stage > 0) and engine._config.optimizer_name == "adam"
+        assert engine._mixed_precision_dtypes() == (torch.bfloat16, None)
+        assert torch.equal(engine.module.inv_freq, torch.full((6,), 1 + 2**-9))
+        assert {buffer.dtype for buffer in net[1].buffers()} == {torch.bfloat16, torch.long}
+        engine.backward(engine(torch.randn(4, 6).bfloat16()).square().mean())
+        engine.step()
+        engine.destroy()
+
+
+def test_buffers_keep_their_dtype_beside_16_bit_parameters() -> None:
+    """As DeepSpeed's since 0.19; the statistics of a norm follow its weights, since torch computes no other pair."""
+    run_ranks(_dtypes_kept, 1)
+
+
+def _set_by_hand() -> list[tuple[float, list[torch.Tensor]]]:
+    from windlass.compat.initialize import initialize
+
+    ends = []
+    for fp16 in (False, True):
+        config = _config(0, optimizer={"type": "SGD", "params": {"lr": 0.5}}, gradient_accumulation_steps=2)
+        if fp16:
+            config["fp16"] = {"enabled": True, "loss_scale": 0, "initial_scale_power": 4, "loss_scale_window": 2}
+        engine, optimizer, _, _ = initialize(model=_net(), config={**config, "gradient_clipping": 0.0})
+        scale = 16.0 if fp16 else 1.0
+        for value in (math.inf, 0.25):
+            for number in range(2):
+                x = torch.ones(2, 6, dtype=torch.float16 if fp16 else torch.float32)
+                engine.backward(engine(x).mean())
+                if number:
+                    for parameter in engine.module[0].parameters():
+                        parameter.grad = torch.empty_like(parameter)
+                        parameter.grad.fill_(value * scale)
+                engine.step()
+            if value == math.inf:
+                assert optimizer.overflow and engine.skipped_steps == 1
+                if fp16:
+                    scale /= 2
+                    facts = optimizer.loss_scale_config
+                    assert facts.dynamic_loss_scale and facts.cur_iter == 1 and facts.cur_scale == scale
+        ends.append((optimizer.cur_scale, [parameter.detach().float() for parameter in engine.module.parameters()]))
+        engine.destroy()
+    return ends
+
+
+def test_gradients_that_a_script_sets_at_stage_0_are_stepped() -> None:
+    """Law: as in DeepSpeed, what is in `.grad` counts, in place of what backward passes brought to that parameter."""
+    for found in run_ranks(_set_by_hand, 2):
+        for fp16, (_, after) in enumerate(found):
+            plain = _net()
+            plain(torch.ones(2, 6)).mean().backward()
+            for parameter in plain[0].parameters():
+                parameter.grad = torch.full_like(parameter, 0.25)
+            torch.optim.SGD(plain.parameters(), lr=0.5).step()
+            for one, other in zip(after, plain.parameters(), strict=True):
+                torch.testing.assert_close(one, other.detach(), rtol=0, atol=2e-3 if fp16 else 1e-6)

@@ -16,18 +16,32 @@ from windlass.base.log import logger
 from windlass.compat.accessors import ANSWERS, KEYS, ask
 from windlass.compat.checkpoint_places import CheckpointPlaces
 from windlass.compat.engine_axes import axes_of, follow
+from windlass.compat.engine_config import asked
 from windlass.compat.loader import DeepSpeedDataLoader, loader_of
-from windlass.compat.masters import NAMES, PARAMETERS, GroupGradients, MasterGroups, ParameterGroups
+from windlass.compat.masters import (
+    NAMES,
+    PARAMETERS,
+    FlatParameters,
+    GroupGradients,
+    HostGradients,
+    MasterGroups,
+    ParameterGroups,
+    gradients_in_fp32,
+    norms_of_groups,
+)
 from windlass.compat.offload import ParameterOffload
 from windlass.compat.optimizer_kinds import ATTRIBUTE as KIND
 from windlass.compat.optimizer_kinds import kind_of
 from windlass.compat.parameters import lend_names
 from windlass.compat.places import Places
+from windlass.compat.precision import Precision
 from windlass.compat.refusal import NotBuiltError
-from windlass.compat.scaler import Scaler
+from windlass.compat.scaler import Scaler, scale_of
 from windlass.compat.timers import SynchronizedWallClockTimer, ThroughputTimer
 from windlass.config import Config
 from windlass.engine.train import Engine
+from windlass.parallel.pipeline.module import PipelineModule
+from windlass.zero.access import raw_grad
 from windlass.zero.script_gradients import foreign
 from windlass.zero.sharded import ShardedModel
 
@@ -64,13 +78,14 @@ REFUSED = {
 }
 
 
-class DeepSpeedEngine(Places, CheckpointPlaces, Engine):
+class DeepSpeedEngine(Places, CheckpointPlaces, Precision, Engine):
     """As `windlass.Engine`, which has what trains; here is what else DeepSpeed's scripts ask and do."""
 
-    repeats_steps = takes_foreign_gradients = keeps_accumulated = skips_bad_steps = True
+    repeats_steps = takes_foreign_gradients = keeps_accumulated = skips_bad_steps = keeps_buffers = True
     mpu: Any = None
     enable_backward_allreduce = True
     inside_no_sync_ctxt = False
+    pipeline_parallelism = False  # whether the model is a row of layers, or its layers are spread over stages
     _told_foreign = False
     scale_wrt_gas = True
     use_ds_comm = False  # torch.distributed's own, and windlass's transports
@@ -101,7 +116,8 @@ class DeepSpeedEngine(Places, CheckpointPlaces, Engine):
         self, given: Any, mpu: Any, client_optimizer: Any, client_lr_scheduler: Any, training_data: Any, collate_fn: Any
     ) -> None:
         """Remember what the caller of `initialize` gave, which scripts read back. Collective."""
-        self.config, self.mpu = given, mpu
+        self.config, self.mpu, self._config = given, mpu, asked(self._config)
+        self._scaler = scale_of(self._scaler, zero=self.zero_optimization())
         self._follow()
         self.client_lr_scheduler = client_lr_scheduler
         self.summary_events: list[Any] = []
@@ -132,12 +148,21 @@ class DeepSpeedEngine(Places, CheckpointPlaces, Engine):
         )
         optimizer.needs_scaler = lambda: self._scaler.scale != 1.0
         optimizer.check_overflow = lambda *_: optimizer.overflow
+        if not self.zero_optimization():
+            optimizer.loss_scale_config = optimizer.loss_scaler
         optimizer.skip_step = False
         setattr(optimizer, KIND, kind_of(self._config))
         if name := NAMES.get(self.zero_optimization_stage()):
             setattr(optimizer, name, MasterGroups(optimizer))
             setattr(optimizer, PARAMETERS[self.zero_optimization_stage()], ParameterGroups(optimizer))
             optimizer.averaged_gradients = GroupGradients(optimizer)
+            optimizer._get_norm_groups = lambda: norms_of_groups(optimizer)
+            optimizer._global_grad_norm = 0.0
+            optimizer.get_fp32_grad_partitions = lambda: gradients_in_fp32(optimizer)
+        if self.zero_optimization_stage() in (1, 2):
+            optimizer.bit16_groups_flat = FlatParameters(optimizer)
+            if self.zero_cpu_offload():
+                optimizer.accumulated_grads_in_cpu = HostGradients(optimizer)
         optimizer.quantize_nontrainable_params = _refusing(
             "optimizer.quantize_nontrainable_params", "quantized gathers are not built"
         )
@@ -155,6 +180,8 @@ class DeepSpeedEngine(Places, CheckpointPlaces, Engine):
 
     def _follow(self) -> None:
         """Groups of this engine are those that a script is told."""
+        if isinstance(self.module, PipelineModule) or self.mesh.pp.size > 1:
+            self.pipeline_parallelism = True
         self._axes = axes_of(self, self.mpu, experts=self.has_moe_layers)
         follow(self, self._axes)
 
@@ -182,11 +209,16 @@ class DeepSpeedEngine(Places, CheckpointPlaces, Engine):
 
         Raises:
             NotBuiltError: at stage 0, which has `no_sync`, or with a pipeline, whose engine runs its own backwards.
+            AssertionError: inside another such context, or `managed_gradient_accumulation` is false.
         """
         if self.zero_optimization_stage() == 0:
             raise NotBuiltError("coalesce_grad_reduction requires ZeRO stage 1, 2 or 3; use no_sync at stage 0")
         if self.pipeline_parallelism:
             raise NotBuiltError("coalesce_grad_reduction is not supported under pipeline parallelism; use train_batch")
+        assert self.managed_gradient_accumulation(), (
+            "coalesce_grad_reduction with managed_gradient_accumulation false: there every engine.step() takes in all "
+            "backward passes since the last one; leave the context out"
+        )
         assert not self.inside_no_sync_ctxt, "coalesce_grad_reduction cannot be nested inside another no_sync context"
         self.inside_no_sync_ctxt = True
         try:
@@ -215,8 +247,30 @@ class DeepSpeedEngine(Places, CheckpointPlaces, Engine):
             "It is illegal to call Engine.step() inside no_sync context manager: leave the context first"
         )
         acts = self.progress.ends_at_step()
+        if acts and not self.zero_optimization():
+            self._adopt_gradients()
         super().step(lr_kwargs)
+        if acts and self.zero_optimization():
+            self.optimizer._global_grad_norm = self.get_global_grad_norm()
         self.tput_timer.stop(global_step=acts)
+
+    def _adopt_gradients(self) -> None:
+        """Reduce the gradients that a script set in `.grad`, to be stepped instead of those of backward passes.
+
+        DeepSpeed's stage 0 steps what is in `.grad`. Collective where a script did so.
+        """
+        trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        given = [(parameter, gradient) for parameter in trained if (gradient := raw_grad(parameter)) is not None]
+        if not given:
+            return
+        parameters, gradients = [parameter for parameter, _ in given], [gradient.detach() for _, gradient in given]
+        self._sharded.script_gradients.drop_all(parameters, zero=False)
+        weight, self._weight, self._scaled = self._weight, 1.0, True  # as `.grad` of a scaled loss, if there is a scale
+        try:
+            torch.autograd.backward(parameters, gradients)
+        finally:
+            self._weight = weight
+            self._backward_ended()
 
     def _autocast(self) -> AbstractContextManager[Any]:
         """As DeepSpeed: the configuration's `torch_autocast`, whatever a GPU's script has put around the forward."""

@@ -1,4 +1,4 @@
-"""Parameters, gradients and master weights of this rank by parameter group, as DeepSpeed's optimizers show them."""
+"""Parameters, gradients and master weights by parameter group, as DeepSpeed's optimizers show them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, overload
 
 import torch
 
-from windlass.compat.whole_values import safe_get_local_fp32_param, safe_get_local_grad
+from windlass.compat.whole_values import safe_get_full_grad, safe_get_local_fp32_param, safe_get_local_grad
 
 NAMES = {
     1: "single_partition_of_fp32_groups",
@@ -90,3 +90,78 @@ class ParameterGroups(Sequence[list[torch.nn.Parameter]]):
     def __getitem__(self, index: int | slice) -> Any:
         groups = self._optimizer.param_groups[index]
         return list(groups["params"]) if isinstance(groups, dict) else [list(group["params"]) for group in groups]
+
+
+class FlatParameters(Sequence[torch.Tensor]):
+    """The parameters of each group, as they compute, in one flat tensor outside the graph: a copy, made when asked for.
+
+    Args:
+        optimizer: whose groups.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+
+    def __len__(self) -> int:
+        return len(self._optimizer.param_groups)
+
+    @overload
+    def __getitem__(self, index: int) -> torch.Tensor: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[torch.Tensor]: ...
+    def __getitem__(self, index: int | slice) -> torch.Tensor | list[torch.Tensor]:
+        groups = self._optimizer.param_groups[index]
+        return _whole(groups) if isinstance(groups, dict) else [_whole(group) for group in groups]
+
+
+def _whole(group: dict[str, list[torch.nn.Parameter]]) -> torch.Tensor:
+    parameters = group["params"]
+    return torch.cat([parameter.detach().reshape(-1) for parameter in parameters]) if parameters else torch.empty(0)
+
+
+class HostGradients(Mapping[int, torch.Tensor]):
+    """This rank's gradients that wait in host memory for the step, by the number of their parameter in the groups;
+    empty between a step and the next backward. Looked up when asked for.
+
+    Args:
+        optimizer: whose groups.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+
+    def _held(self) -> dict[int, torch.Tensor]:
+        parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        found = [(number, safe_get_local_grad(parameter)) for number, parameter in enumerate(parameters)]
+        return {number: piece for number, piece in found if piece is not None}
+
+    def __len__(self) -> int:
+        return len(self._held())
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._held())
+
+    def __getitem__(self, number: int) -> torch.Tensor:
+        return self._held()[number]
+
+
+def norms_of_groups(optimizer: Any) -> list[torch.Tensor]:
+    """Return the norm of the reduced gradient of each parameter group, loss scale included. Collective: gradients are
+    gathered one by one."""
+    norms = []
+    for group in optimizer.param_groups:
+        total = torch.zeros((), dtype=torch.float64)
+        for parameter in group["params"]:
+            if (gradient := safe_get_full_grad(parameter)) is not None:
+                total += gradient.double().square().sum().cpu()
+        norms.append((total.sqrt() * optimizer.loss_scale).float())
+    return norms
+
+
+def gradients_in_fp32(optimizer: torch.optim.Optimizer) -> dict[int, dict[int, torch.Tensor]]:
+    """Return this rank's pieces of the reduced gradients in fp32, by the number of the group and of the parameter in
+    it; those without a gradient are left out."""
+    found = {}
+    for number, pieces in GroupGradients(optimizer).items():
+        found[number] = {index: piece.float() for index, piece in enumerate(pieces) if piece is not None}
+    return found

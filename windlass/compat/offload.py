@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -73,3 +74,31 @@ class ParameterOffload:
 
     def partition_all_parameters(self) -> None:
         """Nothing: parameters are released after use."""
+
+
+class ZeROOrderedDict(OrderedDict[str, Any]):
+    """Parameters of a module, in order. DeepSpeed puts it in place of `module._parameters` to gather what a forward
+    reads; windlass gathers by itself and puts none there, so that one which a script makes only holds.
+
+    Args:
+        parent_module: whose parameters they are.
+    """
+
+    def __init__(self, parent_module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._parent_module, self._in_forward = parent_module, False
+
+    def __reduce__(self) -> Any:
+        reduced: tuple[Any, ...] = tuple(super().__reduce__())
+        return (reduced[0], (self._parent_module,), *reduced[2:])
+
+
+def ensure_zero_ordered_dict(module: Any) -> None:
+    """Put a module's parameters into a `ZeROOrderedDict`, and keep the container that they were in as
+    `_original_parameters`. Does nothing where they are in one already."""
+    given = getattr(module, "_parameters", None)
+    if not isinstance(given, dict) or isinstance(given, ZeROOrderedDict):
+        return
+    if not hasattr(module, "_original_parameters"):
+        module._original_parameters = given
+    module._parameters = ZeROOrderedDict(module, given)

@@ -173,14 +173,43 @@ def _piece(parameter: nn.Parameter) -> int:
     return -(-parameter.numel() // int(_ranks(parameter).size))
 
 
-def _all_gather(parameter: nn.Parameter) -> Callable[..., None]:
-    def all_gather(param_list: Any = None, async_op: bool = False, hierarchy: int = 0) -> None:
+class GatherHandle:
+    """Handle of a gather that is complete when it is returned.
+
+    Args:
+        params: that are whole.
+    """
+
+    complete = True
+
+    def __init__(self, params: list[nn.Parameter]) -> None:
+        self.params = params
+
+    def wait(self, handle_dependency: bool = True) -> None:
+        """Return at once."""
+
+
+def _gathered(params: list[nn.Parameter]) -> GatherHandle:
+    for one in params:
+        if id(one) not in _open:
+            _open[id(one)] = GatheredParameters([one]).__enter__()
+    return GatherHandle(params)
+
+
+def _all_gather(parameter: nn.Parameter) -> Callable[..., GatherHandle]:
+    def all_gather(param_list: Any = None, async_op: bool = False, hierarchy: int = 0) -> GatherHandle:
         """Make parameters whole until `partition`. Collective."""
-        for one in [parameter] if param_list is None else list(param_list):
-            if id(one) not in _open:
-                _open[id(one)] = GatheredParameters([one]).__enter__()
+        return _gathered([parameter] if param_list is None else list(param_list))
 
     return all_gather
+
+
+def _all_gather_coalesced(parameter: nn.Parameter) -> Callable[..., GatherHandle]:
+    def all_gather_coalesced(params: Any, safe_mode: bool = False, quantize: bool = False) -> GatherHandle:
+        """Make parameters whole until `partition`. Collective."""
+        return _gathered(list(params))
+
+    return all_gather_coalesced
 
 
 def _partition(parameter: nn.Parameter) -> Callable[..., None]:
@@ -255,7 +284,7 @@ _OF_STAGE_3: dict[str, Callable[[nn.Parameter], Any]] = {
     "nvme_swapper": lambda p: None,
     "is_external_param": lambda p: False,
     "all_gather": _all_gather,
-    "all_gather_coalesced": _all_gather,
+    "all_gather_coalesced": _all_gather_coalesced,
     "partition": _partition,
     "partition_numel": lambda p: lambda: _piece(p),
     "aligned_size": lambda p: lambda: _piece(p) * _ranks(p).size,

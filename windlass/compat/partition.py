@@ -80,7 +80,7 @@ class Init(zero.Init):
     configuration's 16 bits unless `dtype` says otherwise, and can be asked as DeepSpeed's parameters can, on one rank
     too."""
 
-    cuts_alone = True
+    cuts_alone = cuts_nested = True
     lends_names = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -12,7 +12,6 @@ from windlass.compat.engine_axes import EngineAxes
 from windlass.compat.expert_groups import _get_expert_data_parallel_group_dict, _get_expert_parallel_group_dict
 from windlass.parallel.experts import MoE
 from windlass.parallel.experts.gate import TopKGate
-from windlass.parallel.pipeline.module import PipelineModule
 
 
 class Places:
@@ -69,11 +68,6 @@ class Places:
     def checkpoint_mp_rank(self) -> int:
         """As `get_model_parallel_rank`."""
         return self._axes.model.index
-
-    @property
-    def pipeline_parallelism(self) -> bool:
-        """Whether the model is a row of layers, or its layers are spread over stages."""
-        return isinstance(self.module, PipelineModule) or self.mesh.pp.size > 1
 
     # sequence parallelism
 

@@ -1,10 +1,46 @@
-"""`engine.optimizer.loss_scaler`: what scripts ask of the loss scale."""
+"""The dynamic loss scale by DeepSpeed's rule, and `engine.optimizer.loss_scaler`: what scripts ask of it."""
 
 from __future__ import annotations
 
 from windlass.config.precision import Fp16
 from windlass.engine.progress import Progress
-from windlass.optim.loss_scale import LossScale
+from windlass.optim.loss_scale import DynamicLossScale, LossScale
+
+
+class DeepSpeedLossScale(DynamicLossScale):
+    """Dynamic loss scale that doubles as DeepSpeed's does since 0.19: after `window + 1` good steps in a row, and after
+    every `window` more."""
+
+    def update(self, overflow: bool, where: str = "") -> None:
+        """See `DynamicLossScale`."""
+        if overflow:
+            super().update(overflow, where)
+            return
+        self.good_steps += 1
+        if self.consecutive_hysteresis:
+            self.hysteresis_left = self.hysteresis
+        stable = self.good_steps - 1
+        if stable and stable % self.window == 0:
+            self.grow()
+
+
+def scale_of(scale: LossScale, *, zero: bool) -> LossScale:
+    """Return the loss scale that DeepSpeed would use in place of `scale`.
+
+    Args:
+        scale: as the configuration asks for it.
+        zero: at stages 1 to 3. At stage 0 DeepSpeed lowers the scale at every overflow, and goes on at the minimum.
+    """
+    if not isinstance(scale, DynamicLossScale):
+        return scale
+    return DeepSpeedLossScale(
+        scale=scale.scale,
+        window=scale.window,
+        hysteresis=scale.hysteresis if zero else 1,
+        consecutive_hysteresis=scale.consecutive_hysteresis,
+        min_scale=scale.min_scale,
+        at_minimum=scale.at_minimum if zero else "continue",
+    )
 
 
 class Scaler:
@@ -19,8 +55,9 @@ class Scaler:
     def __init__(self, scale: LossScale, progress: Progress, section: Fp16) -> None:
         self._scale, self._progress = scale, progress
         self.dynamic = scale.dynamic
+        self.dynamic_loss_scale, self.use_grad_scaling = scale.dynamic, section.enabled
         self.scale_window, self.min_scale = section.loss_scale_window, section.min_loss_scale
-        self.scale_factor = 2.0
+        self.min_loss_scale, self.scale_factor = section.min_loss_scale, 2.0
 
     @property
     def loss_scale(self) -> float:

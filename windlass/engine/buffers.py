@@ -13,6 +13,8 @@ from torch import nn
 from windlass.comm.groups import Group
 from windlass.parallel.experts import is_bias
 
+_NORMS = (nn.modules.batchnorm._NormBase,)
+
 
 class BufferCasts:
     """Which dtype each floating-point buffer of a 16-bit model takes.
@@ -23,12 +25,19 @@ class BufferCasts:
         dtype: of all buffers (`data_types.buffer_dtype`). None: buffers of the saved state are cast to `compute` (a
             norm computes in one dtype), and the others (tables of positions) keep their precision.
         keep: patterns of names of buffers that are fp32, or "auto" for those that the model names.
+        norms_only: without a `dtype`, cast the running statistics of torch's norms alone: torch computes them in the
+            dtype of their weights and of no other.
     """
 
     def __init__(
-        self, model: nn.Module, compute: torch.dtype, dtype: torch.dtype | None, keep: Literal["auto"] | list[str]
+        self,
+        model: nn.Module,
+        compute: torch.dtype,
+        dtype: torch.dtype | None,
+        keep: Literal["auto"] | list[str],
+        norms_only: bool = False,
     ) -> None:
-        self._compute, self._dtype = compute, dtype
+        self._compute, self._dtype, self._norms_only = compute, dtype, norms_only
         patterns = [_glob(name) for name in keep] if keep != "auto" else list(_named_by_model(model, compute))
         self._kept = re.compile("|".join(patterns)) if patterns else None
 
@@ -40,6 +49,8 @@ class BufferCasts:
             return torch.float32
         if self._dtype is not None or name in module._non_persistent_buffers_set:
             return self._dtype
+        if self._norms_only and not isinstance(module, _NORMS):
+            return None
         return self._compute
 
 

@@ -54,6 +54,7 @@ class Engine(Questions, Files, nn.Module):
     # whether zero_grad between a micro-batch that does not end a step and the next backward keeps what was accumulated
     keeps_accumulated = False
     skips_bad_steps = False  # whether a gradient that is not finite costs its step, with a warning, and no error
+    keeps_buffers = False  # whether 16-bit models keep the dtype of their buffers, but for the statistics of norms
     _scaling: Engine | None = None  # of the class: whose loss the backward that runs began with
 
     def __init__(
@@ -121,7 +122,7 @@ class Engine(Questions, Files, nn.Module):
         if compute is None:
             return None
         dtype = parse_dtype(section.buffer_dtype) if section.buffer_dtype else None
-        return BufferCasts(self.module, compute, dtype, section.keep_in_fp32_modules)
+        return BufferCasts(self.module, compute, dtype, section.keep_in_fp32_modules, norms_only=self.keeps_buffers)
 
     def __getattr__(self, name: str) -> Any:
         try:

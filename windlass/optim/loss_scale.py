@@ -99,8 +99,12 @@ class DynamicLossScale:
         if self.consecutive_hysteresis:
             self.hysteresis_left = self.hysteresis
         if self.good_steps % self.window == 0:
-            self.hysteresis_left = self.hysteresis
-            self.scale = min(self.scale * 2, _LARGEST)
+            self.grow()
+
+    def grow(self) -> None:
+        """Double the scale, and refill the stock of forgiven overflows."""
+        self.hysteresis_left = self.hysteresis
+        self.scale = min(self.scale * 2, _LARGEST)
 
     def state_dict(self) -> dict[str, float]:
         """What must go on after a restart, as plain numbers."""

@@ -61,6 +61,7 @@ class Init:
         ModelError: another thread is inside an `Init`.
     """
 
+    cuts_nested = False  # whether the end of a context inside another cuts what was built until then
     cuts_alone = False  # whether a rank that is alone cuts too: what it has of a parameter then is all of it
     lends_names = False  # whether `state_dict()` gives stubs for what is born here (see `access.Stub`); else it raises
 
@@ -134,7 +135,11 @@ class Init:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if not self.enabled or not self._outer:
+        if not self.enabled:
+            return
+        if not self._outer:
+            if kind is None and _active is not None and self.cuts_nested:
+                _active._cut_now()
             return
         try:
             if kind is None:
@@ -156,16 +161,21 @@ class Init:
             torch_modules.register_module_module_registration_hook(self._module_registered),
         ]
 
-    def _finish(self) -> None:
-        """Cut what is still whole, among it what came into a module past its hooks. Collective."""
+    def _cut_now(self) -> list[nn.Module]:
+        """Cut what is whole, among it what came into a module past its hooks; return the modules. Collective."""
         modules = [module for reference in self._modules.values() if (module := reference()) is not None]
-        parameters = [p for module in modules for p in module._parameters.values() if p is not None]
         if self._site is not None:
             for module in modules:
                 for name, parameter in module._parameters.items():
                     if parameter is not None:
                         self._site.admit(parameter, _label(module, name))
             self._site.close()
+        return modules
+
+    def _finish(self) -> None:
+        """Cut and cast all that was built. Collective."""
+        modules = self._cut_now()
+        parameters = [p for module in modules for p in module._parameters.values() if p is not None]
         if self._dtype is not None:
             for parameter in {id(p): p for p in parameters}.values():
                 _cast(parameter, self._dtype)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+import re
 from collections import namedtuple
 
 import pytest
@@ -17,9 +19,13 @@ from windlass.compat.memory_needs import (
     estimate_zero3_model_states_mem_needs_all_live,
     model_to_params,
 )
+from windlass.compat.offload import ZeROOrderedDict, ensure_zero_ordered_dict
 from windlass.compat.optimizers.muon import Muon, MuonWithAuxAdam
 from windlass.compat.partition import Init
+from windlass.compat.precision import Precision
+from windlass.compat.scaler import scale_of
 from windlass.compat.zero_tools import apply_to_tensors_only
+from windlass.optim.loss_scale import DynamicLossScale, StaticLossScale
 
 
 def test_bytes_are_those_that_deepspeed_reckons(capsys: pytest.CaptureFixture[str]) -> None:
@@ -87,3 +93,70 @@ def test_muon_by_its_old_names() -> None:
         optimizer.step()
     with pytest.raises(AssertionError, match="use_muon"):
         MuonWithAuxAdam([{"params": [layer.weight]}])
+
+
+def test_a_module_of_parameters_in_the_container_of_stage_3_works_as_before() -> None:
+    layer = nn.Linear(3, 2)
+    given, x = layer._parameters, torch.ones(1, 3)
+    wanted = layer(x)
+    ensure_zero_ordered_dict(layer)
+    made = layer._parameters
+    ensure_zero_ordered_dict(layer)
+    assert isinstance(made, ZeROOrderedDict) and layer._parameters is made and layer._original_parameters is given
+    assert torch.equal(layer(x), wanted) and list(made) == ["weight", "bias"]
+    assert list(copy.deepcopy(layer)._parameters) == ["weight", "bias"]
+    ensure_zero_ordered_dict(object())
+
+
+def test_the_cast_of_a_module_to_given_dtypes() -> None:
+    class Holder(Precision):
+        def __init__(self) -> None:
+            self.module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+            self.module.register_buffer("inv_freq", torch.ones(2))
+
+    def dtypes(holder: Holder) -> tuple[set[torch.dtype], dict[str, torch.dtype]]:
+        return {p.dtype for p in holder.module.parameters()}, {n: b.dtype for n, b in holder.module.named_buffers()}
+
+    half, full = torch.bfloat16, torch.float32
+    made = Holder()
+    made._cast_module_mixed_precision(half, None, False)
+    assert dtypes(made)[0] == {half} and dtypes(made)[1]["inv_freq"] is full
+    made = Holder()
+    made._cast_module_mixed_precision(half, half, True, re.compile("freq"))
+    assert dtypes(made)[0] == {full}
+    assert dtypes(made)[1] == {
+        "inv_freq": full,
+        "1.running_mean": half,
+        "1.running_var": half,
+        "1.num_batches_tracked": torch.long,
+    }
+
+
+@pytest.mark.parametrize(
+    ("window", "hysteresis", "consecutive", "scales"),
+    [
+        (2, 1, False, [4, 4, 8, 8, 16, 8, 8, 4, 4, 4, 8, 4, 2, 2, 2, 4, 4]),
+        (2, 2, False, [4, 4, 8, 8, 16, 16, 16, 8, 8, 8, 16, 16, 8, 8, 8, 16, 16]),
+        (3, 2, True, [4, 4, 4, 8, 8, 8, 8, 8, 8, 8, 8, 8, 4, 4, 4, 4, 8]),
+    ],
+)
+def test_the_dynamic_loss_scale_is_deepspeeds(
+    window: int, hysteresis: int, consecutive: bool, scales: list[float]
+) -> None:
+    """Scales of DeepSpeed 0.19.8 after each step; `o` is one that overflows."""
+    made = DynamicLossScale(4.0, window, hysteresis, consecutive, min_scale=1.0)
+    for zero in (True, False):
+        scale = scale_of(made, zero=zero)
+        found = []
+        for step in "gggggogogggoogggg":
+            scale.update(step == "o")
+            found.append(scale.scale)
+        assert found == (scales if zero else scale_at_stage_0(window))
+    fixed = StaticLossScale(2.0)
+    assert scale_of(fixed, zero=True) is fixed
+
+
+def scale_at_stage_0(window: int) -> list[float]:
+    return [4, 4, 8, 8, 16, 8, 8, 4, 4, 4, 8, 4, 2, 2, 2, 4, 4] if window == 2 else [
+        4, 4, 4, 8, 8, 4, 4, 2, 2, 2, 2, 1, 1, 1, 1, 1, 2
+    ]  # fmt: skip

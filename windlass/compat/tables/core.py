@@ -104,6 +104,12 @@ TABLE: dict[str, Entry] = {
     ),
     "deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload": _ZERO["DeepSpeedZeRoOffload"],
     "deepspeed.runtime.zero.stage3.DeepSpeedZeRoOffload": _ZERO["DeepSpeedZeRoOffload"],
+    "deepspeed.runtime.zero.parameter_offload.ZeROOrderedDict": differs(
+        "windlass.compat.offload:ZeROOrderedDict", "only holds: what a forward reads is gathered without it"
+    ),
+    "deepspeed.runtime.zero.parameter_offload.ensure_zero_ordered_dict": works(
+        "windlass.compat.offload:ensure_zero_ordered_dict"
+    ),
     **{
         f"deepspeed.{module}.{name}": works(f"windlass.compat.tiling:{name}")
         for module in ("zero", "runtime.zero", "runtime.zero.tiling")

@@ -9,6 +9,11 @@ from windlass.compat.entry import Entry, differs, refused
 
 MEMBERS: dict[str, Entry] = {
     **{f"engine.{name}": refused(why) for name, why in OF_ENGINE.items()},
+    "engine.buffers": differs(
+        "",
+        "beside 16-bit parameters they keep their dtype, as in DeepSpeed since 0.19, but for the statistics of torch's "
+        "norms, which follow the weights",
+    ),
     "engine.compile": differs(
         "windlass.compat.engine:DeepSpeedEngine.compile",
         "by torch: the module's forward, or at stage 3 the forward of each block; no schedules of DeepCompile",
@@ -42,6 +47,10 @@ MEMBERS: dict[str, Entry] = {
     "engine.empty_partition_cache": differs("", "nothing to do: what a forward gathered is released when it ends"),
     "engine.get_compile_time": differs("", "0: torch compiles at the first forward, and does not tell"),
     "optimizer.quantize_nontrainable_params": refused("quantized gathers are not built"),
+    "optimizer.bit16_groups_flat": differs("windlass.compat.masters:FlatParameters", "copies, made when asked for"),
+    "optimizer._get_norm_groups": differs(
+        "windlass.compat.masters:norms_of_groups", "collective at every stage: whole gradients are gathered one by one"
+    ),
     "optimizer.parameter_offload": differs(
         "windlass.compat.offload:ParameterOffload", "hooks can be taken off and put back; they are in nobody's way"
     ),
@@ -50,8 +59,8 @@ MEMBERS: dict[str, Entry] = {
     "parameter.grad": differs(
         "",
         "None after a backward; at stage 0 in fp32 and fp16, where DeepSpeed has one, reading its values raises: "
-        "`safe_get_full_grad` reads what was reduced. One that is set by hand is dropped at the step, with a warning; "
-        "setting None drops the gradient, at every stage",
+        "`safe_get_full_grad` reads what was reduced. One that is set by hand is stepped at stage 0, as the mean over "
+        "ranks, and dropped at the step at others, with a warning; setting None drops the gradient, at every stage",
     ),
     "engine.zero_grad": differs(
         "windlass.engine.train:Engine.zero_grad",

@@ -138,8 +138,7 @@ TABLE: dict[str, Entry] = {
     **_none(
         _INSIDE,
         "runtime.zero.stage_1_and_2.IPGBucket runtime.zero.stage_1_and_2.count_used_parameters_in_backward "
-        "runtime.zero.stage3.count_used_parameters_in_backward runtime.zero.parameter_offload.ZeROOrderedDict "
-        "runtime.zero.parameter_offload.ensure_zero_ordered_dict "
+        "runtime.zero.stage3.count_used_parameters_in_backward "
         "runtime.zero.partition_parameters.InsertPostInitMethodToModuleSubClasses "
         "runtime.zero.partition_parameters.get_allgather_dtype runtime.zero.offload_states.get_state_devices "
         "runtime.engine._checkpoint_parallel_metadata",
