@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from windlass.comm.mpu import known_sizes
 from windlass.compat.accessors import ANSWERS
+from windlass.compat.config_getters import get_gradient_allreduce_op
 from windlass.compat.monitors import get_monitor_config
 from windlass.compat.tolerance import tolerated
 from windlass.config import load
@@ -29,10 +30,12 @@ class DeepSpeedConfig:
 
     Raises:
         ConfigError: it cannot be read, or the batch does not fit the number of ranks.
+        ValueConfigError: `gradient_allreduce_op` is neither mean nor sum.
     """
 
     def __init__(self, config: Any, mpu: Any = None, mesh_device: Any = None) -> None:
         self._param_dict: dict[str, Any] = config if isinstance(config, dict) else read(config).data
+        get_gradient_allreduce_op(self._param_dict)  # another word is a ValueError
         self.config = load(tolerated(config))
         axes = self.config.axes(_world(), others=_said(mpu, mesh_device))
         if axes.readers == axes.world and hasattr(mpu, "get_data_parallel_world_size"):  # all that it may know

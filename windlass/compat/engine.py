@@ -20,7 +20,7 @@ from windlass.compat.loader import DeepSpeedDataLoader, loader_of
 from windlass.compat.masters import NAMES, PARAMETERS, GroupGradients, MasterGroups, ParameterGroups
 from windlass.compat.offload import ParameterOffload
 from windlass.compat.optimizer_kinds import ATTRIBUTE as KIND
-from windlass.compat.optimizer_kinds import kind_of
+from windlass.compat.optimizer_kinds import kind_of, pass_for_basic
 from windlass.compat.parameters import lend_names
 from windlass.compat.places import Places
 from windlass.compat.refusal import NotBuiltError
@@ -133,7 +133,9 @@ class DeepSpeedEngine(Places, CheckpointPlaces, Engine):
         optimizer.needs_scaler = lambda: self._scaler.scale != 1.0
         optimizer.check_overflow = lambda *_: optimizer.overflow
         optimizer.skip_step = False
-        setattr(optimizer, KIND, kind_of(self._config))
+        setattr(optimizer, KIND, kind := kind_of(self._config))
+        if kind == "basic":
+            pass_for_basic(optimizer, self._config, named=self.client_optimizer is None)
         if name := NAMES.get(self.zero_optimization_stage()):
             setattr(optimizer, name, MasterGroups(optimizer))
             setattr(optimizer, PARAMETERS[self.zero_optimization_stage()], ParameterGroups(optimizer))

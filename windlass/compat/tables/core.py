@@ -84,6 +84,16 @@ TABLE: dict[str, Entry] = {
     "deepspeed.runtime.base_optimizer.ZeROOptimizer": differs(f"{_KINDS}:ZeROOptimizer", _KIND),
     "deepspeed.runtime.dataloader.DeepSpeedDataLoader": works("windlass.compat.loader:DeepSpeedDataLoader"),
     "deepspeed.runtime.activation_checkpointing.checkpointing": works("windlass.checkpointing"),
+    **{
+        f"deepspeed.runtime.activation_checkpointing.offload_activations.{name}": differs(
+            f"windlass.compat.marked_offload:{name}", "host memory is pinned wherever the device is a CUDA one"
+        )
+        for name in (
+            "CheckpointActivationOffloadStats",
+            "CheckpointHiddenStatesOffload",
+            "get_checkpoint_hidden_states_offloading_ctx_manager",
+        )
+    },
     "deepspeed.runtime.bf16_optimizer.BF16_Optimizer": differs(f"{_KINDS}:BF16_Optimizer", _KIND),
     "deepspeed.runtime.fp16.fused_optimizer.FP16_Optimizer": differs(f"{_KINDS}:FP16_Optimizer", _KIND),
     "deepspeed.runtime.fp16.unfused_optimizer.FP16_UnfusedOptimizer": differs(f"{_KINDS}:FP16_UnfusedOptimizer", _KIND),
