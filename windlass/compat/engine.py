@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -18,6 +20,7 @@ from windlass.compat.checkpoint_places import CheckpointPlaces
 from windlass.compat.engine_axes import axes_of, follow
 from windlass.compat.loader import DeepSpeedDataLoader, loader_of
 from windlass.compat.masters import NAMES, PARAMETERS, GroupGradients, MasterGroups, ParameterGroups
+from windlass.compat.messages import logger as script_logger
 from windlass.compat.offload import ParameterOffload
 from windlass.compat.optimizer_kinds import ATTRIBUTE as KIND
 from windlass.compat.optimizer_kinds import kind_of, pass_for_basic
@@ -373,6 +376,19 @@ class DeepSpeedEngine(Places, CheckpointPlaces, Engine):
 
     def allreduce_gradients(self, bucket_size: int = 0) -> None:
         """Nothing: gradients are reduced as they come, and the last of them by `step`."""
+
+    def _change_recovery_script_permissions(self, dst: str) -> None:
+        """Make a file executable; where its file system cannot, log that and go on."""
+        try:
+            os.chmod(dst, os.stat(dst).st_mode | stat.S_IEXEC)
+        except (FileNotFoundError, PermissionError) as error:
+            script_logger.info(f"{dst} was not made executable: {error}; run it by python {dst}")
+
+    def _backward_prologue(self) -> None:
+        """Nothing: a backward of the script's own begins by itself."""
+
+    def _backward_epilogue(self) -> None:
+        """Nothing: a backward of the script's own, of several engines' losses too, ends by itself."""
 
     def empty_partition_cache(self) -> None:
         """Nothing: what a forward gathered is released when it ends."""

@@ -12,12 +12,14 @@ import sys
 from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
 from windlass.compat.names import NAMES, below, is_module, is_whole
 
 ROOT = "deepspeed"
+_FOLDER = str(Path(__file__).parent / "path" / ROOT)
 
 
 class StandIn(ModuleType):
@@ -66,7 +68,10 @@ class Finder(MetaPathFinder, Loader):
         """A spec for what the table knows as a module; None for anything else."""
         if not fullname.startswith(f"{ROOT}.") or not is_module(fullname):
             return None
-        return ModuleSpec(fullname, self, origin="windlass.compat", is_package=self.is_package(fullname))
+        spec = ModuleSpec(fullname, self, origin="windlass.compat", is_package=self.is_package(fullname))
+        if spec.submodule_search_locations is not None:  # scripts list the folder of a package
+            spec.submodule_search_locations.append(_FOLDER)
+        return spec
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         """An empty module whose names come later."""

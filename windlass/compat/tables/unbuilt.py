@@ -156,7 +156,7 @@ TABLE: dict[str, Entry] = {
     **_none(_CHUNKS, "sequence.fpdt_layer.FPDT_InputConstruct sequence.fpdt_layer._FPDTGPUOffloadingAttentionImpl_"),
     **_none(
         _READER,
-        "checkpoint.get_model_3d_descriptor checkpoint.ds_to_universal._aggregate_autoep_zero12_metadata",
+        "checkpoint.ds_to_universal._aggregate_autoep_zero12_metadata",
     ),
     **_none(
         _GONE,
