@@ -170,10 +170,10 @@ class DeepSpeedEngine(Places, CheckpointPlaces, Engine):
         """As DeepSpeed's: not at stages 2 and 3, where windlass's own engine can do it."""
         stage = self.zero_optimization_stage()
         assert stage < 2, (
-            f"no_sync is incompatible with gradient partitioning logic of ZeRO stage {stage}: set "
+            f"no_sync context manager is incompatible with gradient partitioning logic of ZeRO stage {stage}: set "
             "gradient_accumulation_steps, or take windlass.initialize, whose no_sync works at every stage"
         )
-        assert not self.inside_no_sync_ctxt, "no_sync inside no_sync"
+        assert not self.inside_no_sync_ctxt, "no_sync context manager reentry is unsupported: leave the outer one first"
         self.inside_no_sync_ctxt = True
         try:
             with super().no_sync():
