@@ -381,6 +381,9 @@ def _experts_of_a_script() -> None:
     dense.grad = torch.ones(1)
     expert.grad = torch.full((1,), float(rank + 1))
     assert norms.clip_grad_norm_([dense, expert], 0.1, math.inf).item() == first + 1
+    check, mine = norms.CheckOverflow([[dense, expert]]), [-1.0 if rank == 1 else 1.0]
+    assert check.check_using_norm(mine, reduce_overflow=False), "ranks that share experts skip a step together"
+    assert norms.CheckOverflow([[dense]]).check_using_norm(mine, reduce_overflow=False) == (rank == 1)
 
 
 def test_a_script_makes_groups_of_experts() -> None:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from windlass.compat.expert_groups import (
     _get_expert_parallel_group,
     _get_expert_parallel_group_dict,
+    _get_max_expert_parallel_group,
     _get_max_expert_size_name,
 )
 from windlass.compat.groups import bwc_tensor_model_parallel_rank
@@ -183,19 +184,26 @@ class CheckOverflow:
         return self.has_overflow([p for group in param_groups for p in group] if param_groups else self.params)
 
     def check_using_norm(self, norm_group: Iterable[float | torch.Tensor], reduce_overflow: bool = True) -> bool:
-        """Whether one of these, on any rank unless `reduce_overflow` is off, is no norm. Collective."""
+        """Whether one of these, on any rank unless `reduce_overflow` is off, is no norm. Collective.
+
+        Where there are experts, ranks over which these are spread always agree.
+        """
         found = any(is_invalid_grad_norm(norm) for norm in norm_group)
-        return self._anywhere(found) if reduce_overflow else found
+        if reduce_overflow:
+            return self._anywhere(found)
+        if any(_spread_of(parameter) is not None for parameter in self.params):
+            return self._anywhere(found, _get_max_expert_parallel_group())
+        return found
 
     def has_overflow(self, params: Iterable[torch.Tensor], has_moe_params: bool | None = None) -> bool:
         """Whether any rank has a gradient that is not finite. Collective."""
         return self._anywhere(self.has_overflow_serial(params))
 
-    def _anywhere(self, here: bool) -> bool:
+    def _anywhere(self, here: bool, group: dist.ProcessGroup | None = None) -> bool:
         found = torch.tensor(float(here))
         if dist.is_initialized():
             found = found.to("cuda") if dist.get_backend() == "nccl" else found
-            dist.all_reduce(found, dist.ReduceOp.MAX)
+            dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
         return bool(found.item())
 
     def has_overflow_serial(self, params: Iterable[torch.Tensor]) -> bool:
