@@ -409,3 +409,136 @@ def test_gradients_that_a_script_sets_at_stage_0_are_stepped() -> None:
             torch.optim.SGD(plain.parameters(), lr=0.5).step()
             for one, other in zip(after, plain.parameters(), strict=True):
                 torch.testing.assert_close(one, other.detach(), rtol=0, atol=2e-3 if fp16 else 1e-6)
+
+
+def _basic_optimizer() -> None:
+    from windlass.compat.initialize import initialize
+    from windlass.compat.optimizers.fused import FusedAdam, FusedLion
+    from windlass.engine.optimizer import ShardedOptimizer
+
+    x = torch.ones(2, 6)
+    for kind, given in (("own", None), ("made", torch.optim.AdamW), ("named", "adam"), ("named", "lion")):
+        model = _net()
+        config = _config(0)
+        own: Any = torch.optim.SGD(model.parameters(), lr=0.1) if given is None else given
+        if kind == "named":
+            config["optimizer"], own = {"type": given, "params": {"lr": 0.1}}, None
+        else:
+            del config["optimizer"]
+        engine, optimizer, _, _ = initialize(
+            model=model, model_parameters=model.parameters(), config=config, optimizer=own
+        )
+        rule = {"own": torch.optim.SGD, "made": torch.optim.AdamW}.get(
+            kind, FusedLion if given == "lion" else FusedAdam
+        )
+        assert isinstance(optimizer, rule) and isinstance(optimizer, ShardedOptimizer)
+        assert (optimizer == own) == (kind == "own") and optimizer == optimizer != object()
+        assert torch.optim.lr_scheduler.StepLR(optimizer, 1).optimizer is optimizer
+        before = next(engine.module.parameters()).detach().clone()
+        engine.backward(engine(x).square().mean())
+        optimizer.step()
+        assert engine.global_steps == 1 and not torch.equal(before, next(engine.module.parameters()))
+        engine.destroy()
+    engine, optimizer, _, _ = initialize(model=_net(), config=_config(1))
+    assert not isinstance(optimizer, FusedAdam), "from stage 1 on DeepSpeed wraps it, and so does the stand-in"
+    engine.destroy()
+
+
+def test_the_optimizer_of_stage_0_passes_for_the_scripts_own() -> None:
+    run_ranks(_basic_optimizer, 1)
+
+
+class _Counted(nn.Linear):
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        _Counted.calls += 1
+        return super().forward(x)
+
+
+def _one_stage() -> None:
+    from windlass.compat.initialize import initialize
+    from windlass.compat.pipeline import PipelineModule
+
+    def engine_of(**section: Any) -> Any:
+        layers = [torch.relu, torch.tanh, _Counted(6, 6), _Counted(6, 6)]
+        model = PipelineModule(layers, num_stages=1, loss_fn=nn.functional.mse_loss)
+        return initialize(model=model, model_parameters=model.parameters(), config=_config(1, pipeline=section))[0]
+
+    batch = torch.ones(2, 6), torch.ones(2, 6)
+    engine = engine_of(activation_checkpoint_interval=1)
+    assert engine.module.is_checkpointable_results == [False, False, True, True]
+    assert engine._reentrant_activation_checkpointing()
+    _Counted.calls = 0
+    engine.train_batch(iter([batch]))
+    assert _Counted.calls == 4, "each layer is computed again, on one stage too"
+    engine.module.set_checkpoint_interval(3)
+    assert engine.module.is_checkpointable_results == [True, True]
+    engine.module.set_checkpoint_interval(0)
+    assert not engine._reentrant_activation_checkpointing() and engine.module.is_checkpointable_results == []
+    _Counted.calls = 0
+    engine.train_batch(iter([batch]))
+    assert _Counted.calls == 2
+    engine.destroy()
+    engine = engine_of(activation_checkpoint_interval=1, use_reentrant=False)
+    assert not engine._reentrant_activation_checkpointing()
+    engine.destroy()
+
+
+def test_a_pipeline_of_one_stage_computes_layers_again() -> None:
+    """Law: `activation_checkpoint_interval` of the configuration holds for any number of stages."""
+    run_ranks(_one_stage, 1)
+
+
+def _experts_of_a_script() -> None:
+    from windlass.compat import groups, norms
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    groups._create_expert_and_data_parallel(2)
+    groups._create_expert_and_data_parallel(2)  # once is enough
+    groups._create_expert_and_data_parallel(world, use_data_before_expert_parallel_=True)
+    assert groups._get_expert_parallel_group_ranks("ep_size_2") == [rank // 2 * 2, rank // 2 * 2 + 1]
+    assert groups._get_expert_data_parallel_group_ranks("ep_size_2") == list(range(rank % 2, world, 2))
+    assert dist.get_process_group_ranks(groups._get_max_expert_parallel_group()) == list(range(world))
+    assert groups._get_max_expert_size_name() == f"ep_size_{world}"
+    with pytest.raises(AssertionError, match="no multiple"):
+        groups._create_expert_and_data_parallel(3)
+    dense, expert = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
+    dense.grad, expert.grad = torch.ones(1), torch.full((1,), float(rank + 1))
+    expert.allreduce, expert.group_name = False, "ep_size_2"  # type: ignore[attr-defined]
+    norm = norms.clip_grad_norm_(iter([dense, expert]), max_norm=0.1)
+    first = rank // 2 * 2 + 1
+    wanted = math.sqrt(1 + first**2 + (first + 1) ** 2)  # of the experts on both ranks
+    assert norm.item() == pytest.approx(wanted) and dense.grad.item() == pytest.approx(0.1 / wanted)
+    dense.grad = torch.ones(1)
+    expert.grad = torch.full((1,), float(rank + 1))
+    assert norms.clip_grad_norm_([dense, expert], 0.1, math.inf).item() == first + 1
+    check, mine = norms.CheckOverflow([[dense, expert]]), [-1.0 if rank == 1 else 1.0]
+    assert check.check_using_norm(mine, reduce_overflow=False), "ranks that share experts skip a step together"
+    assert norms.CheckOverflow([[dense]]).check_using_norm(mine, reduce_overflow=False) == (rank == 1)
+
+
+def test_a_script_makes_groups_of_experts() -> None:
+    run_ranks(_experts_of_a_script, 4)
+
+
+def _exchanged() -> None:
+    from windlass.compat.sequence_exchange import SequenceAllToAll
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    everybody = dist.group.WORLD
+    assert everybody is not None
+    for heads in (4, 3):  # 3 do not divide: the first rank has one more
+        whole = torch.randn(2, 6, heads, 5, generator=torch.Generator().manual_seed(0))
+        own = whole.chunk(world, 1)[rank].clone().requires_grad_()
+        found = SequenceAllToAll.apply(everybody, own, 2, 1, 0)
+        assert torch.equal(found, whole.tensor_split(world, 2)[rank])
+        back = SequenceAllToAll.apply(everybody, found, 1, 2, 0)
+        assert torch.equal(back, own)
+        weights = torch.randn(whole.shape, generator=torch.Generator().manual_seed(1))
+        (found * weights.tensor_split(world, 2)[rank]).sum().backward()
+        assert torch.equal(own.grad, weights.chunk(world, 1)[rank])  # type: ignore[arg-type]
+
+
+def test_tokens_are_swapped_for_heads_and_back() -> None:
+    run_ranks(_exchanged, 2)

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from windlass.base.log import logger
+from windlass.compat.messages import logger
 
 
 class DeepSpeedConfigModel(BaseModel):

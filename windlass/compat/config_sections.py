@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, ConfigDict, model_validator
 from pydantic_core import PydanticCustomError
 
-from windlass.base.log import logger
+from windlass.compat.messages import logger
 from windlass.config.offload import OffloadOptimizer, OffloadParam
 from windlass.config.precision import Bf16, Fp16
 from windlass.config.section import Section

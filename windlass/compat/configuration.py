@@ -9,9 +9,10 @@ import torch.distributed as dist
 
 from windlass.comm.mpu import known_sizes
 from windlass.compat.accessors import ANSWERS
+from windlass.compat.config_getters import ValueConfigError, get_gradient_allreduce_op
 from windlass.compat.monitors import get_monitor_config
 from windlass.compat.tolerance import tolerated
-from windlass.config import load
+from windlass.config import Config, load
 from windlass.config.axes import whole_axes
 from windlass.config.source import read
 
@@ -29,11 +30,15 @@ class DeepSpeedConfig:
 
     Raises:
         ConfigError: it cannot be read, or the batch does not fit the number of ranks.
+        ValueConfigError: `gradient_allreduce_op` is neither mean nor sum, or sum with what is not built.
     """
 
     def __init__(self, config: Any, mpu: Any = None, mesh_device: Any = None) -> None:
         self._param_dict: dict[str, Any] = config if isinstance(config, dict) else read(config).data
+        adds_up = get_gradient_allreduce_op(self._param_dict) == "sum"
         self.config = load(tolerated(config))
+        if adds_up:
+            _check_sum(self.config)
         axes = self.config.axes(_world(), others=_said(mpu, mesh_device))
         if axes.readers == axes.world and hasattr(mpu, "get_data_parallel_world_size"):  # all that it may know
             axes = whole_axes(self.config, int(mpu.get_data_parallel_world_size()))
@@ -64,6 +69,17 @@ class DeepSpeedConfig:
     def print_user_config(self) -> None:
         """Print what the caller gave."""
         print(self._param_dict)
+
+
+def _check_sum(config: Config) -> None:
+    """Raise a ValueConfigError where gradients are to be added up by what is not built."""
+    unbuilt = {
+        "ZenFlow": ("zero_optimization.zenflow", config.zero_optimization.zenflow is not None),
+        "DeepCompile": ("compile.deepcompile", config.compile.deepcompile),
+    }
+    for name, (key, asked) in unbuilt.items():
+        if asked:
+            raise ValueConfigError(f"gradient_allreduce_op 'sum' is not supported with {name}; leave {key} out")
 
 
 def _said(mpu: Any, mesh_device: Any) -> dict[str, dict[str, int]]:

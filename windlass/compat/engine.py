@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -29,9 +31,10 @@ from windlass.compat.masters import (
     gradients_in_fp32,
     norms_of_groups,
 )
+from windlass.compat.messages import logger as script_logger
 from windlass.compat.offload import ParameterOffload
 from windlass.compat.optimizer_kinds import ATTRIBUTE as KIND
-from windlass.compat.optimizer_kinds import kind_of
+from windlass.compat.optimizer_kinds import kind_of, pass_for_basic
 from windlass.compat.parameters import lend_names
 from windlass.compat.places import Places
 from windlass.compat.precision import Precision
@@ -151,7 +154,9 @@ class DeepSpeedEngine(Places, CheckpointPlaces, Precision, Engine):
         if not self.zero_optimization():
             optimizer.loss_scale_config = optimizer.loss_scaler
         optimizer.skip_step = False
-        setattr(optimizer, KIND, kind_of(self._config))
+        setattr(optimizer, KIND, kind := kind_of(self._config))
+        if kind == "basic":
+            pass_for_basic(optimizer, self._config, named=self.client_optimizer is None)
         if name := NAMES.get(self.zero_optimization_stage()):
             setattr(optimizer, name, MasterGroups(optimizer))
             setattr(optimizer, PARAMETERS[self.zero_optimization_stage()], ParameterGroups(optimizer))
@@ -192,10 +197,10 @@ class DeepSpeedEngine(Places, CheckpointPlaces, Precision, Engine):
         """As DeepSpeed's: not at stages 2 and 3, where windlass's own engine can do it."""
         stage = self.zero_optimization_stage()
         assert stage < 2, (
-            f"no_sync is incompatible with gradient partitioning logic of ZeRO stage {stage}: set "
+            f"no_sync context manager is incompatible with gradient partitioning logic of ZeRO stage {stage}: set "
             "gradient_accumulation_steps, or take windlass.initialize, whose no_sync works at every stage"
         )
-        assert not self.inside_no_sync_ctxt, "no_sync inside no_sync"
+        assert not self.inside_no_sync_ctxt, "no_sync context manager reentry is unsupported: leave the outer one first"
         self.inside_no_sync_ctxt = True
         try:
             with super().no_sync():
@@ -425,6 +430,19 @@ class DeepSpeedEngine(Places, CheckpointPlaces, Precision, Engine):
 
     def allreduce_gradients(self, bucket_size: int = 0) -> None:
         """Nothing: gradients are reduced as they come, and the last of them by `step`."""
+
+    def _change_recovery_script_permissions(self, dst: str) -> None:
+        """Make a file executable; where its file system cannot, log that and go on."""
+        try:
+            os.chmod(dst, os.stat(dst).st_mode | stat.S_IEXEC)
+        except (FileNotFoundError, PermissionError) as error:
+            script_logger.info(f"{dst} was not made executable: {error}; run it by python {dst}")
+
+    def _backward_prologue(self) -> None:
+        """Nothing: a backward of the script's own begins by itself."""
+
+    def _backward_epilogue(self) -> None:
+        """Nothing: a backward of the script's own, of several engines' losses too, ends by itself."""
 
     def empty_partition_cache(self) -> None:
         """Nothing: what a forward gathered is released when it ends."""

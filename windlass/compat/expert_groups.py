@@ -3,91 +3,138 @@ size."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NoReturn
 
 import torch.distributed as dist
 
-from windlass.comm.mesh import Mesh
+from windlass.comm.groups import Group
 from windlass.compat.engine_axes import current
 
 expert_tensor_parallel_world_size = 1
 
 
-def _mesh(group_name: str) -> Mesh:
-    axes = current()
-    name = axes.experts if axes is not None else ""
-    if axes is None or not name or group_name != name:
-        known = f"there is {name!r}" if name else "no engine has layers of experts"
-        raise AssertionError(f"there is no expert-parallel group {group_name!r}: {known}")
-    return axes.mesh
+@dataclass(frozen=True)
+class _Groups:
+    """The ranks over which experts are spread, and those that hold the same experts as this one."""
+
+    spread: Group
+    same: Group
+    world: object = None
 
 
-def _name() -> str:
+_made: dict[str, _Groups] = {}
+"""Groups that a script made by `_create_expert_and_data_parallel`, by name."""
+
+
+def _known() -> dict[str, _Groups]:
+    """All groups of experts by name: those that a script made, and the engine's."""
+    found = {name: groups for name, groups in _made.items() if groups.world is dist.group.WORLD}
     axes = current()
-    return axes.experts if axes is not None else ""
+    if axes is not None and axes.experts:
+        found[axes.experts] = _Groups(axes.mesh.ep.group, axes.mesh.experts.data)
+    return found
+
+
+def _groups(group_name: str) -> _Groups:
+    known = _known()
+    if group_name not in known:
+        told = f"there is {', '.join(map(repr, known))}" if known else "no engine has layers of experts"
+        raise AssertionError(f"there is no expert-parallel group {group_name!r}: {told}")
+    return known[group_name]
+
+
+def _create_expert_and_data_parallel(
+    expert_parallel_size_: int, use_data_before_expert_parallel_: bool = False
+) -> None:
+    """Make the groups of `ep_size_N`, with all ranks as data ranks. Collective, once for each size.
+
+    Raises:
+        AssertionError: the ranks are no multiple of the size, or do not know each other yet.
+    """
+    assert dist.is_initialized(), "ranks do not know each other yet: call deepspeed.init_distributed() first"
+    name = f"ep_size_{expert_parallel_size_}"
+    if name in _known():
+        return
+    spread, same = _get_expert_parallel_ranks(
+        dist.get_world_size(),
+        1,
+        expert_parallel_size_,
+        use_data_before_expert_parallel_=use_data_before_expert_parallel_,
+    )
+    _made[name] = _Groups(_make(spread), _make(same), dist.group.WORLD)
+
+
+def _make(partition: list[list[int]]) -> Group:
+    """Return this rank's group of a partition of all ranks. Collective."""
+    own, _ = dist.new_subgroups_by_enumeration(partition)
+    ranks = next(ranks for ranks in partition if dist.get_rank() in ranks)
+    assert own is not None
+    return Group(own, tuple(ranks), ranks.index(dist.get_rank()))
 
 
 # ranks over which experts are spread
 
 
 def _get_expert_parallel_group(group_name: str) -> dist.ProcessGroup:
-    return _mesh(group_name).ep.group.process_group
+    return _groups(group_name).spread.process_group
 
 
 def _get_expert_parallel_group_ranks(group_name: str) -> list[int]:
-    return list(_mesh(group_name).ep.group.ranks)
+    return list(_groups(group_name).spread.ranks)
 
 
 def _get_expert_parallel_world_size(group_name: str) -> int:
-    return _mesh(group_name).ep.size
+    return _groups(group_name).spread.size
 
 
 def _get_expert_parallel_rank(group_name: str) -> int:
-    return _mesh(group_name).ep.index
+    return _groups(group_name).spread.index
 
 
 def _get_expert_parallel_src_rank(group_name: str) -> int:
-    return _mesh(group_name).ep.group.ranks[0]
+    return _groups(group_name).spread.ranks[0]
 
 
 def _get_expert_parallel_group_dict() -> dict[str, dist.ProcessGroup]:
-    name = _name()
-    return {name: _get_expert_parallel_group(name)} if name else {}
+    return {name: groups.spread.process_group for name, groups in _known().items()}
 
 
 # ranks that hold the same experts
 
 
 def _get_expert_data_parallel_group(group_name: str) -> dist.ProcessGroup:
-    return _mesh(group_name).experts.data.process_group
+    return _groups(group_name).same.process_group
 
 
 def _get_expert_data_parallel_group_ranks(group_name: str) -> list[int]:
-    return list(_mesh(group_name).experts.data.ranks)
+    return list(_groups(group_name).same.ranks)
 
 
 def _get_expert_data_parallel_world_size(group_name: str) -> int:
-    return _mesh(group_name).experts.data.size
+    return _groups(group_name).same.size
 
 
 def _get_expert_data_parallel_rank(group_name: str) -> int:
-    return _mesh(group_name).experts.data.index
+    return _groups(group_name).same.index
 
 
 def _get_expert_broadcast_src_rank(group_name: str) -> int:
-    return _mesh(group_name).experts.data.ranks[0]
+    return _groups(group_name).same.ranks[0]
 
 
 def _get_expert_data_parallel_group_dict() -> dict[str, dist.ProcessGroup]:
-    name = _name()
-    return {name: _get_expert_data_parallel_group(name)} if name else {}
+    return {name: groups.same.process_group for name, groups in _known().items()}
 
 
-# the largest of such groups, of which there is one kind
+# the largest of such groups
 
 
 def _get_max_expert_size() -> int:
-    return _mesh(_name()).ep.size
+    sizes = [groups.spread.size for groups in _known().values()]
+    if not sizes:
+        raise AssertionError("there is no expert-parallel group: no engine has layers of experts")
+    return max(sizes)
 
 
 def _get_max_expert_size_name() -> str:

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
 from windlass.compat.names import NAMES, below, is_module, is_whole
 
 ROOT = "deepspeed"
+_FOLDER = str(Path(__file__).parent / "path" / ROOT)
 
 
 class StandIn(ModuleType):
@@ -32,6 +34,8 @@ class StandIn(ModuleType):
             value = importlib.import_module(full)
         elif is_whole(self.__name__) and not name.startswith("__"):
             value = getattr(importlib.import_module(NAMES[self.__name__].home), name)
+            if name in _live(self.__name__):
+                return value
         else:
             raise AttributeError(_absent(self.__name__, name))
         self.__dict__[name] = value
@@ -40,12 +44,22 @@ class StandIn(ModuleType):
     def __setattr__(self, name: str, value: Any) -> None:
         # Importing a submodule puts it here; a function of the same name (`z3_leaf_module`) is what scripts want here.
         full = f"{self.__name__}.{name}"
+        if name in _live(self.__name__):
+            _live(self.__name__)[name](value)
+            return
         if isinstance(value, StandIn) and value.__name__ == full and full in NAMES and not is_whole(full):
             value = NAMES[full].resolve(full)
         super().__setattr__(name, value)
 
     def __dir__(self) -> list[str]:
         return sorted({*self.__dict__, *below(self.__name__)})
+
+
+def _live(module: str) -> Mapping[str, Callable[[Any], None]]:
+    """Setters of the names that are looked up at each use (see [Note: live names])."""
+    home = sys.modules.get(NAMES[module].home) if is_whole(module) else None
+    found: Mapping[str, Callable[[Any], None]] = getattr(home, "LIVE", {})
+    return found
 
 
 def _absent(module: str, name: str) -> str:
@@ -66,7 +80,10 @@ class Finder(MetaPathFinder, Loader):
         """A spec for what the table knows as a module; None for anything else."""
         if not fullname.startswith(f"{ROOT}.") or not is_module(fullname):
             return None
-        return ModuleSpec(fullname, self, origin="windlass.compat", is_package=self.is_package(fullname))
+        spec = ModuleSpec(fullname, self, origin="windlass.compat", is_package=self.is_package(fullname))
+        if spec.submodule_search_locations is not None:  # scripts list the folder of a package
+            spec.submodule_search_locations.append(_FOLDER)
+        return spec
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         """An empty module whose names come later."""

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from windlass.comm.groups import Group
 from windlass.compat.engine_axes import current
+from windlass.compat.expert_groups import _create_expert_and_data_parallel as _create_expert_and_data_parallel
 from windlass.compat.expert_groups import _get_expert_broadcast_src_rank as _get_expert_broadcast_src_rank
 from windlass.compat.expert_groups import _get_expert_data_parallel_group as _get_expert_data_parallel_group
 from windlass.compat.expert_groups import _get_expert_data_parallel_group_dict as _get_expert_data_parallel_group_dict

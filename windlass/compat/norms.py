@@ -12,15 +12,28 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from windlass.compat.expert_groups import (
+    _get_expert_parallel_group,
+    _get_expert_parallel_group_dict,
+    _get_max_expert_parallel_group,
+    _get_max_expert_size_name,
+)
 from windlass.compat.groups import bwc_tensor_model_parallel_rank
 
 Tensors = torch.Tensor | Iterable[torch.Tensor]
 
 
 def clip_grad_norm_(parameters: Tensors, max_norm: float, norm_type: float = 2, mpu: Any = None) -> torch.Tensor:
-    """Scale the gradients down to `max_norm` if their norm is larger; the norm, as it was."""
+    """Scale the gradients down to `max_norm` if their norm is larger; the norm, as it was.
+
+    Gradients of experts (`allreduce` false) count with those of the other ranks over which experts are spread, where
+    such groups were made; then it is collective.
+    """
     own = _list(parameters)  # once: it may be a generator
-    norm = _norm(_counted(own, mpu), norm_type, mpu)
+    norm = _norm(_counted([one for one in own if _spread_of(one) is None], mpu), norm_type, mpu)
+    if spread := {name for one in own if (name := _spread_of(one)) is not None}:
+        apart = [_expert_norm([p for p in own if _spread_of(p) == name], norm_type, name) for name in sorted(spread)]
+        norm = torch.linalg.vector_norm(torch.stack([norm.to(apart[0]), *apart]), float(norm_type))
     _scale(_gradients(own), max_norm, norm)
     return norm
 
@@ -56,6 +69,19 @@ def get_grad_zeros(parameters: Tensors, mpu: Any = None) -> float:
     total = torch.tensor(float(zeros))
     _over_model(total, mpu, dist.ReduceOp.SUM)
     return total.item()
+
+
+def count_used_parameters_in_backward(parameters: Iterable[torch.Tensor]) -> int:
+    """Return how many of the parameters the backward that runs now gives a gradient to.
+
+    Raises:
+        RuntimeError: no backward is running.
+    """
+    if torch._C._current_graph_task_id() == -1:
+        raise RuntimeError("count_used_parameters_in_backward is called in a backward, by a hook")
+    with torch.enable_grad():  # where autograd is off a parameter has no node in the graph
+        nodes = [torch.autograd.graph._get_grad_fn_or_grad_acc(one) for one in parameters if one.requires_grad]
+    return sum(bool(torch._C._will_engine_execute_node(node)) for node in set(nodes) if node is not None)
 
 
 def get_global_norm(norm_list: Sequence[float | torch.Tensor]) -> float:
@@ -158,19 +184,26 @@ class CheckOverflow:
         return self.has_overflow([p for group in param_groups for p in group] if param_groups else self.params)
 
     def check_using_norm(self, norm_group: Iterable[float | torch.Tensor], reduce_overflow: bool = True) -> bool:
-        """Whether one of these, on any rank unless `reduce_overflow` is off, is no norm. Collective."""
+        """Whether one of these, on any rank unless `reduce_overflow` is off, is no norm. Collective.
+
+        Where there are experts, ranks over which these are spread always agree.
+        """
         found = any(is_invalid_grad_norm(norm) for norm in norm_group)
-        return self._anywhere(found) if reduce_overflow else found
+        if reduce_overflow:
+            return self._anywhere(found)
+        if any(_spread_of(parameter) is not None for parameter in self.params):
+            return self._anywhere(found, _get_max_expert_parallel_group())
+        return found
 
     def has_overflow(self, params: Iterable[torch.Tensor], has_moe_params: bool | None = None) -> bool:
         """Whether any rank has a gradient that is not finite. Collective."""
         return self._anywhere(self.has_overflow_serial(params))
 
-    def _anywhere(self, here: bool) -> bool:
+    def _anywhere(self, here: bool, group: dist.ProcessGroup | None = None) -> bool:
         found = torch.tensor(float(here))
         if dist.is_initialized():
             found = found.to("cuda") if dist.get_backend() == "nccl" else found
-            dist.all_reduce(found, dist.ReduceOp.MAX)
+            dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
         return bool(found.item())
 
     def has_overflow_serial(self, params: Iterable[torch.Tensor]) -> bool:
@@ -194,6 +227,26 @@ def _own(parameters: Tensors, mpu: Any) -> list[torch.Tensor]:
 
 def _counted(parameters: Tensors, mpu: Any) -> list[torch.Tensor]:
     return _gradients(_own(parameters, mpu))
+
+
+def _spread_of(parameter: torch.Tensor) -> str | None:
+    """Return the name of the group over which an expert's like are spread; None for what is no expert's."""
+    if getattr(parameter, "allreduce", True):
+        return None
+    known = _get_expert_parallel_group_dict()
+    own: str | None = getattr(parameter, "group_name", None)
+    return own if own in known else _get_max_expert_size_name() if known else None
+
+
+def _expert_norm(parameters: list[torch.Tensor], norm_type: float, name: str) -> torch.Tensor:
+    """Return the norm of the gradients of experts on all ranks of a group. Collective."""
+    kind = float(norm_type)
+    total = _norm(_gradients(parameters), norm_type, None)
+    largest = math.isinf(kind)
+    total = total if largest else total.pow(kind)
+    how = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
+    dist.all_reduce(total, op=how, group=_get_expert_parallel_group(name))
+    return total if largest else total.pow(1 / kind)
 
 
 def _norm(tensors: list[torch.Tensor], norm_type: float, mpu: Any) -> torch.Tensor:

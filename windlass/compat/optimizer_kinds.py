@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+import torch
+
+from windlass.compat.optimizers.fused import FusedAdam, FusedLamb, FusedLion
 from windlass.config import Config
 from windlass.engine.optimizer import ShardedOptimizer
 
@@ -28,6 +31,47 @@ def kind_of(config: Config) -> str:
         named = config.optimizer is not None and config.optimizer.type.lower() in ("adam", "adamw")
         return "fused" if named else "unfused"
     return "basic"
+
+
+_BY_NAME: dict[str, type[torch.optim.Optimizer]] = {
+    "adam": FusedAdam,
+    "adamw": FusedAdam,
+    "lamb": FusedLamb,
+    "lion": FusedLion,
+}
+
+
+class BasicOptimizer(ShardedOptimizer):
+    """Optimizer of stage 0 in fp32, where DeepSpeed hands back the script's own object.
+
+    It is an instance of that object's class, and equal to that object; what it does is a `ShardedOptimizer`'s.
+    """
+
+    passes_for: type[torch.optim.Optimizer]
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type[torch.optim.Optimizer]:  # type: ignore[override]
+        return self.passes_for
+
+    def __eq__(self, other: object) -> bool:
+        return other is self or other is self.optimizer
+
+    def __hash__(self) -> int:
+        return hash(self.optimizer)
+
+
+def pass_for_basic(optimizer: ShardedOptimizer, config: Config, *, named: bool) -> None:
+    """Make an optimizer of stage 0 in fp32 an instance of the class that DeepSpeed's would have.
+
+    Args:
+        named: the configuration names the optimizer, not the script.
+    """
+    section = config.optimizer
+    found = _BY_NAME.get(section.type.lower()) if named and section is not None else None
+    if section is not None and section.params.get("torch_adam"):
+        found = None
+    optimizer.__class__ = BasicOptimizer
+    optimizer.__dict__["passes_for"] = found or type(optimizer.optimizer)
 
 
 class _Kind(type):

@@ -13,7 +13,9 @@ from windlass.comm.topology import PipeDataParallelTopology, topology_of
 from windlass.compat.engine import DeepSpeedEngine
 from windlass.compat.loader import DeepSpeedDataLoader, loader_of
 from windlass.engine.pipeline import PipelineEngine
+from windlass.parallel.activations import checkpoint
 from windlass.parallel.pipeline import module
+from windlass.parallel.pipeline.row import worth_it
 
 
 class PipelineModule(module.PipelineModule):
@@ -38,6 +40,16 @@ class PipelineModule(module.PipelineModule):
         """Ranks of the pipeline."""
         return self.num_stages
 
+    @property
+    def is_checkpointable_results(self) -> list[bool]:
+        """Whether each segment of this rank's layers is computed again in the backward; empty without an interval."""
+        functions, interval = self.forward_funcs, self.activation_checkpoint_interval
+        starts = range(0, len(functions), interval) if interval > 0 else ()
+        return [worth_it(functions[start : start + interval], self.checkpointable_layers) for start in starts]
+
+    def _precompute_checkpointable_values(self) -> None:
+        """Nothing: `is_checkpointable_results` is computed when it is asked for."""
+
 
 class DeepSpeedPipelineEngine(PipelineEngine, DeepSpeedEngine):
     """As `windlass`'s engine of pipelines, with DeepSpeed's questions."""
@@ -56,6 +68,15 @@ class DeepSpeedPipelineEngine(PipelineEngine, DeepSpeedEngine):
         self.is_data_parallel = self.grid.data_parallel_size > 1
         self.is_model_parallel = self.grid.model_parallel_size > 1
         self.prev_stage, self.next_stage = self.stage_id - 1, self.stage_id + 1
+
+    def _reentrant_activation_checkpointing(self) -> bool:
+        """Return whether layers are computed again, and that in the reentrant way as far as was asked: windlass's own
+        function, which is never reentrant, stands for both of DeepSpeed's."""
+        stages: Any = self.module
+        if stages.activation_checkpoint_interval < 1:
+            return False
+        own = stages.activation_checkpoint_func is checkpoint
+        return not own or self._config.pipeline.use_reentrant
 
     def train_batch(self, data_iter: Any = None) -> torch.Tensor:
         """See `PipelineEngine.train_batch`; its result stays in `agg_train_loss`."""

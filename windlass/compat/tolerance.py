@@ -34,7 +34,7 @@ def tolerated(source: Any) -> Any:
     settled = [path for path in settled if path in _SETTLED]
     idle = [key for key, is_idle in _IDLE.items() if key in top and is_idle(top[key])]
     decay, coupled = _unsaid_decay(top.get("optimizer")), _is_coupled_adamw(top.get("optimizer"))
-    moot = _moot(top.get("zero_optimization"))
+    moot = _moot(top.get("zero_optimization")) | _unknown_warmup(top.get("scheduler"))
     if not (strange or settled or idle or coupled or moot) and decay is None:
         return source
     data = copy.deepcopy(top)
@@ -84,6 +84,15 @@ def _moot(section: Any) -> dict[str, str]:
     return {f"zero_optimization.{name}": why for name, why in found.items()}
 
 
+def _unknown_warmup(scheduler: Any) -> dict[str, str]:
+    """The kind of warm-up where DeepSpeed has no such kind, and what it does then."""
+    params = scheduler.get("params") if isinstance(scheduler, dict) else None
+    kind = params.get("warmup_type", "log") if isinstance(params, dict) else "log"
+    if kind in ("log", "linear"):
+        return {}
+    return {"scheduler.params.warmup_type": f"{kind!r} is neither log nor linear; the rate is warmed up by log"}
+
+
 def _unsaid_decay(optimizer: Any) -> float | None:
     """What DeepSpeed's Adam decays by where nobody says it, if windlass's own would by something else: nothing, but in
     torch's AdamW, which `torch_adam` asks for."""
@@ -111,11 +120,13 @@ def _new(paths: list[str]) -> list[str]:
 
 
 def _remove(data: dict[str, Any], path: str) -> None:
-    section, _, name = path.partition(".")
     if path in data:
         del data[path]
-    else:
-        data[section].pop(name)
+        return
+    *sections, name = path.split(".")
+    for section in sections:
+        data = data[section]
+    data.pop(name)
 
 
 def _no_parameters_away(data: dict[str, Any]) -> None:

@@ -8,11 +8,9 @@ from typing import Any
 
 import torch
 
+from windlass.compat.messages import logger
+from windlass.optim import lr_cycles, lr_warmups
 from windlass.optim.lr_cycles import LRRangeTest as LRRangeTest
-from windlass.optim.lr_cycles import OneCycle as OneCycle
-from windlass.optim.lr_warmups import WarmupCosineLR as WarmupCosineLR
-from windlass.optim.lr_warmups import WarmupDecayLR as WarmupDecayLR
-from windlass.optim.lr_warmups import WarmupLR as WarmupLR
 
 LR_SCHEDULE = "lr_schedule"
 LR_RANGE_TEST = "LRRangeTest"
@@ -77,6 +75,109 @@ _OF_SCHEDULE: dict[str, dict[str, Any]] = {
 }
 """The arguments that set each schedule's parameters, and their defaults; `WarmupDecayLR` has `WarmupLR`'s."""
 _OF_SCHEDULE[WARMUP_DECAY_LR] = _OF_SCHEDULE[WARMUP_LR]
+
+
+class _AnyOfTheRule(type):
+    """Metaclass: an instance is any schedule of the rule, those that `initialize` makes too."""
+
+    rule: type
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, cls.rule) if "rule" in cls.__dict__ else super().__instancecheck__(instance)
+
+
+def known_warmup(warmup_type: Any) -> Any:
+    """Return `warmup_type` if it is known, else "log", with a warning, as DeepSpeed does."""
+    if warmup_type in (WARMUP_LOG_RATE, WARMUP_LINEAR_RATE):
+        return warmup_type
+    logger.warning(f"warmup_type {warmup_type!r} is neither log nor linear; the learning rate is warmed up by log")
+    return WARMUP_LOG_RATE
+
+
+class WarmupLR(lr_warmups.WarmupLR, metaclass=_AnyOfTheRule):
+    """`windlass.optim.WarmupLR`; an unknown `warmup_type` is "log"."""
+
+    rule = lr_warmups.WarmupLR
+
+    def __init__(
+        self,
+        optimizer: Any,
+        warmup_min_lr: Any = 0.0,
+        warmup_max_lr: Any = None,
+        warmup_num_steps: int = 1000,
+        warmup_type: str = WARMUP_LOG_RATE,
+        last_batch_iteration: int = -1,
+    ) -> None:
+        known = known_warmup(warmup_type)
+        super().__init__(optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, known, last_batch_iteration)
+
+
+class WarmupDecayLR(lr_warmups.WarmupDecayLR, metaclass=_AnyOfTheRule):
+    """`windlass.optim.WarmupDecayLR`; an unknown `warmup_type` is "log"."""
+
+    rule = lr_warmups.WarmupDecayLR
+
+    def __init__(
+        self,
+        optimizer: Any,
+        total_num_steps: int,
+        warmup_min_lr: Any = 0.0,
+        warmup_max_lr: Any = 0.001,
+        warmup_num_steps: int = 1000,
+        warmup_type: str = WARMUP_LOG_RATE,
+        last_batch_iteration: int = -1,
+    ) -> None:
+        known = known_warmup(warmup_type)
+        super().__init__(
+            optimizer, total_num_steps, warmup_min_lr, warmup_max_lr, warmup_num_steps, known, last_batch_iteration
+        )
+
+
+class WarmupCosineLR(lr_warmups.WarmupCosineLR, metaclass=_AnyOfTheRule):
+    """`windlass.optim.WarmupCosineLR`; an unknown `warmup_type` is "log"."""
+
+    rule = lr_warmups.WarmupCosineLR
+
+    def __init__(
+        self,
+        optimizer: Any,
+        total_num_steps: int,
+        warmup_min_ratio: float = 0.0,
+        warmup_num_steps: int = 1000,
+        cos_min_ratio: float = 0.0001,
+        warmup_type: str = WARMUP_LOG_RATE,
+        last_batch_iteration: int = -1,
+    ) -> None:
+        known = known_warmup(warmup_type)
+        super().__init__(
+            optimizer, total_num_steps, warmup_min_ratio, warmup_num_steps, cos_min_ratio, known, last_batch_iteration
+        )
+
+
+class OneCycle(lr_cycles.OneCycle, metaclass=_AnyOfTheRule):
+    """`windlass.optim.OneCycle`, whose lengths have DeepSpeed's names too."""
+
+    rule = lr_cycles.OneCycle
+
+    @property
+    def first_step_size(self) -> float:
+        """Steps on the way up."""
+        return self.first
+
+    @property
+    def second_step_size(self) -> float:
+        """Steps on the way down."""
+        return self.second
+
+    @property
+    def total_size(self) -> float:
+        """Steps of the triangle."""
+        return self.first + self.second
+
+    @property
+    def step_ratio(self) -> float:
+        """Share of the way up."""
+        return self.first / self.total_size
 
 
 def add_tuning_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

@@ -174,8 +174,10 @@ def _cut_sequences(model: nn.Module, mesh: Mesh, config: Config) -> None:
 
 
 def _save_memory(model: nn.Module, config: Config) -> None:
-    """Compute a model of transformers in parts, or again, where the configuration asks for it; once."""
+    """Compute a model of transformers in parts, or layers again, where the configuration asks for it; once."""
     section, zero = config.parallel, config.zero_optimization
+    if isinstance(model, PipelineModule) and config.pipeline.activation_checkpoint_interval:
+        model.set_checkpoint_interval(config.pipeline.activation_checkpoint_interval)
     if not (section.tiled_mlp or section.tiled_loss or section.recompute) or model in _saving:
         return
     _saving.add(model)

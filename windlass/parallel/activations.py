@@ -116,6 +116,23 @@ def configure(
     _take(replace(_options_of(deepspeed_config), **{name: value for name, value in given.items() if value is not None}))
 
 
+def current_options() -> Options:
+    """Return what was configured; the defaults where nothing was."""
+    return _options or Options()
+
+
+def set_options(options: Options | None) -> None:
+    """Configure all at once; None takes back what was configured.
+
+    Raises:
+        ConfigError: options contradict each other.
+        StorageError: there can be no files at `nvme_path`.
+    """
+    global _options
+    _take(options or Options())
+    _options = options
+
+
 def is_configured() -> bool:
     """Whether `configure` was called."""
     return _options is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -132,3 +133,57 @@ def test_a_smaller_layout_takes_every_old_rank_once() -> None:
     assert old.is_valid(1, 1, 2)[0] is False and old.get_desc() == "PP,TP,DP = (2, 2, 2)"
     with pytest.raises(AssertionError, match="pp_index"):
         maps[0].get_data(2, 0)
+
+
+def _write_layout(folder: Path, layouts: list[tuple[int, int] | None], data_ranks: int = 2) -> None:
+    for rank, layout in enumerate(layouts):
+        named = (
+            {}
+            if layout is None
+            else {"checkpoint_parallel_dimensions": dict(zip(("pp_degree", "tp_degree"), layout, strict=True))}
+        )
+        torch.save({"module": {}, **named}, folder / f"mp_rank_{rank:02d}_model_states.pt")
+        for data in range(data_ranks):
+            torch.save({}, folder / f"bf16_zero_pp_rank_{data}_mp_rank_{rank:02d}_optim_states.pt")
+
+
+@pytest.mark.parametrize(
+    ("layouts", "wanted"),
+    [
+        ([None, None], (1, 2, 2)),
+        ([(2, 1)] * 2, (2, 1, 2)),
+        ([(2, 1), None], "missing from model-state files"),
+        ([(2, 1), (1, 2)], "disagrees across model-state files"),
+        ([(2, 2)] * 2, "copy the whole directory"),
+        ([(0, 1)] * 2, "two positive integers"),
+    ],
+)
+def test_the_layout_of_a_directory(tmp_path: Path, layouts: list[tuple[int, int] | None], wanted: Any) -> None:
+    from windlass.compat.checkpoint_layout import ZeROCheckpoint, get_model_3d_descriptor
+    from windlass.compat.refusal import NotBuiltError
+
+    _write_layout(tmp_path, layouts)
+    if isinstance(wanted, str):
+        with pytest.raises(RuntimeError, match=wanted):
+            get_model_3d_descriptor(tmp_path)
+        return
+    found = get_model_3d_descriptor(str(tmp_path))
+    assert (found.pp_degree, found.tp_degree, found.dp_degree) == wanted
+    files = ZeROCheckpoint(tmp_path)
+    assert (files.get_src_pp_degree(), files.get_src_tp_degree(), files.get_src_dp_degree()) == wanted
+    assert files.get_src_world_size() == files.num_files == 4
+    at = (1, 0, 1) if wanted[0] == 2 else (0, 1, 1)
+    assert [Path(one).name for one in files.get_files_for_rank(*at)] == [
+        "bf16_zero_pp_rank_1_mp_rank_01_optim_states.pt"
+    ]
+    files.reshape(model_3d_desc())
+    assert files.get_file_indices_for_rank(0, 0, 0) == [0, 2, 1, 3], "by place, and of each place by data rank"
+    with pytest.raises(NotBuiltError, match="load_checkpoint"):
+        files.get_state_for_rank(0, 0, 0)
+
+
+def test_a_directory_without_states(tmp_path: Path) -> None:
+    from windlass.compat.checkpoint_layout import ZeROCheckpoint
+
+    with pytest.raises(RuntimeError, match="no ZeRO files"):
+        ZeROCheckpoint(tmp_path)

@@ -129,3 +129,26 @@ def test_hooks_run_once_a_step() -> None:
     optimizer.register_step_pre_hook(lambda *_: calls.append(1))
     optimizer.step()
     assert calls == [1]
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+def test_adagrad_takes_sparse_gradients_as_torchs() -> None:
+    """Law: over several steps, with rows that are touched now and then, the same values as torch's sparse Adagrad."""
+    from windlass.base.errors import ModelError
+    from windlass.compat.optimizers.host import DeepSpeedCPUAdagrad
+
+    own, theirs = (torch.nn.Embedding(16, 4, sparse=True) for _ in range(2))
+    theirs.load_state_dict(own.state_dict())
+    optimizers = DeepSpeedCPUAdagrad(own.parameters(), lr=0.1), torch.optim.Adagrad(theirs.parameters(), lr=0.1)
+    draw = torch.Generator().manual_seed(0)
+    for _ in range(4):
+        rows = torch.randint(0, 16, (5,), generator=draw)
+        for model, optimizer in zip((own, theirs), optimizers, strict=True):
+            optimizer.zero_grad()
+            model(rows).square().sum().backward()
+            assert model.weight.grad.is_sparse  # type: ignore[union-attr]
+            optimizer.step()
+    torch.testing.assert_close(own.weight, theirs.weight)
+    decaying = DeepSpeedCPUAdagrad(own.parameters(), weight_decay=0.1)
+    with pytest.raises(ModelError, match="is sparse; make it dense"):
+        decaying.step()

@@ -89,7 +89,7 @@ def test_before_a_step_the_last_rate_is_the_first() -> None:
 def test_names_are_the_schedules_own() -> None:
     assert set(tuning_arguments.VALID_LR_SCHEDULES) == set(VALID_NAMES)
     for name in tuning_arguments.VALID_LR_SCHEDULES:
-        assert getattr(tuning_arguments, name) is VALID_NAMES[name]
+        assert issubclass(getattr(tuning_arguments, name), VALID_NAMES[name])
 
 
 def test_rates_and_wrapped_optimizers() -> None:
@@ -127,3 +127,44 @@ def test_muon_flags() -> None:
     other = Net()
     set_optimizer_flags(argparse.Namespace(optimizer_name="adam"), other)
     assert not hasattr(other.hidden.weight, "use_muon")
+
+
+def test_an_unknown_kind_of_warm_up_is_by_log() -> None:
+    """As in DeepSpeed; windlass's own schedules refuse it."""
+    from windlass.compat.tolerance import tolerated
+    from windlass.optim import lr_warmups
+
+    def rates(schedule: type, **more: object) -> list[float]:
+        optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+        made = schedule(optimizer, warmup_num_steps=4, **more)
+        found = []
+        for _ in range(6):
+            made.step()
+            found.append(made.get_lr()[0])
+        assert isinstance(made, schedule)
+        return found
+
+    for name, more in (
+        ("WarmupLR", {}),
+        ("WarmupDecayLR", {"total_num_steps": 9}),
+        ("WarmupCosineLR", {"total_num_steps": 9}),
+    ):
+        own, theirs = getattr(lr_warmups, name), getattr(tuning_arguments, name)
+        assert (
+            rates(theirs, warmup_type="cubic", **more)
+            == rates(own, **more)
+            != rates(theirs, warmup_type="linear", **more)
+        )
+        with pytest.raises(ValueError, match="cubic"):
+            rates(own, warmup_type="cubic", **more)
+        made = own(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1), **more)
+        assert isinstance(made, theirs), "initialize makes windlass's own"
+    section = {"type": "WarmupLR", "params": {"warmup_type": "cubic", "warmup_num_steps": 4}}
+    found = tolerated({"train_batch_size": 1, "scheduler": section})
+    assert found["scheduler"]["params"] == {"warmup_num_steps": 4} and "warmup_type" in section["params"]
+
+
+def test_the_triangle_has_deepspeeds_lengths() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    made = tuning_arguments.OneCycle(optimizer, 0.1, 0.2, cycle_first_step_size=3, cycle_second_step_size=1)
+    assert (made.total_size, made.step_ratio, made.first_step_size, made.second_step_size) == (4, 0.75, 3, 1)

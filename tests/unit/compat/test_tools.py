@@ -347,3 +347,41 @@ def test_adamw_is_not_asked_to_be_adam(caplog: pytest.LogCaptureFixture) -> None
         assert tolerated(given)["optimizer"]["params"] == {"lr": 0.1, "weight_decay": 0.0}
     assert "AdamW decouples its decay" in caplog.text and given["optimizer"]["params"]["adam_w_mode"] is False
     assert tolerated({"optimizer": {**given["optimizer"], "type": "Adam"}})["optimizer"]["type"] == "Adam"
+
+
+def test_pinned_memory_is_summed_and_reported_as_it_doubles(caplog: pytest.LogCaptureFixture) -> None:
+    from windlass.compat import pinned_memory
+
+    tracker = pinned_memory.PinnedMemoryTracker()
+    messages.logger.addHandler(caplog.handler)
+    try:
+        with caplog.at_level(logging.INFO, logger="DeepSpeed"):
+            for gigabytes in (30, 3, 5, 100):
+                tracker.track(gigabytes * 2**30)
+    finally:
+        messages.logger.removeHandler(caplog.handler)
+    reports = dict.fromkeys(record.getMessage() for record in caplog.records)  # pytest may listen a second time
+    assert [text.split(":")[0] for text in reports] == [
+        f"pinned memory, checkpoint {size}.000 GB" for size in (32, 64, 128)
+    ]
+    assert tracker.summary() == "138.000 GB pinned in 4 allocations"
+    assert [pinned_memory.format_bytes(size) for size in (512, 2048, 2**20)] == ["512 B", "2.0 KB", "1.00 MB"]
+
+
+def test_deprecated_keys_are_told_by_the_scripts_logger(monkeypatch: pytest.MonkeyPatch) -> None:
+    from windlass.compat.config_sections import DeepSpeedZeroConfig
+
+    said: list[str] = []
+    monkeypatch.setattr(messages.logger, "warning", lambda message, *args: said.append(message))
+    DeepSpeedZeroConfig(stage=3, elastic_checkpoint=True)
+    assert len(said) == 1 and "elastic checkpointing is deprecated" in said[0]
+
+
+def test_parameters_that_a_backward_uses_are_counted() -> None:
+    used, unused, frozen = (nn.Parameter(torch.ones(2), requires_grad=number < 2) for number in range(3))
+    seen: list[int] = []
+    used.register_hook(lambda gradient: seen.append(norms.count_used_parameters_in_backward([used, unused, frozen])))
+    (used * 2).sum().backward()
+    assert seen == [1]
+    with pytest.raises(RuntimeError, match="in a backward"):
+        norms.count_used_parameters_in_backward([used])

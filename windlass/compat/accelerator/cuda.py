@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from windlass.compat.accelerator.interface import DeepSpeedAccelerator
+from windlass.compat.pinned_memory import track_pinned_memory
 
 
 def _index(device_index: int | str | None) -> int | None:
@@ -172,4 +173,5 @@ class CUDA_Accelerator(DeepSpeedAccelerator):
         return ["NCCL", "LD_LIBRARY", "PATH"]
 
     def _torch_pin_memory(self, tensor: torch.Tensor) -> torch.Tensor:
+        track_pinned_memory(tensor.nbytes)
         return tensor.pin_memory()

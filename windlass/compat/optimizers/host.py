@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import torch
 from torch.optim.optimizer import ParamsT
@@ -46,7 +47,9 @@ class DeepSpeedCPUAdam(CPUAdam):
 
 
 class DeepSpeedCPUAdagrad(CPUAdagrad):
-    """`windlass.optim.CPUAdagrad`. `adamw_mode` says nothing to it: accelerate passes it to every class.
+    """`windlass.optim.CPUAdagrad`, which takes sparse gradients too, without weight decay, as torch's.
+
+    `adamw_mode` says nothing to it: accelerate passes it to every class.
 
     Raises:
         OptimizerRefusal: `amsgrad`.
@@ -69,6 +72,27 @@ class DeepSpeedCPUAdagrad(CPUAdagrad):
         self.fp32_optimizer_states = fp32_optimizer_states
         dtype = _state_dtype(fp32_optimizer_states)
         super().__init__(model_params, lr, weight_decay=weight_decay, eps=eps, state_dtype=dtype)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """As `CPUAdagrad.step`; sparse gradients are made dense, since a gradient of zero changes nothing.
+
+        Raises:
+            ModelError: as there; a sparse gradient with weight decay, which would decay what was not touched.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        without_decay = [p for group in self.param_groups if not group["weight_decay"] for p in group["params"]]
+        sparse = [p for p in without_decay if p.grad is not None and p.grad.is_sparse]
+        own = self.gradients
+        self.gradients = {**own, **{p: p.grad.to_dense() for p in sparse if p not in own and p.grad is not None}}
+        try:
+            super().step()
+        finally:
+            self.gradients = own
+        return loss
 
 
 class DeepSpeedCPULion(CPULion):

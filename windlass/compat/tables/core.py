@@ -75,7 +75,7 @@ TABLE: dict[str, Entry] = {
     "deepspeed.DeepSpeedConfigError": works("windlass.base.errors:ConfigError"),
     "deepspeed.DeepSpeedOptimizer": works("windlass.engine.optimizer:ShardedOptimizer"),
     "deepspeed.DeepSpeedDataLoader": works("windlass.compat.loader:DeepSpeedDataLoader"),
-    "deepspeed.checkpointing": works("windlass.checkpointing"),
+    "deepspeed.checkpointing": works("windlass.compat.activation_names"),
     "deepspeed.runtime.engine.DeepSpeedEngine": works("windlass.compat.engine:DeepSpeedEngine"),
     "deepspeed.runtime.engine.DeepSpeedOptimizerCallable": works("typing:Callable"),
     "deepspeed.runtime.config.DeepSpeedConfig": works("windlass.compat.configuration:DeepSpeedConfig"),
@@ -83,7 +83,17 @@ TABLE: dict[str, Entry] = {
     "deepspeed.runtime.base_optimizer.DeepSpeedOptimizer": works("windlass.engine.optimizer:ShardedOptimizer"),
     "deepspeed.runtime.base_optimizer.ZeROOptimizer": differs(f"{_KINDS}:ZeROOptimizer", _KIND),
     "deepspeed.runtime.dataloader.DeepSpeedDataLoader": works("windlass.compat.loader:DeepSpeedDataLoader"),
-    "deepspeed.runtime.activation_checkpointing.checkpointing": works("windlass.checkpointing"),
+    "deepspeed.runtime.activation_checkpointing.checkpointing": works("windlass.compat.activation_names"),
+    **{
+        f"deepspeed.runtime.activation_checkpointing.offload_activations.{name}": differs(
+            f"windlass.compat.marked_offload:{name}", "host memory is pinned wherever the device is a CUDA one"
+        )
+        for name in (
+            "CheckpointActivationOffloadStats",
+            "CheckpointHiddenStatesOffload",
+            "get_checkpoint_hidden_states_offloading_ctx_manager",
+        )
+    },
     "deepspeed.runtime.bf16_optimizer.BF16_Optimizer": differs(f"{_KINDS}:BF16_Optimizer", _KIND),
     "deepspeed.runtime.fp16.fused_optimizer.FP16_Optimizer": differs(f"{_KINDS}:FP16_Optimizer", _KIND),
     "deepspeed.runtime.fp16.unfused_optimizer.FP16_UnfusedOptimizer": differs(f"{_KINDS}:FP16_UnfusedOptimizer", _KIND),

@@ -13,6 +13,7 @@ _NAMES = (
 )
 
 _FILES = "windlass.compat.checkpoint_names"
+_LAYOUT = "windlass.compat.checkpoint_layout"
 _FILE_NAMES = ("get_model_ckpt_name_for_rank", "get_zero_ckpt_name_for_rank", "get_layer_ckpt_name_for_rank")
 _READER = refused("DeepSpeed's reader of its own files is not here; load_checkpoint and zero_to_fp32 read them")
 
@@ -39,7 +40,10 @@ TABLE: dict[str, Entry] = {
     "deepspeed.checkpoint.model_3d_desc": works("windlass.compat.layouts:model_3d_desc"),
     "deepspeed.runtime.swap_tensor.MIN_SWAPPABLE_BYTES": works("windlass.compat.constants:MIN_SWAPPABLE_BYTES"),
     "deepspeed.checkpoint.DeepSpeedCheckpoint": _READER,
-    "deepspeed.checkpoint.ZeROCheckpoint": _READER,
+    "deepspeed.checkpoint.ZeROCheckpoint": differs(
+        f"{_LAYOUT}:ZeROCheckpoint", "names the files of each rank, and reads no states: load_checkpoint does"
+    ),
+    "deepspeed.checkpoint.get_model_3d_descriptor": works(f"{_LAYOUT}:get_model_3d_descriptor"),
     "deepspeed.checkpoint.ds_to_universal": differs(
         "windlass.checkpoint.to_windlass", "writes a windlass checkpoint, which loads anywhere as it is"
     ),

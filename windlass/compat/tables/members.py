@@ -24,7 +24,9 @@ MEMBERS: dict[str, Entry] = {
     ),
     "engine.optimizer": differs(
         "windlass.engine.optimizer:ShardedOptimizer",
-        "one class at every stage, a torch optimizer; where none is given, at stage 3 what `parameter_offload` is",
+        "one class at every stage, a torch optimizer, "
+        "at stage 0 in fp32 also an instance of the script's class; where none is given, at stage 3 "
+        "what `parameter_offload` is",
     ),
     "engine.step": differs(
         "",

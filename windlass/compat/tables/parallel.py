@@ -53,6 +53,9 @@ _SEQUENCES = {
     "deepspeed.sequence.cross_entropy.vocab_sequence_parallel_cross_entropy": works(
         f"{_SEQUENCE}.distributed_attention:vocab_sequence_parallel_cross_entropy"
     ),
+    "deepspeed.sequence.layer._SeqAllToAll": differs(
+        "windlass.compat.sequence_exchange:SequenceAllToAll", "not overlapped; handle and num_kv_heads are refused"
+    ),
     "deepspeed.sequence.fpdt_layer.FPDT_Attention": refused(
         "attention in chunks that wait on the host is not built; set parallel.sequence to ring, or parallel.recompute"
     ),
@@ -90,6 +93,9 @@ _TENSORS = {
         )
         for name in ("set_autotp_mode", "module_inject.set_autotp_mode", "module_inject.layers.set_autotp_mode")
     },
+    "deepspeed.module_inject.tp_shard.get_shard_size_list": refused(
+        "initialize cuts matrices as evenly as their heads allow; set tensor_parallel.autotp_size"
+    ),
     "deepspeed.runtime.tensor_parallel.TpTrainingManager": refused(
         "deepspeed.initialize cuts matrices; set tensor_parallel.autotp_size in the configuration"
     ),

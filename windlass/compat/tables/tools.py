@@ -15,6 +15,7 @@ _VALUES = "windlass.compat.whole_values"
 _MOVING = "windlass.compat.moving"
 _NORMS = "windlass.compat.norms"
 _WORDS = "windlass.compat.config_words"
+_PINNED = "windlass.compat.pinned_memory"
 _PIECES = "a piece is this rank's part of the unit's even cut, not of the parameter's; also below stage 3"
 _AT_ALL = "answers at stage 0 too, where DeepSpeed gives None"
 
@@ -48,7 +49,8 @@ _MOVING_NAMES = (
 _NORM_NAMES = (
     "clip_grad_norm_ get_grad_norm get_flattened_grad_norm get_weight_norm get_grad_zeros get_global_norm "
     "get_global_norm_of_tensors clip_tensors_by_global_norm clip_gradients combine_grad_norm_groups has_inf_or_nan "
-    "is_invalid_grad_norm mask_nan_or_inf_with_val_inplace is_model_parallel_parameter CheckOverflow"
+    "is_invalid_grad_norm mask_nan_or_inf_with_val_inplace is_model_parallel_parameter CheckOverflow "
+    "count_used_parameters_in_backward"
 )
 _OPTIMIZER_NAMES = (
     "ADAGRAD_OPTIMIZER ADAMW_OPTIMIZER ADAM_OPTIMIZER ADAM_W_MODE ADAM_W_MODE_DEFAULT LAMB_OPTIMIZER LION_OPTIMIZER "
@@ -94,6 +96,10 @@ _UTILS: dict[str, Entry] = {
         "windlass.compat.timers", "means are in milliseconds, and what is logged is windlass'"
     ),
     "deepspeed.utils.is_initialized": works("torch.distributed:is_initialized"),
+    **_all("deepspeed.utils.pin_memory_tracker", _PINNED, "track_pinned_memory pinned_memory_summary"),
+    "deepspeed.utils.pin_memory_tracker._PinnedMemoryTracker": works(f"{_PINNED}:PinnedMemoryTracker"),
+    "deepspeed.utils.pin_memory_tracker._tracker": works(f"{_PINNED}:tracker"),
+    "deepspeed.utils.pin_memory_tracker._fmt_bytes": works(f"{_PINNED}:format_bytes"),
     "deepspeed.utils.get_accelerator": works("windlass.compat.accelerator.choose:get_accelerator"),
 }
 
@@ -106,6 +112,8 @@ _RUNTIME: dict[str, Entry] = {
     ),
     **_all("deepspeed.runtime.utils", _MOVING, _MOVING_NAMES),
     **_all("deepspeed.runtime.utils", _NORMS, _NORM_NAMES),
+    **_all("deepspeed.runtime.zero.stage_1_and_2", _NORMS, "count_used_parameters_in_backward"),
+    **_all("deepspeed.runtime.zero.stage3", _NORMS, "count_used_parameters_in_backward"),
     **_all("deepspeed.runtime.utils", "windlass.compat.parting", "partition_uniform partition_balanced prefix_sum_inc"),
     **_all(
         "deepspeed.runtime.utils",

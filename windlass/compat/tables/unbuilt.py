@@ -131,14 +131,13 @@ TABLE: dict[str, Entry] = {
         "utils.set_full_hp_grad utils.get_hp_fragment_mapping utils.lazy_init_hp_params_optimizer_state "
         "utils.link_hp_params utils.map_to_flat_opt_states runtime.utils.all_gather_dp_groups "
         "runtime.utils.all_gather_into_tensor_dp_groups runtime.utils.register_output_backward_hooks "
-        "runtime.utils.OutputBackwardHookManager runtime.utils.count_used_parameters_in_backward "
+        "runtime.utils.OutputBackwardHookManager "
         "runtime.utils.offload_adam_states runtime.utils.reload_adam_states runtime.utils.get_norm_with_moe_layers "
         "runtime.utils.TLinear",
     ),
     **_none(
         _INSIDE,
-        "runtime.zero.stage_1_and_2.IPGBucket runtime.zero.stage_1_and_2.count_used_parameters_in_backward "
-        "runtime.zero.stage3.count_used_parameters_in_backward "
+        "runtime.zero.stage_1_and_2.IPGBucket "
         "runtime.zero.partition_parameters.InsertPostInitMethodToModuleSubClasses "
         "runtime.zero.partition_parameters.get_allgather_dtype runtime.zero.offload_states.get_state_devices "
         "runtime.engine._checkpoint_parallel_metadata",
@@ -155,7 +154,7 @@ TABLE: dict[str, Entry] = {
     **_none(_CHUNKS, "sequence.fpdt_layer.FPDT_InputConstruct sequence.fpdt_layer._FPDTGPUOffloadingAttentionImpl_"),
     **_none(
         _READER,
-        "checkpoint.get_model_3d_descriptor checkpoint.ds_to_universal._aggregate_autoep_zero12_metadata",
+        "checkpoint.ds_to_universal._aggregate_autoep_zero12_metadata",
     ),
     **_none(
         _GONE,

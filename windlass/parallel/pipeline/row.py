@@ -34,7 +34,7 @@ def in_segments(
     """
     for start in range(0, len(functions), interval):
         segment = functions[start : start + interval]
-        if not _worth_it(segment, names):
+        if not worth_it(segment, names):
             inputs = in_a_row(segment, inputs)
         elif isinstance(inputs, tuple) and not hasattr(inputs, "_fields"):
             inputs = checkpoint(partial(_of_many, segment), *inputs)
@@ -47,7 +47,8 @@ def _of_many(functions: Sequence[Function], *inputs: Any) -> Any:
     return in_a_row(functions, inputs)
 
 
-def _worth_it(segment: Sequence[Function], names: Sequence[str] | None) -> bool:
+def worth_it(segment: Sequence[Function], names: Sequence[str] | None) -> bool:
+    """Return whether a segment is checkpointed: its classes are all among `names`, or it has parameters."""
     modules = [_module(function) for function in segment]
     if names is not None:
         return all(type(module).__name__ in names for module in modules)

@@ -1,0 +1,99 @@
+"""Marked tensors that autograd saves wait in host memory; the host stands for the device here."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from windlass.base.errors import ModelError
+from windlass.compat.marked_offload import CheckpointHiddenStatesOffload
+from windlass.parallel import places
+
+SIZE = 64
+
+
+@pytest.fixture
+def _apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(places, "separate_memories", lambda device: True)
+
+
+def _trained(context: CheckpointHiddenStatesOffload | None, *, spoil: bool = False) -> tuple[Tensor, list[Tensor]]:
+    torch.manual_seed(0)
+    x = torch.randn(4, SIZE, requires_grad=True)
+    layers = [torch.nn.Linear(SIZE, SIZE) for _ in range(4)]
+    hidden = x
+    for layer in layers:
+        if context is not None:
+            context.mark(hidden)
+        given, hidden = hidden, checkpoint(layer, hidden, use_reentrant=False)
+    if spoil:
+        with torch.no_grad():
+            given.add_(1)
+    hidden.square().sum().backward()
+    return x.grad, [layer.weight.grad for layer in layers]  # type: ignore[return-value,misc]
+
+
+@pytest.mark.usefixtures("_apart")
+@pytest.mark.parametrize(("keeps", "streams"), [(0, True), (1, False), (2, True), (9, True)])
+def test_gradients_are_the_same_and_the_newest_stay(keeps: int, streams: bool) -> None:
+    wanted = _trained(None)
+    context = CheckpointHiddenStatesOffload(use_streams=streams, min_offload_bytes=0, keep_last_count=keeps)
+    for _ in range(2):  # again, with counts at zero
+        with context:
+            found = _trained(context)
+        assert torch.equal(found[0], wanted[0]) and all(map(torch.equal, found[1], wanted[1]))
+        stats, stay = context.stats, min(keeps, 4)
+        assert (stats.marked_tensors, stats.offloaded_tensors, stats.restored_tensors) == (4, 4 - stay, 4 - stay)
+        assert stats.kept_last_tensors == stay and stats.offloaded_bytes == (4 - stay) * 4 * 4 * SIZE
+        assert stats.saved_tensors_seen > 4 and not context._newest
+
+
+@pytest.mark.usefixtures("_apart")
+def test_a_kept_tensor_that_was_changed_in_place_is_an_error() -> None:
+    context = CheckpointHiddenStatesOffload(min_offload_bytes=0, keep_last_count=9)
+    with context, pytest.raises(ModelError, match="changed in place"):
+        _trained(context, spoil=True)
+
+
+def test_nothing_moves_where_memory_is_one() -> None:
+    context = CheckpointHiddenStatesOffload(min_offload_bytes=0, keep_last_count=0)
+    with context:
+        _trained(context)
+    assert (context.stats.marked_tensors, context.stats.skipped_marked_tensors) == (4, 4)
+
+
+def test_layers_of_transformers_are_marked_while_a_context_is_active() -> None:
+    from transformers import GradientCheckpointingLayer
+
+    class Layer(GradientCheckpointingLayer):  # type: ignore[misc]
+        def forward(self, hidden_states: Tensor) -> Tensor:
+            return hidden_states.sin()
+
+    own: Any = GradientCheckpointingLayer.__call__
+    layer = Layer()
+    layer.gradient_checkpointing = True
+    layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
+    layer.train()
+    outer, inner = (CheckpointHiddenStatesOffload(min_offload_bytes=0) for _ in range(2))
+    states = torch.randn(4, SIZE, requires_grad=True)
+    with pytest.raises(ZeroDivisionError), outer:
+        with inner:
+            layer(states)
+        assert GradientCheckpointingLayer.__call__ is not own
+        layer(states)
+        with pytest.raises(RuntimeError, match="not re-entrant"):
+            outer.__enter__()
+        raise ZeroDivisionError
+    assert GradientCheckpointingLayer.__call__ is own
+    layer(states)
+    assert (outer.stats.marked_tensors, inner.stats.marked_tensors) == (1, 1) and not outer._marks
+
+
+def test_counts_below_zero_are_refused() -> None:
+    with pytest.raises(ValueError, match="keep_last_count = -1 is negative"):
+        CheckpointHiddenStatesOffload(keep_last_count=-1)

@@ -1,0 +1,239 @@
+"""`deepspeed.runtime.activation_checkpointing.offload_activations`: checkpointed inputs that wait in host memory."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+from weakref import ReferenceType, ref
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from windlass.base.errors import ModelError
+from windlass.parallel.kept import Keeper, Moved, Stays
+from windlass.parallel.places import HostPlace
+
+
+class ReenteredError(ModelError, RuntimeError):
+    """A context manager was entered while it was active."""
+
+
+class RangeError(ModelError, ValueError):
+    """A count or a size is negative."""
+
+
+@dataclass
+class CheckpointActivationOffloadStats:
+    """What one context saw: tensors that autograd saved, and what became of the marked ones."""
+
+    saved_tensors_seen: int = 0
+    marked_tensors: int = 0
+    offloaded_tensors: int = 0
+    restored_tensors: int = 0
+    skipped_marked_tensors: int = 0
+    kept_last_tensors: int = 0
+    offloaded_bytes: int = 0
+    restored_bytes: int = 0
+
+
+class _Held:
+    """Stands in the graph for a marked tensor: on the device until newer ones are marked, then in host memory."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.nbytes = tensor.nbytes
+        self.here: Stays | None = Stays(tensor.detach(), tensor._version)
+        self.away: Moved | Stays | None = None
+        self.restored = False
+
+
+class CheckpointHiddenStatesOffload(saved_tensors_hooks):
+    """Context in which marked tensors that autograd saves move to host memory; all others stay as they are.
+
+    While it is active, the first argument of each checkpointed layer of transformers is marked. On a device that shares
+    the host's memory nothing moves.
+
+    Args:
+        use_pin_memory: no effect: host memory is pinned wherever the device is a CUDA one.
+        use_streams: copy beside the computation; else wait for each copy.
+        min_offload_bytes: smaller tensors stay.
+        max_fwd_stash_count: tensors that may be on their way to the host at a time.
+        max_cpu_buffer_pool_count: no effect: torch's allocator keeps pinned memory for reuse.
+        keep_last_count: so many of the newest marked tensors stay on the device, since the backward begins with them.
+
+    Raises:
+        RangeError: a count or size is negative.
+    """
+
+    def __init__(
+        self,
+        use_pin_memory: bool = True,
+        use_streams: bool = True,
+        min_offload_bytes: int = 1024,
+        max_fwd_stash_count: int = 2,
+        max_cpu_buffer_pool_count: int = 64,
+        keep_last_count: int = 1,
+    ) -> None:
+        for name, value in (
+            ("keep_last_count", keep_last_count),
+            ("max_fwd_stash_count", max_fwd_stash_count),
+            ("max_cpu_buffer_pool_count", max_cpu_buffer_pool_count),
+            ("min_offload_bytes", min_offload_bytes),
+        ):
+            if value < 0:
+                raise RangeError(f"{name} = {value} is negative; write 0 or more")
+        self.use_pin_memory, self.use_streams, self.keep_last_count = use_pin_memory, use_streams, keep_last_count
+        place = HostPlace()
+        place.under_way = max_fwd_stash_count if use_streams else 0
+        self._keeper = Keeper(place, max(min_offload_bytes, 1))
+        self._marks: Counter[int] = Counter()
+        self._newest: deque[ReferenceType[_Held]] = deque()
+        self.stats = CheckpointActivationOffloadStats()
+        super().__init__(self._pack, self._unpack)
+
+    def mark(self, tensor: torch.Tensor) -> None:
+        """Move this tensor when autograd saves it next."""
+        self._marks[id(tensor)] += 1
+        self.stats.marked_tensors += 1
+
+    def reset(self) -> None:
+        """Forget marks and counts. What a graph still holds stays readable."""
+        self._marks.clear()
+        self._newest.clear()
+        self.stats = CheckpointActivationOffloadStats()
+
+    def __enter__(self) -> None:
+        """Begin, with counts at zero.
+
+        Raises:
+            ReenteredError: the context is active already.
+        """
+        if self in _active():
+            raise ReenteredError("CheckpointHiddenStatesOffload is not re-entrant: nest a second object instead")
+        self.reset()
+        super().__enter__()
+        _active().append(self)
+        _patch.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        _patch.release()
+        _active().remove(self)
+        self._marks.clear()
+        self._newest.clear()
+        super().__exit__(*error)
+
+    def _unmark(self, tensor: torch.Tensor) -> bool:
+        """Take one mark off; False where there is none."""
+        if self._marks[id(tensor)] < 1:
+            del self._marks[id(tensor)]
+            return False
+        self._marks[id(tensor)] -= 1
+        return True
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        self.stats.saved_tensors_seen += 1
+        if not self._unmark(tensor):
+            return tensor
+        if not self._keeper.moves(tensor) or tensor.nbytes < self._keeper.smallest:
+            self.stats.skipped_marked_tensors += 1
+            return tensor
+        held = _Held(tensor)
+        self._newest.append(ref(held))
+        while len(self._newest) > self.keep_last_count:
+            self._send(self._newest.popleft()())
+        return held
+
+    def _send(self, held: _Held | None) -> None:
+        """Begin the copy to the host; None where the graph is gone already."""
+        if held is None or held.here is None:
+            return
+        held.away, held.here = self._keeper.pack(self._keeper.unpack(held.here)), None
+        if isinstance(held.away, Stays):  # of a layout that does not move
+            self.stats.skipped_marked_tensors += 1
+            return
+        self.stats.offloaded_tensors += 1
+        self.stats.offloaded_bytes += held.nbytes
+
+    def _unpack(self, packed: Any) -> torch.Tensor:
+        if not isinstance(packed, _Held):
+            found: torch.Tensor = packed
+            return found
+        first, packed.restored = not packed.restored, True
+        if packed.here is not None:
+            self.stats.kept_last_tensors += first
+            return self._keeper.unpack(packed.here)
+        assert packed.away is not None
+        found = self._keeper.unpack(packed.away)
+        if first and isinstance(packed.away, Moved):
+            self.stats.restored_tensors += 1
+            self.stats.restored_bytes += packed.nbytes
+        return found
+
+
+get_checkpoint_hidden_states_offloading_ctx_manager = CheckpointHiddenStatesOffload
+
+_local = threading.local()
+
+
+def _active() -> list[CheckpointHiddenStatesOffload]:
+    """Contexts of this thread, the innermost last."""
+    found: list[CheckpointHiddenStatesOffload] = _local.__dict__.setdefault("active", [])
+    return found
+
+
+class _Patch:
+    """`__call__` of transformers' checkpointed layers, replaced while any context is active."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users = 0
+        self._layer: Any = None
+        self._own: Callable[..., Any] | None = None
+
+    def acquire(self) -> None:
+        """Count a user, and replace the call for the first."""
+        with self._lock:
+            self._users += 1
+            if self._users > 1:
+                return
+            try:
+                from transformers import GradientCheckpointingLayer
+            except ImportError:  # no transformers, or one older than the class: scripts mark by themselves
+                return
+            self._layer, self._own = GradientCheckpointingLayer, GradientCheckpointingLayer.__dict__.get("__call__")
+            GradientCheckpointingLayer.__call__ = _marking(GradientCheckpointingLayer.__call__)
+
+    def release(self) -> None:
+        """Count one user less, and put the call back after the last."""
+        with self._lock:
+            self._users -= 1
+            if self._users or self._layer is None:
+                return
+            layer, own, self._layer = self._layer, self._own, None
+            if own is None:
+                del layer.__call__
+            else:
+                layer.__call__ = own
+
+
+def _marking(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `call` with the first argument marked where the layer is checkpointed."""
+
+    def marked_call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        contexts = _active()
+        states = args[0] if args else None
+        checkpointed = self.training and torch.is_grad_enabled() and getattr(self, "gradient_checkpointing", False)
+        if not contexts or not checkpointed or not isinstance(states, torch.Tensor):
+            return call(self, *args, **kwargs)
+        contexts[-1].mark(states)
+        try:
+            return call(self, *args, **kwargs)
+        finally:
+            contexts[-1]._unmark(states)  # an id is given again: no mark may outlive its tensor
+
+    return marked_call
+
+
+_patch = _Patch()
