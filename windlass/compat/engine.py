@@ -72,6 +72,7 @@ class DeepSpeedEngine(Places, CheckpointPlaces, Engine):
     enable_backward_allreduce = True
     inside_no_sync_ctxt = False
     _told_foreign = False
+    _advances_schedule = True
     scale_wrt_gas = True
     use_ds_comm = False  # torch.distributed's own, and windlass's transports
     warn_unscaled_loss = True
@@ -217,6 +218,19 @@ class DeepSpeedEngine(Places, CheckpointPlaces, Engine):
         acts = self.progress.ends_at_step()
         super().step(lr_kwargs)
         self.tput_timer.stop(global_step=acts)
+
+    def _step_by_optimizer(self) -> None:
+        """As `step`, without the schedule: DeepSpeed's optimizers know of none, and a script that calls them steps its
+        schedule too."""
+        self._advances_schedule = False
+        try:
+            self.step()
+        finally:
+            self._advances_schedule = True
+
+    def _step_schedule(self, lr_kwargs: dict[str, Any]) -> None:
+        if self._advances_schedule:
+            super()._step_schedule(lr_kwargs)
 
     def _autocast(self) -> AbstractContextManager[Any]:
         """As DeepSpeed: the configuration's `torch_autocast`, whatever a GPU's script has put around the forward."""
