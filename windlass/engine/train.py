@@ -72,9 +72,9 @@ class Engine(Questions, Files, nn.Module):
         self.world_size, self.global_rank = world.size, world.ranks[world.index]
         self.local_rank = self.device.index if self.device.index is not None else _local_rank()
         self.config = config.raw
-        self._optimizer = (
-            ShardedOptimizer(optimizer, sharded, self._step_by_optimizer, self.refresh) if optimizer is not None else None
-        )
+        self._optimizer: ShardedOptimizer | None = None
+        if optimizer is not None:
+            self._optimizer = ShardedOptimizer(optimizer, sharded, self._step_by_optimizer, self.refresh)
         self.optimizer: Any = self._optimizer  # what scripts see; DeepSpeed has another thing there where there is none
         self.lr_scheduler: Any = None
         self.training_dataloader: Any = None
