@@ -48,7 +48,6 @@ model = SentenceTransformer(modules=[word, modules.Pooling(32, "mean")], device=
 kinds = {{
     "ranking": (losses.MultipleNegativesRankingLoss(model), ["anchor", "positive"]),
     "cosine": (losses.CoSENTLoss(model), ["anchor", "positive", "score"]),
-    "softmax": (losses.SoftmaxLoss(model, 32, 3), ["anchor", "positive", "label"]),
 }}
 made, columns = kinds[loss]
 data = Dataset.from_dict({{name: rows[name] for name in columns}})
@@ -95,7 +94,6 @@ def make(made: Path) -> Path:
         "anchor": [words(n, 4) for n in count],
         "positive": [words(n + 3, 5) for n in count],
         "score": [n % 5 / 4 for n in count],
-        "label": [n % 3 for n in count],
     }
     (made / "rows.json").write_text(json.dumps(rows))
     (made / "script.py").write_text(SCRIPT.format(steps=STEPS, batch=BATCH))
@@ -130,7 +128,7 @@ def plain(sentences: Client, folder: Path) -> Callable[[str, int], list[float]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 1])
 @pytest.mark.parametrize("config", CONFIGS)
-@pytest.mark.parametrize("loss", ["ranking", "cosine", "softmax"])
+@pytest.mark.parametrize("loss", ["ranking", "cosine"])
 def test_losses_are_those_without_deepspeed(
     sentences: Client, folder: Path, plain: Callable[[str, int], list[float]], loss: str, config: str, ranks: int
 ) -> None:

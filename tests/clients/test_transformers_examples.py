@@ -109,11 +109,13 @@ def make_summarization(folder: Path) -> None:
 
 
 def make_images(folder: Path) -> None:
+    """With its head: a new one has other values at stage 3, where transformers draws while it builds a ViT."""
     from PIL import Image
-    from transformers import ViTConfig, ViTImageProcessor, ViTModel
+    from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
 
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    ViTModel(ViTConfig(image_size=16, patch_size=4, initializer_range=0.2, **sizes)).save_pretrained(folder / "model")
+    config = ViTConfig(image_size=16, patch_size=4, initializer_range=0.2, num_labels=3, **sizes)
+    ViTForImageClassification(config).save_pretrained(folder / "model")
     ViTImageProcessor(size={"height": 16, "width": 16}).save_pretrained(folder / "model")
     random = np.random.default_rng(0)
     for number in range(24):
