@@ -131,6 +131,34 @@ def test_manners(stage: int) -> None:
     run_ranks(_manners, 2, stage)
 
 
+def _stepped(stage: int, by_optimizer: bool) -> list[tuple[float, float]]:
+    engine = _engine(stage)
+    found = []
+    for _ in range(4):
+        x = torch.arange(12.0, device=engine.device).view(2, 6) / 12
+        loss = engine(x).square().mean()
+        engine.backward(loss)
+        found.append((loss.item(), engine.get_lr()[0]))
+        if by_optimizer:
+            engine.optimizer.step()
+            engine.lr_scheduler.step()
+            engine.optimizer.zero_grad()
+        else:
+            engine.step()
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_an_optimizer_that_is_stepped_by_hand_leaves_the_schedule_alone(stage: int) -> None:
+    """Law: a script that steps optimizer and schedule itself, as Ray Train's example does, trains as one that steps the
+    engine."""
+    (wanted,) = run_ranks(_stepped, 1, stage, False)
+    (found,) = run_ranks(_stepped, 1, stage, True)
+    assert len({rate for _, rate in wanted}) > 2
+    assert found == wanted
+
+
 def _asked_around_a_step(stage: int) -> list[float]:
     from windlass.base.log import logger as own_logger
     from windlass.compat.initialize import initialize

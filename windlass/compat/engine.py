@@ -90,6 +90,7 @@ class DeepSpeedEngine(Places, CheckpointPlaces, Precision, Engine):
     inside_no_sync_ctxt = False
     pipeline_parallelism = False  # whether the model is a row of layers, or its layers are spread over stages
     _told_foreign = False
+    _advances_schedule = True
     scale_wrt_gas = True
     use_ds_comm = False  # torch.distributed's own, and windlass's transports
     warn_unscaled_loss = True
@@ -276,6 +277,19 @@ class DeepSpeedEngine(Places, CheckpointPlaces, Precision, Engine):
         finally:
             self._weight = weight
             self._backward_ended()
+
+    def _step_by_optimizer(self) -> None:
+        """As `step`, without the schedule: DeepSpeed's optimizers know of none, and a script that calls them steps its
+        schedule too."""
+        self._advances_schedule = False
+        try:
+            self.step()
+        finally:
+            self._advances_schedule = True
+
+    def _step_schedule(self, lr_kwargs: dict[str, Any]) -> None:
+        if self._advances_schedule:
+            super()._step_schedule(lr_kwargs)
 
     def _autocast(self) -> AbstractContextManager[Any]:
         """As DeepSpeed: the configuration's `torch_autocast`, whatever a GPU's script has put around the forward."""

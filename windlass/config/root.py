@@ -44,6 +44,10 @@ def _lower(value: Any) -> Any:
     return value.lower() if isinstance(value, str) else value
 
 
+def _norm(value: Any) -> Any:
+    return float(value) if isinstance(value, bool) else value
+
+
 LogLevel = Annotated[Literal["debug", "info", "warning", "error", "critical"], BeforeValidator(_lower)]
 Reduction = Annotated[Literal["mean", "sum"], BeforeValidator(_lower)]
 
@@ -57,8 +61,8 @@ class Config(Section):
     """Samples in one forward pass on one rank."""
     gradient_accumulation_steps: Positive | None = honoured(None)
     """Micro-batches in one optimizer step; 1 when it does not follow from the others."""
-    gradient_clipping: Annotated[float, Field(ge=0, allow_inf_nan=False), NUMBER] = honoured(1.0)
-    """Largest norm of the whole gradient; 0 turns clipping off."""
+    gradient_clipping: Annotated[float, Field(ge=0, allow_inf_nan=False), BeforeValidator(_norm)] = honoured(1.0)
+    """Largest norm of the whole gradient; 0 turns clipping off. `true` is 1.0, as DeepSpeed takes it, `false` is 0."""
     steps_per_print: Annotated[float, Field(gt=0), NUMBER] | None = honoured(None)
     """Log a line every so many steps; null or infinity is never."""
     wall_clock_breakdown: bool = honoured(False)

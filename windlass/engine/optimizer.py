@@ -47,7 +47,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return self.loss_scale
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """As `engine.step()`."""
+        """As `engine.step()`; that of the stand-in for DeepSpeed leaves the learning rate's schedule to the script."""
         if closure is not None:
             raise ModelError(
                 "a closure would need a gradient in the middle of a step; call engine.backward, then engine.step"

@@ -73,9 +73,9 @@ class Engine(Questions, Files, nn.Module):
         self.world_size, self.global_rank = world.size, world.ranks[world.index]
         self.local_rank = self.device.index if self.device.index is not None else _local_rank()
         self.config = config.raw
-        self._optimizer = (
-            ShardedOptimizer(optimizer, sharded, self.step, self.refresh) if optimizer is not None else None
-        )
+        self._optimizer: ShardedOptimizer | None = None
+        if optimizer is not None:
+            self._optimizer = ShardedOptimizer(optimizer, sharded, self._step_by_optimizer, self.refresh)
         self.optimizer: Any = self._optimizer  # what scripts see; DeepSpeed has another thing there where there is none
         self.lr_scheduler: Any = None
         self.training_dataloader: Any = None
@@ -234,6 +234,10 @@ class Engine(Questions, Files, nn.Module):
             self.progress.stepping = False
             self.progress.micro_steps += 1
             self._micro_backwards = self._sharded.gradients.backwards
+
+    def _step_by_optimizer(self) -> None:
+        """What `engine.optimizer.step()` does."""
+        self.step()
 
     def _take_step(self, lr_kwargs: dict[str, Any]) -> None:
         assert self._optimizer is not None

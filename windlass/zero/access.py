@@ -120,9 +120,10 @@ class Released(nn.Parameter):
             found = _tensors_in((args, kwargs))
             for parameter in found:
                 if isinstance(parameter, Released) and not _is_brought(parameter, found):
-                    dtype = _cast_to(name, args, kwargs or {})
-                    if dtype not in (None, parameter.dtype) and parameter is args[0]:
-                        return ReleasedCopy.of(parameter, dtype)
+                    if args and parameter is args[0]:
+                        dtype = _dtype_of_copy(name, args, kwargs or {})
+                        if dtype is not None:
+                            return ReleasedCopy.of(parameter, dtype)
                     raise _error(parameter, name)
         with torch._C.DisableTorchFunctionSubclass():
             result = function(*args, **(kwargs or {}))
@@ -168,11 +169,22 @@ def _cast_to(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.
     return next((value if isinstance(value, torch.dtype) else value.dtype for value in asked), None)
 
 
-class ReleasedCopy(torch.Tensor):
-    """Copy of a released parameter in another dtype, made where the values cannot be gathered.
+def _dtype_of_copy(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:
+    """The dtype of a call's result where that is a `ReleasedCopy` of the first argument; None for any other call."""
+    if name == "_weight_norm":
+        dtype: torch.dtype = args[0].dtype
+        return dtype
+    cast = _cast_to(name, args, kwargs)
+    return cast if cast != args[0].dtype else None
 
-    Initialisers overwrite such a copy without reading it (`init.normal_(weight.float())` in transformers 5.8, whose
-    result is dropped): it then becomes an ordinary tensor. Any other use raises as the parameter does.
+
+class ReleasedCopy(torch.Tensor):
+    """Copy of a released parameter in another dtype or normalised by `weight_norm`, made where the values cannot be
+    gathered.
+
+    Initialisers overwrite such a copy without reading it (`init.normal_(weight.float())` in transformers 5.8, and
+    `init.normal_(conv.weight)` of a convolution with weight_norm, whose results are dropped): it then becomes an
+    ordinary tensor. Any other use raises as the parameter does.
     """
 
     _parameter: nn.Parameter

@@ -127,6 +127,12 @@ def test_boolean_zero_is_stage_one_and_reads_the_old_bucket_size() -> None:
     assert load({"zero_optimization": False}).zero_optimization.stage == 0
 
 
+@pytest.mark.parametrize(("written", "meant"), [(True, 1.0), (False, 0.0), ("auto", 1.0), (0.5, 0.5)])
+def test_a_boolean_clips_at_one_or_not_at_all(written: Any, meant: float) -> None:
+    """As DeepSpeed takes it; Ray Train's example for DeepSpeed writes `true`."""
+    assert load({"gradient_clipping": written}).gradient_clipping == meant
+
+
 def test_auto_is_the_default_in_sections_and_unfilled_elsewhere() -> None:
     config = load(
         {

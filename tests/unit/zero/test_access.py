@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 from typing import Any
 
 import pytest
@@ -113,6 +114,29 @@ def test_a_copy_in_another_dtype_can_be_initialised_as_a_plain_one(cast: Any, fi
     assert type(found[1][0]) is torch.Tensor and torch.equal(found[0][0], found[1][0])
     assert torch.equal(found[0][1], found[1][1])
     assert isinstance(parameter, Released) and keeper_of(parameter) is unit
+
+
+@pytest.mark.parametrize("norm", [nn.utils.parametrizations.weight_norm, nn.utils.weight_norm])
+def test_a_normalised_weight_can_be_initialised_as_a_plain_one_and_not_read(norm: Any) -> None:
+    """Law: an initialiser that reaches a weight behind weight_norm makes the draws that it makes in plain PyTorch."""
+    draws = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # torch's own, of the older of both
+        convs = [norm(nn.Conv1d(4, 4, 3), name="weight", dim=2) for _ in range(2)]
+    parameters = [one for one in convs[1].parameters() if one.dim() > 1]
+    units = [FakeUnit(one, answer=False) for one in parameters]
+    for parameter, unit in zip(parameters, units, strict=True):
+        mark_released(parameter, unit)
+    for conv in convs:
+        hooks = [hook for hook in conv._forward_pre_hooks.values() if hasattr(hook, "compute_weight")]
+        weight = hooks[0].compute_weight(conv) if hooks else conv.weight
+        assert weight.shape == (4, 4, 3)
+        torch.manual_seed(3)
+        with torch.no_grad():
+            draws.append((nn.init.normal_(weight).detach(), torch.rand(1)))
+    assert torch.equal(draws[0][0], draws[1][0]) and torch.equal(draws[0][1], draws[1][1])
+    with pytest.raises(ReleasedParameterError, match=r"layer\.weight.*GatheredParameters"):
+        convs[1](torch.ones(1, 4, 5))
 
 
 @pytest.mark.parametrize("cast", [lambda p: p.float(), lambda p: p.to(torch.float32), lambda p: p.type(torch.float32)])

@@ -28,6 +28,11 @@ MEMBERS: dict[str, Entry] = {
         "at stage 0 in fp32 also an instance of the script's class; where none is given, at stage 3 "
         "what `parameter_offload` is",
     ),
+    "optimizer.step": differs(
+        "windlass.engine.optimizer:ShardedOptimizer.step",
+        "counts as a step of the engine (`global_steps`), and inside an accumulation only ends a micro-batch; as in "
+        "DeepSpeed it leaves the schedule to the script",
+    ),
     "engine.step": differs(
         "",
         "a step whose gradient is not finite is skipped at stage 0 in fp32 too, where DeepSpeed makes it",
