@@ -138,17 +138,8 @@ def test_hello_deepspeed_trains_as_in_plain_pytorch(run: Run, tmp_path: Path, ra
     for place in ("ours", "plain"):
         wikitext(tmp_path / place / "wikitext")
     sizes = ("--num_layers", 2, "--num_heads", 4, "--ff_dim", 64, "--h_dim", 32)
-    options = (
-        "--tokenizer",
-        tmp_path / "tokenizer",
-        *sizes,
-        "--num_iterations",
-        7,
-        "--log_every",
-        1,
-        "--batch_size",
-        4,
-    )
+    steps = ("--num_iterations", 7, "--log_every", 1, "--checkpoint_every", 7 if ranks > 1 else 3)
+    options = ("--tokenizer", tmp_path / "tokenizer", *sizes, *steps, "--batch_size", 4)
     losses = []
     for plain in (False, True):
         out = tmp_path / f"checkpoints-{plain}"

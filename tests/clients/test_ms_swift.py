@@ -56,6 +56,8 @@ def comparison(swift: Client, folder: Path) -> Comparison:
             "train_dataloader_shuffle": False,
             "split_dataset_ratio": 0,
             "torch_dtype": "float32",
+            "fp16": False,  # else float32 means fp16: weights of fp16 in DeepSpeed, autocast without it
+            "bf16": False,
             "max_length": 64,
             "gradient_accumulation_steps": 1,
             "gradient_checkpointing": False,

@@ -90,7 +90,7 @@ class Pipe(nn.Sequential):
 
     def __init__(self, layers: Any, loss_fn: Any, **others: Any) -> None:
         super().__init__(*(layer if isinstance(layer, nn.Module) else _Call(layer) for layer in layers))
-        self.loss_fn = loss_fn
+        self.loss_fn = loss_fn.__call__  # which is no layer
 
 
 class _Call(nn.Module):
