@@ -220,7 +220,7 @@ def test_chat_is_fine_tuned_as_in_plain_pytorch(
 ) -> None:
     """Law: step 1 of DeepSpeed-Chat in bf16: the losses of all ranks, and those before and after."""
     batches = ("--per_device_train_batch_size", 4 // ranks, "--per_device_eval_batch_size", 4 // ranks)
-    options = ("--model_name_or_path", chat / "model", *batches, "--max_seq_len", 24, "--learning_rate", 1e-2)
+    options = ("--model_name_or_path", chat / "model", *batches, "--max_seq_len", 48, "--learning_rate", 1e-2)
     script = f"{CHAT}/step1_supervised_finetuning/main.py"
     found = []
     for plain in (False, True):
@@ -241,7 +241,7 @@ SCORES = rf"chosen_last_scores \(higher is better\) : {NUMBER}, rejected_last_sc
 def test_chat_learns_rewards_as_in_plain_pytorch(run: Run, chat: Path, tmp_path: Path, stage: int, ranks: int) -> None:
     """Law: step 2 of DeepSpeed-Chat in bf16: the mean loss of each epoch, and the scores before and after each."""
     batches = ("--per_device_train_batch_size", 4 // ranks, "--per_device_eval_batch_size", 4 // ranks)
-    options = ("--model_name_or_path", chat / "model", *batches, "--max_seq_len", 24, "--learning_rate", 1e-3)
+    options = ("--model_name_or_path", chat / "model", *batches, "--max_seq_len", 48, "--learning_rate", 1e-3)
     script = f"{CHAT}/step2_reward_model_finetuning/main.py"
     found = []
     for plain in (False, True):
@@ -262,7 +262,7 @@ def test_chat_learns_from_rewards_as_in_plain_pytorch(
     actor wrote."""
     batches = ("--per_device_training_batch_size", 4 // ranks, "--per_device_generation_batch_size", 4 // ranks)
     models = ("--actor_model_name_or_path", chat / "model", "--critic_model_name_or_path", critic(chat))
-    lengths = ("--max_prompt_seq_len", 12, "--max_answer_seq_len", 8)
+    lengths = ("--max_prompt_seq_len", 40, "--max_answer_seq_len", 8)
     rates = ("--actor_learning_rate", 1e-3, "--critic_learning_rate", 1e-3)
     options = (*models, *batches, *lengths, *rates, "--num_padding_at_beginning", 0)
     script = f"{CHAT}/step3_rlhf_finetuning/main.py"
