@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -35,6 +36,8 @@ class Client:
         ranks: int = 0,
         path: tuple[Path, ...] = (),
         stands_in: bool | None = None,
+        classic: bool = False,
+        folder: Path | None = None,
         seconds: float = 1500,
         **env: str,
     ) -> str:
@@ -43,19 +46,24 @@ class Client:
         Args:
             path: folders in which modules are looked for first.
             stands_in: whether `import deepspeed` is windlass; by default where there are ranks.
+            classic: start ranks by the `deepspeed` command, which tells scripts their `--local_rank`.
+            folder: where it runs; by default in the checkout.
 
         Raises:
             AssertionError: it failed; the text has the end of what it printed.
         """
         command = [self.python]
-        if ranks:
+        if ranks and classic:
+            command += ["-m", "windlass.launch.deepspeed_command", "--num_gpus", str(ranks)]
+        elif ranks:
             command += ["-m", "windlass", "run", "--nproc", str(ranks)]
         values = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", **env}
         values["PYTHONPATH"] = os.pathsep.join(map(str, (*path, ROOT)))
         if stands_in or (stands_in is None and ranks):
             values |= environment(values)
         command += map(str, arguments)
-        done = subprocess.run(command, env=values, cwd=self.folder, capture_output=True, text=True, timeout=seconds)
+        where = folder or self.folder
+        done = subprocess.run(command, env=values, cwd=where, capture_output=True, text=True, timeout=seconds)
         printed = done.stdout + done.stderr
         assert done.returncode == 0, f"{' '.join(command)} ended with {done.returncode}:\n{printed[-6000:]}"
         return printed
@@ -81,12 +89,11 @@ def client(name: str, repository: str, needs: str, environ: Mapping[str, str] = 
 
 def words(number: int, length: int) -> str:
     """A text of so many words, another one for each number."""
-    known = TEXT.split()
-    return " ".join(known[(number * 7 + word * (number % 3 + 1)) % len(known)] for word in range(length))
+    return " ".join(random.Random(number).choices(TEXT.split(), k=length))
 
 
 def tiny_llama(folder: Path) -> None:
-    """Save a Llama with random weights and its tokenizer."""
+    """Save a Llama with random weights and its tokenizer; weights are so large that a few steps change its losses."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -95,5 +102,6 @@ def tiny_llama(folder: Path) -> None:
     tokenizer = train_tokenizer([TEXT] * 5, 300, folder)
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = LlamaConfig(vocab_size=tokenizer.vocab_size, eos_token_id=tokenizer.eos, pad_token_id=1, **sizes)
+    tokens = {"vocab_size": tokenizer.vocab_size, "eos_token_id": tokenizer.eos, "pad_token_id": 1}
+    config = LlamaConfig(initializer_range=0.2, **tokens, **sizes)
     LlamaForCausalLM(config).save_pretrained(folder)

@@ -11,19 +11,23 @@ from typing import Any
 
 import pytest
 
-from tests.clients.harness import Client, client, tiny_llama, words
+from tests.clients.harness import Client, client, tiny_llama
+from tests.clients.trainers import Comparison, Losses, conversations, options
 
 NEEDS = (
     "transformers==5.8.0 accelerate==1.11.0 peft==0.18.1 trl==0.24.0 datasets==4.0.0 einops scipy sentencepiece "
     "tiktoken fire omegaconf torchdata==0.11.0 'tyro<0.9' av modelscope uvicorn fastapi sse-starlette"
 )
-STEPS = 4
 
+LORA = {"finetuning_type": "lora", "lora_rank": 4}
+PREFERENCES = {"pref_beta": 1.0}
 STAGES: dict[str, dict[str, Any]] = {
     "sft": {"stage": "sft", "dataset": "chat", "finetuning_type": "full"},
-    "sft-lora": {"stage": "sft", "dataset": "chat", "finetuning_type": "lora", "lora_rank": 4},
-    "dpo": {"stage": "dpo", "dataset": "pairs", "finetuning_type": "lora", "lora_rank": 4, "pref_beta": 0.1},
-    "kto": {"stage": "kto", "dataset": "tagged", "finetuning_type": "lora", "lora_rank": 4, "pref_beta": 0.1},
+    "sft-lora": {"stage": "sft", "dataset": "chat", **LORA},
+    "dpo": {"stage": "dpo", "dataset": "pairs", "finetuning_type": "full", **PREFERENCES},
+    "dpo-lora": {"stage": "dpo", "dataset": "pairs", **LORA, **PREFERENCES},
+    "kto": {"stage": "kto", "dataset": "tagged", "finetuning_type": "full", **PREFERENCES},
+    "kto-lora": {"stage": "kto", "dataset": "tagged", **LORA, **PREFERENCES},
 }
 CONFIGS = {
     "z0": "ds_z0_config.json",
@@ -47,8 +51,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     data = made / "data"
     data.mkdir()
 
-    chat = [{"instruction": words(n, 4), "input": "", "output": words(n + 3, 6)} for n in range(16)]
-    pairs = [{**row, "chosen": row["output"], "rejected": words(n + 9, 6)} for n, row in enumerate(chat)]
+    rows = conversations()
+    chat = [{"instruction": asked, "input": "", "output": answer} for asked, answer, _ in rows]
+    pairs = [{**row, "chosen": row["output"], "rejected": worse} for row, (_, _, worse) in zip(chat, rows, strict=True)]
     tagged = [{**row, "label": n % 2 == 0} for n, row in enumerate(chat)]
     columns = {"prompt": "instruction", "query": "input"}
     described = {
@@ -60,68 +65,45 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         },
         "tagged": {"file_name": "tagged.json", "columns": {**columns, "response": "output", "kto_tag": "label"}},
     }
-    for name, rows in {"chat": chat, "pairs": pairs, "tagged": tagged, "dataset_info": described}.items():
-        (data / f"{name}.json").write_text(json.dumps(rows))
+    for name, content in {"chat": chat, "pairs": pairs, "tagged": tagged, "dataset_info": described}.items():
+        (data / f"{name}.json").write_text(json.dumps(content))
     # LLaMA-Factory imports torchaudio, which has no build for every torch, and uses it on sound alone.
     (made / "path" / "torchaudio").mkdir(parents=True)
     (made / "path" / "torchaudio" / "__init__.py").touch()
     return made
 
 
-def losses(factory: Client, folder: Path, stage: str, config: str | None, ranks: int) -> list[float]:
-    """Losses of the first steps."""
-    name = f"{stage}-{config}-{ranks}"
-    options: dict[str, Any] = {
-        **STAGES[stage],
-        "model_name_or_path": str(folder / "model"),
-        "dataset_dir": str(folder / "data"),
-        "output_dir": str(folder / name),
-        "overwrite_cache": True,
-        "do_train": True,
-        "template": "default",
-        "cutoff_len": 64,
-        "disable_shuffling": True,
-        "per_device_train_batch_size": 4 // max(ranks, 1),
-        "max_steps": STEPS,
-        "learning_rate": 1e-2,
-        "lr_scheduler_type": "constant",
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "seed": 1,
-        "use_cpu": True,
-        "dataloader_num_workers": 0,
-    }
-    if config is not None:
-        options["deepspeed"] = str(factory.folder / "examples" / "deepspeed" / CONFIGS[config])
-    file = folder / f"{name}.yaml"  # JSON is YAML; its reader of .json files fails
-    file.write_text(json.dumps(options))
-    path = (folder / "path", factory.folder / "src")
-    factory.run("src/train.py", file, ranks=ranks, path=path, DISABLE_VERSION_CHECK="1")
-    state = json.loads((folder / name / "trainer_state.json").read_text())
-    return [entry["loss"] for entry in state["log_history"] if "loss" in entry]
-
-
 @pytest.fixture(scope="module")
-def plain(factory: Client, folder: Path) -> Any:
-    """Losses of one plain process, by stage."""
-    found: dict[str, list[float]] = {}
+def comparison(factory: Client, folder: Path) -> Comparison:
+    def losses(stage: str, config: str | None, ranks: int) -> Losses:
+        name = f"{stage}-{config}-{ranks}"
+        settings: dict[str, Any] = {
+            **STAGES[stage],
+            **options(folder / name, ranks),
+            "model_name_or_path": str(folder / "model"),
+            "dataset_dir": str(folder / "data"),
+            "overwrite_cache": True,
+            "do_train": True,
+            "template": "default",
+            "cutoff_len": 64,
+            "disable_shuffling": True,
+            "seed": 1,
+        }
+        if config is not None:
+            settings["deepspeed"] = str(factory.folder / "examples" / "deepspeed" / CONFIGS[config])
+        file = folder / f"{name}.yaml"  # JSON is YAML; its reader of .json files fails
+        file.write_text(json.dumps(settings))
+        path = (folder / "path", factory.folder / "src")
+        factory.run("src/train.py", file, ranks=ranks, path=path, DISABLE_VERSION_CHECK="1")
+        state = json.loads((folder / name / "trainer_state.json").read_text())
+        return [entry["loss"] for entry in state["log_history"] if "loss" in entry]
 
-    def get(stage: str) -> list[float]:
-        if stage not in found:
-            found[stage] = losses(factory, folder, stage, None, 0)
-        return found[stage]
-
-    return get
+    return Comparison(losses)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 1])
 @pytest.mark.parametrize("config", ["z3", "z2", "z0", "z2-offload", "z3-offload"])
 @pytest.mark.parametrize("stage", STAGES)
-def test_losses_are_those_without_deepspeed(
-    factory: Client, folder: Path, plain: Any, stage: str, config: str, ranks: int
-) -> None:
-    wanted, found = plain(stage), losses(factory, folder, stage, config, ranks)
-    assert len(wanted) == STEPS and wanted[0] != wanted[-1]
-    assert found == pytest.approx(wanted, abs=1.01e-4)
+def test_losses_are_those_without_deepspeed(comparison: Comparison, stage: str, config: str, ranks: int) -> None:
+    comparison.check(stage, config, ranks)

@@ -1,0 +1,62 @@
+"""Clients that are built on transformers' Trainer: options under which two runs compare, and data."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.clients.harness import words
+
+STEPS = 4
+BATCH = 4
+
+Losses = list[float]
+
+
+def options(out: Path, ranks: int) -> dict[str, Any]:
+    """Options of the Trainer: a few steps of one batch, whatever the number of ranks (0 is a plain process)."""
+    return {
+        "output_dir": str(out),
+        "per_device_train_batch_size": BATCH // max(ranks, 1),
+        "max_steps": STEPS,
+        "learning_rate": 1e-2,
+        "lr_scheduler_type": "constant",
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "use_cpu": True,
+        "dataloader_num_workers": 0,
+    }
+
+
+def conversations() -> list[tuple[str, str, str]]:
+    """A question, its answer and a worse one for each row of the steps, of as many words each."""
+    return [(words(n, 4), words(n + 3, 6), words(n + 9, 6)) for n in range(STEPS * BATCH)]
+
+
+class Comparison:
+    """Losses of a client's runs, of which the plain ones are made once.
+
+    Args:
+        run: trains what is named with a configuration over so many ranks, or plainly with None and 0.
+    """
+
+    def __init__(self, run: Callable[[str, str | None, int], Losses]) -> None:
+        self.run = run
+        self.plain = functools.cache(lambda name: run(name, None, 0))
+
+    def check(self, name: str, config: str, ranks: int) -> None:
+        """Compare the losses of both to four decimals.
+
+        Raises:
+            AssertionError: they differ, or the plain ones show no training.
+        """
+        wanted, found = self.plain(name), self.run(name, config, ranks)
+        print(f"{name} {config} on {ranks}: {found}, plainly {wanted}")
+        assert len(wanted) == STEPS
+        assert all(abs(one - other) > 1e-3 for one, other in zip(wanted, wanted[1:], strict=False)), wanted
+        assert found == pytest.approx(wanted, abs=1.01e-4)
