@@ -588,3 +588,46 @@ def test_a_weight_that_its_forward_changes(clamps: bool) -> None:
 
 def test_a_change_that_the_release_would_lose_is_an_error(transport: str) -> None:
     run_ranks(refused_at_stage_3, 2, transport=transport)
+
+
+# ------------------------------------------------------------------------------------------------- experts over ranks
+
+
+def dropped_of_experts(stage: int) -> list[float]:
+    """How far parameters are, through each door, from those of a run without what was dropped."""
+    import windlass
+    from tests.dist.parallel_laws import MODELS, VOCABULARY
+
+    doors = {
+        "skip": lambda engine, optimizer: None,
+        "optimizer": lambda engine, optimizer: optimizer.zero_grad(),
+        "module": lambda engine, optimizer: engine.module.zero_grad(),
+        "each": lambda engine, optimizer: [setattr(p, "grad", None) for p in engine.module.parameters()],
+    }
+    found = []
+    for name, drop in doors.items():
+        torch.manual_seed(1)
+        config = ds_config(Recipe(optimizer_params=SGD), Setting(stage, config=(("parallel", {"ep": 2}),)))
+        engine, optimizer = windlass.initialize(model=MODELS["mixtral"](tied=False), config=config)[:2]
+
+        def backward(number: int, engine: Any = engine) -> None:
+            draw = torch.Generator().manual_seed(2 * number + dist.get_rank())
+            ids = torch.randint(VOCABULARY, (2, 8), generator=draw)
+            engine.backward(engine(input_ids=ids, labels=ids).loss)
+
+        for step in range(2):
+            if name != "skip":
+                backward(10 + step)
+                drop(engine, optimizer)
+            backward(step)
+            engine.step()
+        found.append({key: value.clone() for key, value in engine.full_state_dict().items()})
+        engine.destroy()
+    return [relative_error(other, found[0])[0] for other in found[1:]] if found[0] else []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_gradients_of_experts_are_dropped_through_every_door(stage: int) -> None:
+    first, other = run_ranks(dropped_of_experts, 2, stage, timeout=240.0)
+    assert first == [0.0] * 3 and other == [], "whole models are at the first rank"

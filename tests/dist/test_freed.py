@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from pathlib import Path
 from typing import Any
 from weakref import ref
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from tests.dist.harness import run_ranks
+from tests.dist.test_init import fresh_ranks
 
 
 def _trained(axes: dict[str, Any], stage: int, destroys: bool, born: bool) -> list[Any]:
@@ -58,3 +60,34 @@ def _left(axes: dict[str, Any], stage: int, destroys: bool, born: bool) -> list[
 def test_nothing_is_left_of_an_engine(axis: str, stage: int, born: bool, destroys: bool) -> None:
     for lives in run_ranks(_left, 2, {axis: 2} if axis else {}, stage, destroys, born):
         assert lives == [False] * 4
+
+
+def _rise(numel: int) -> int:
+    """Bytes that memory rises by at most while an engine takes a bf16 parameter of `numel` elements."""
+    import windlass
+    from windlass.cli.benches.memory import MemoryWatch
+
+    def engine_of(size: int) -> Any:
+        model = torch.nn.ParameterList([torch.nn.Parameter(torch.ones(size, dtype=torch.bfloat16))])
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+            "bf16": {"enabled": True},
+        }
+        watch = MemoryWatch(torch.device("cpu"))
+        engine = windlass.initialize(model=model, config=config)[0]
+        rise = watch.stop()
+        engine.destroy()
+        return rise
+
+    engine_of(4)  # what is imported once
+    found: int = engine_of(numel)
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="proportional memory is Linux's")
+def test_a_parameter_is_copied_once_on_its_way_into_an_engine() -> None:
+    numel = 1 << 24
+    for rise in fresh_ranks(_rise, 1, numel, transport="gloo"):
+        gradient = masters = 4 * numel
+        assert gradient + masters <= rise < gradient + masters + numel, f"{rise / numel:.2f} bytes an element"

@@ -129,5 +129,6 @@ def test_some_steps_keep_no_object(transport: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", ["gloo", "shm"])
-def test_two_thousand_steps_keep_nothing(transport: str, tmp_path: Path) -> None:
-    hold([*CASES, "pipeline"], 200, 2000, 4 << 20, transport, tmp_path, 3600)
+@pytest.mark.parametrize("case", [*CASES, "pipeline"], ids=str)
+def test_two_thousand_steps_keep_nothing(case: Any, transport: str, tmp_path: Path) -> None:
+    hold([case], 200, 2000, 4 << 20, transport, tmp_path, 3600)

@@ -95,12 +95,17 @@ def own_samples(rank: int, kind: str, length: int) -> dict[str, Tensor]:
     return {name: value.roll(rank, 0) if name != "position_ids" else value for name, value in given.items()}
 
 
-def registered(pads: bool, by_name: bool) -> None:
+def registered(
+    pads: bool,
+    by_name: bool,
+    name: str = "llama",
+    kinds: tuple[tuple[str, int], ...] = (("packed", 12), ("answers", 13)),
+) -> None:
     """As a Trainer does it: each rank's batch in turn, over all; losses of parts weighed by their counts."""
     from windlass.parallel.exchanges import gather
     from windlass.parallel.sequence.ulysses_sp import UlyssesSPAttentionHF, UlyssesSPDataLoaderAdapter
 
-    model, plain = build("llama"), build("llama")
+    model, plain = build(name), build(name)
     mpu = UlyssesSPAttentionHF.register_with_transformers(
         model_name_or_path="some/name" if by_name else model,
         sequence_parallel_size=2,
@@ -116,7 +121,6 @@ def registered(pads: bool, by_name: bool) -> None:
     assert mpu.get_data_parallel_world_size() == world // 2 and mpu.get_data_parallel_rank() == rank // 2
     assert mpu.get_sequence_data_parallel_world_size() == world and mpu.get_model_parallel_world_size() == 1
     group = mpu.get_sequence_parallel_group()
-    kinds = [("packed", 12), ("answers", 13)]
     mine = [own_samples(rank, kind, length) for kind, length in kinds]
     adapter = UlyssesSPDataLoaderAdapter(mine, rank % 2, group, 2, "cpu", pad_to_sp_multiple=pads)
     first = rank - rank % 2
@@ -152,6 +156,13 @@ def registered(pads: bool, by_name: bool) -> None:
 @pytest.mark.parametrize(("world", "pads", "by_name"), [(2, True, False), (2, False, True), (4, True, False)])
 def test_a_registered_model_and_its_loader(world: int, pads: bool, by_name: bool) -> None:
     run_ranks(registered, world, pads, by_name)
+
+
+@pytest.mark.parametrize("pads", [True, False])
+def test_positions_that_a_model_derives_are_those_of_whole_sequences(pads: bool) -> None:
+    """From the mask (OPT), or from ids that are no padding (RoBERTa), which a part of a sequence does not show."""
+    for name in ("opt", "roberta"):
+        run_ranks(registered, 2, pads, False, name, (("left", 13), ("holes", 12), ("plain", 13)))
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, tokens_first: bool = True) -> Tensor:

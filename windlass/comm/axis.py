@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,18 @@ from windlass.comm.traffic import Traffic
 
 _ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+_checks: list[Callable[[], None]] = []
+
+
+def before_next_collective(check: Callable[[], None]) -> None:
+    """Call `check` once, before the next collective along any axis. If it raises, the collective does not start."""
+    _checks.append(check)
+
+
+def _run_checks() -> None:
+    while _checks:
+        _checks.pop()()
 
 
 class Axis:
@@ -52,6 +64,7 @@ class Axis:
         """As `all_reduce`; `tensor`, which is contiguous, holds the result once that is finished."""
         if self.size == 1:
             return DONE
+        _run_checks()
         self._count("all_reduce", 2 * _nbytes(tensor) * (self.size - 1) // self.size)
         return _pending(dist.all_reduce(tensor, op=op, group=self.group.process_group, async_op=True), self._what())
 
@@ -63,6 +76,7 @@ class Axis:
         """
         if self.size == 1:
             return tensor
+        _run_checks()
         moved = tensor.movedim(dim, 0)
         lengths = list(sizes) if sizes is not None else [moved.shape[0]] * self.size
         row = moved[:1].numel() if moved.shape[0] else moved.new_empty((1, *moved.shape[1:])).numel()
@@ -90,6 +104,7 @@ class Axis:
         """
         if self.size == 1:
             return tensor
+        _run_checks()
         moved = tensor.movedim(dim, 0)
         lengths = list(sizes) if sizes is not None else [moved.shape[0] // self.size] * self.size
         if sum(lengths) != moved.shape[0]:
@@ -121,6 +136,7 @@ class Axis:
         """
         if self.size == 1:
             return tensor
+        _run_checks()
         sends = list(sends) if sends is not None else [tensor.shape[0] // self.size] * self.size
         receives = list(receives) if receives is not None else list(sends)
         if sum(sends) != tensor.shape[0]:
@@ -137,6 +153,7 @@ class Axis:
         are as large."""
         if self.size == 1 or by % self.size == 0:
             return list(tensors)
+        _run_checks()
         received = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in tensors]
         to, source = (self.index + by) % self.size, (self.index - by) % self.size
         with self._what():
@@ -151,6 +168,7 @@ class Axis:
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
         """Take the values of the rank at place `source` along the axis; in place, of a contiguous tensor."""
         if self.size > 1:
+            _run_checks()
             self._count("broadcast", _nbytes(tensor) if self.index != source else 0)
             with self._what():
                 dist.broadcast(tensor, self.group.ranks[source], group=self.group.process_group)
@@ -160,6 +178,7 @@ class Axis:
         """What each rank says, a plain Python value, in the order of the axis."""
         heard: list[Any] = [said] * self.size
         if self.size > 1:
+            _run_checks()
             with self._what():
                 dist.all_gather_object(heard, said, group=self.group.process_group)
         return heard

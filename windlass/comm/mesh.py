@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -88,7 +87,6 @@ class Mesh:
     axes: dict[str, Axis]
     stages: dict[tuple[int, ...], Axis] = field(default_factory=dict)
     _maker: _Maker | None = None
-    _kept: bool = False
 
     @property
     def pp(self) -> Axis:
@@ -154,19 +152,10 @@ class Mesh:
             partition += [(rank,) for stage, rank in enumerate(column) if stage not in stages]
         self.stages[stages] = Axis("pp", self._maker.of(partition))
 
-    @contextlib.contextmanager
-    def kept(self) -> Iterator[None]:
-        """Inside, `close_with_model` closes nothing: the model is laid out again over the same groups."""
-        object.__setattr__(self, "_kept", True)
-        try:
-            yield
-        finally:
-            object.__setattr__(self, "_kept", False)
-
     def close_with_model(self) -> None:
         """Give back the groups' sockets, unless modules have axes of it to talk over: those are given back with the
         process. Stages of a pipeline talk through their engine alone."""
-        if not self._kept and self.tp.size == self.ep.size == self.sp.size == 1:
+        if self.tp.size == self.ep.size == self.sp.size == 1:
             self.close()
 
     def close(self) -> None:

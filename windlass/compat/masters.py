@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, overload
+from typing import Any, TypeVar, overload
 
 import torch
 
@@ -17,9 +17,11 @@ NAMES = {
 PARAMETERS = {1: "bit16_groups", 2: "bit16_groups", 3: "fp16_groups"}
 
 
-class MasterGroups(Sequence[torch.Tensor]):
-    """A flat tensor `[elements of this rank]` for each group: looked up when it is asked for, since groups may change
-    and master weights may rest on the host or on disk. A view where the group has one parameter at hand, else a copy.
+Seen = TypeVar("Seen")
+
+
+class _ByGroup(Sequence[Seen]):
+    """One view of each parameter group; looked up when it is asked for, since groups may change.
 
     Args:
         optimizer: whose groups.
@@ -32,34 +34,50 @@ class MasterGroups(Sequence[torch.Tensor]):
         return len(self._optimizer.param_groups)
 
     @overload
-    def __getitem__(self, index: int) -> torch.Tensor: ...
+    def __getitem__(self, index: int) -> Seen: ...
     @overload
-    def __getitem__(self, index: slice) -> list[torch.Tensor]: ...
-    def __getitem__(self, index: int | slice) -> torch.Tensor | list[torch.Tensor]:
+    def __getitem__(self, index: slice) -> list[Seen]: ...
+    def __getitem__(self, index: int | slice) -> Seen | list[Seen]:
         groups = self._optimizer.param_groups[index]
-        return _flat(groups) if isinstance(groups, dict) else [_flat(group) for group in groups]
+        if isinstance(groups, dict):
+            return self._view(groups["params"])
+        return [self._view(group["params"]) for group in groups]
+
+    def _view(self, parameters: list[torch.nn.Parameter]) -> Seen:
+        raise NotImplementedError
 
 
-def _flat(group: dict[str, list[torch.nn.Parameter]]) -> torch.Tensor:
-    found = [safe_get_local_fp32_param(parameter) for parameter in group["params"]]
-    pieces = [piece.detach().reshape(-1) for piece in found if piece is not None]
-    if not pieces:
-        return torch.empty(0)
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+class ParameterGroups(_ByGroup[list[torch.nn.Parameter]]):
+    """The parameters of each group."""
+
+    def _view(self, parameters: list[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
+        return list(parameters)
+
+
+class MasterGroups(_ByGroup[torch.Tensor]):
+    """A flat tensor `[elements of this rank]` for each group, of master weights, which may rest on the host or on disk.
+    A view where the group has one parameter at hand, else a copy."""
+
+    def _view(self, parameters: list[torch.nn.Parameter]) -> torch.Tensor:
+        found = [safe_get_local_fp32_param(parameter) for parameter in parameters]
+        pieces = [piece.detach().reshape(-1) for piece in found if piece is not None]
+        if not pieces:
+            return torch.empty(0)
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
 class GroupGradients(Mapping[int, list[torch.Tensor | None]]):
-    """This rank's reduced gradients by parameter group, one entry for each parameter; looked up when asked for.
+    """This rank's reduced gradients by the number of the parameter group, one entry for each parameter.
 
     Args:
         optimizer: whose groups.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
+        self._groups = ParameterGroups(optimizer)
 
     def __len__(self) -> int:
-        return len(self._optimizer.param_groups)
+        return len(self._groups)
 
     def __iter__(self) -> Iterator[int]:
         return iter(range(len(self)))
@@ -67,56 +85,16 @@ class GroupGradients(Mapping[int, list[torch.Tensor | None]]):
     def __getitem__(self, index: int) -> list[torch.Tensor | None]:
         if not 0 <= index < len(self):
             raise KeyError(index)
-        return [safe_get_local_grad(parameter) for parameter in self._optimizer.param_groups[index]["params"]]
+        return [safe_get_local_grad(parameter) for parameter in self._groups[index]]
 
 
-class ParameterGroups(Sequence[list[torch.nn.Parameter]]):
-    """The parameters of each group; looked up when asked for.
+class FlatParameters(_ByGroup[torch.Tensor]):
+    """The parameters of each group in the dtype of the forward, as one flat tensor outside the graph: a copy."""
 
-    Args:
-        optimizer: whose groups.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
-
-    def __len__(self) -> int:
-        return len(self._optimizer.param_groups)
-
-    @overload
-    def __getitem__(self, index: int) -> list[torch.nn.Parameter]: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[list[torch.nn.Parameter]]: ...
-    def __getitem__(self, index: int | slice) -> Any:
-        groups = self._optimizer.param_groups[index]
-        return list(groups["params"]) if isinstance(groups, dict) else [list(group["params"]) for group in groups]
-
-
-class FlatParameters(Sequence[torch.Tensor]):
-    """The parameters of each group, as they compute, in one flat tensor outside the graph: a copy, made when asked for.
-
-    Args:
-        optimizer: whose groups.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
-
-    def __len__(self) -> int:
-        return len(self._optimizer.param_groups)
-
-    @overload
-    def __getitem__(self, index: int) -> torch.Tensor: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[torch.Tensor]: ...
-    def __getitem__(self, index: int | slice) -> torch.Tensor | list[torch.Tensor]:
-        groups = self._optimizer.param_groups[index]
-        return _whole(groups) if isinstance(groups, dict) else [_whole(group) for group in groups]
-
-
-def _whole(group: dict[str, list[torch.nn.Parameter]]) -> torch.Tensor:
-    parameters = group["params"]
-    return torch.cat([parameter.detach().reshape(-1) for parameter in parameters]) if parameters else torch.empty(0)
+    def _view(self, parameters: list[torch.nn.Parameter]) -> torch.Tensor:
+        if not parameters:
+            return torch.empty(0)
+        return torch.cat([parameter.detach().reshape(-1) for parameter in parameters])
 
 
 class HostGradients(Mapping[int, torch.Tensor]):

@@ -83,6 +83,7 @@ class PipelineEngine(Engine):
         self._stages, self._axis = stages, sharded.mesh.pp
         self._each = stages.count // self._axis.size
         self._passing = Passing(self._axis, self.device, dynamic=stages.dynamic)
+        self._left = "Ctrl-C, or a connection that broke"
         self._programs: dict[tuple[str, int], Order] = {}
         self._source = MicroBatches(sharded.mesh)
         self._common = CommonFailure(sharded.mesh.world, f"rank {self.global_rank}")
@@ -244,8 +245,8 @@ class PipelineEngine(Engine):
         assert self._passing is not None
         if self._failed:
             raise ModelError(
-                "a schedule of this pipeline was left half-way (Ctrl-C, or a connection that broke), so its stages are "
-                "no longer at the same micro-batch; start the run again from its last checkpoint"
+                f"a schedule of this pipeline was left half-way ({self._left}), so its stages are no longer at the "
+                "same micro-batch; start the run again from its last checkpoint"
             )
         self._failed, ended, halted = True, [], None
         try:
@@ -254,7 +255,11 @@ class PipelineEngine(Engine):
         except Halted as raised:
             halted = raised
         if halted is not None and not self._in_step:
-            raise halted.error or halted
+            error = halted.error or halted
+            axes = [name for name in ("tp", "sp", "ep") if self.mesh.axes[name].size > 1]
+            keys = ", ".join(f"parallel.{name}" for name in axes)
+            self._left = f"{type(error).__name__}: {error}; beside {keys} a batch that raises can't be dropped"
+            raise error
         if self._in_step:
             self._end(halted)
         self._failed = False

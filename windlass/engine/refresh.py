@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -44,8 +43,7 @@ def refresh(engine: Engine) -> None:
     carried = Carried(before)
     trained = sum(unit.numel for unit in before.units if unit.trainable)
     engine._saves.wait()  # what it reads goes with the old layout
-    with before.mesh.kept() if mesh_of(before.model) is before.mesh else nullcontext():
-        before.destroy()
+    before.destroy(keeps_mesh=mesh_of(before.model) is before.mesh)  # it is laid out again over the same groups
     for parameter in before.model.parameters():
         put_grad(parameter, None)  # of a backward before, of which nobody took anything
     after = engine.rebuild(engine)

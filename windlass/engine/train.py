@@ -101,9 +101,11 @@ class Engine(Questions, Files, nn.Module):
         self._buffers_of = Buffers(self.module, data, self.device, self._buffer_casts(), meet)
         self._balances = balances_of(self.module)
         self._blame = Blame(sharded.mesh.world)
-        self._half_way = HalfWay(sharded.mesh)
+        self._half_way = HalfWay(sharded.mesh, gathers=any(unit.frees for unit in sharded.units))
         sequences = sequence_parallel_of(self.module)
         self._same_input = SameInput(sharded.mesh, parts=sequences is None or sequences.given)
+        self._alone_in_eval = sequences is not None and sequences.only_training
+        sharded.runtime.on_backward_begin.append(lambda: self._half_way.begin("backward"))
         script = sharded.script_gradients
         script.hidden, script.raises = self.hides_gradients, not self.takes_foreign_gradients
         script.keeps, script.dropping = self._keeps_accumulated, self._tell_dropped
@@ -163,11 +165,12 @@ class Engine(Questions, Files, nn.Module):
             self._buffers_of.before_forward()
         if self._config.fp16.enabled and self._config.fp16.auto_cast:
             args, kwargs = _cast((args, kwargs), torch.float16)
-        self._same_input.check((args, kwargs))
         self._blame.micro_batch = self.progress.micro_steps
         self._sharded.health.refuse("a forward")
         activity.evaluating = not self.module.training
-        with self._half_way.part("forward"), self._reporter.timed("forward"), self._autocast():
+        together = self.module.training or not self._alone_in_eval
+        with self._half_way.part("forward", together=together), self._reporter.timed("forward"), self._autocast():
+            self._same_input.check((args, kwargs))
             output = self.module(*args, **kwargs)
         self._sharded.after_forward()
         return output
@@ -228,6 +231,7 @@ class Engine(Questions, Files, nn.Module):
         self.progress.stepping = True
         try:
             if self.progress.at_boundary():
+                self._half_way.begin("step")
                 with self._reporter.timed("step"):
                     self._take_step(lr_kwargs or {})
         finally:  # a refused step has dropped its micro-batches: the next one begins a step

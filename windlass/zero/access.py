@@ -178,26 +178,12 @@ def _dtype_of_copy(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return cast if cast != args[0].dtype else None
 
 
-class ReleasedCopy(torch.Tensor):
-    """Copy of a released parameter in another dtype or normalised by `weight_norm`, made where the values cannot be
-    gathered.
-
-    Initialisers overwrite such a copy without reading it (`init.normal_(weight.float())` in transformers 5.8, and
-    `init.normal_(conv.weight)` of a convolution with weight_norm, whose results are dropped): it then becomes an
-    ordinary tensor. Any other use raises as the parameter does.
-    """
+class _StandIn(torch.Tensor):
+    """A tensor in the place of a released parameter's values. Questions that read no values are answered; all other
+    calls go to `_use`."""
 
     _parameter: nn.Parameter
-
-    @classmethod
-    def of(cls, parameter: nn.Parameter, dtype: torch.dtype) -> ReleasedCopy:
-        """The copy of a released parameter."""
-        with torch._C.DisableTorchFunctionSubclass():
-            nan = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
-            value = torch.full((), nan, dtype=dtype, device=parameter.device).expand(parameter.shape)
-            copied = torch.Tensor._make_subclass(cls, value, False)
-        copied._parameter = parameter
-        return copied
+    _comes_from = ""  # what errors name as the call, where it is no torch function
 
     @classmethod
     def __torch_function__(
@@ -207,6 +193,38 @@ class ReleasedCopy(torch.Tensor):
         if is_harmless(name, args, given):
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **given)
+        return cls._use(name, function, args, given)
+
+    @classmethod
+    def _use(cls, name: str, function: Callable[..., Any], args: tuple[Any, ...], given: dict[str, Any]) -> Any:
+        raise NotImplementedError
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise _error(self._parameter, self._comes_from or "pickle")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise _error(self._parameter, self._comes_from or "deepcopy")
+
+
+class ReleasedCopy(_StandIn):
+    """Copy of a released parameter in another dtype or normalised by `weight_norm`, made where the values cannot be
+    gathered.
+
+    Initialisers overwrite such a copy without reading it (`init.normal_(weight.float())` in transformers 5.8, and
+    `init.normal_(conv.weight)` of a convolution with weight_norm, whose results are dropped): it then becomes an
+    ordinary tensor. Any other use raises as the parameter does.
+    """
+
+    @classmethod
+    def of(cls, parameter: nn.Parameter, dtype: torch.dtype) -> ReleasedCopy:
+        """The copy of a released parameter."""
+        with torch._C.DisableTorchFunctionSubclass():
+            copied = torch.Tensor._make_subclass(cls, nan_like(parameter, dtype), False)
+        copied._parameter = parameter
+        return copied
+
+    @classmethod
+    def _use(cls, name: str, function: Callable[..., Any], args: tuple[Any, ...], given: dict[str, Any]) -> Any:
         if name in _LIKE:
             like = torch.empty((), dtype=args[0].dtype, device=args[0].device).expand(args[0].shape)
             return function(like, *args[1:], **given)
@@ -228,12 +246,6 @@ class ReleasedCopy(torch.Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
         return f"Copy of a released parameter, of shape {tuple(self.shape)}, {self.dtype}: its values are not here"
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise _error(self._parameter, "pickle")
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        raise _error(self._parameter, "deepcopy")
-
 
 def _nobody(parameter: nn.Parameter) -> bool:
     return False
@@ -246,12 +258,12 @@ whole_of: Callable[[nn.Parameter], torch.Tensor] | None = None
 """Reads the values behind a stub, by all ranks together; None: they cannot be had from it."""
 
 
-class Stub(torch.Tensor):
+class Stub(_StandIn):
     """What stands for a released parameter in a `state_dict()` of which often only the names are wanted: transformers
     asks for it while it loads, and peft on one rank while it saves. It has shape and dtype. Who asks for its values
     gets them from `whole_of`, or an error; nobody can change them."""
 
-    _parameter: nn.Parameter
+    _comes_from = "state_dict"
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -267,13 +279,7 @@ class Stub(torch.Tensor):
         return stub
 
     @classmethod
-    def __torch_function__(
-        cls, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        name, given = name_of_call(function), kwargs or {}
-        if is_harmless(name, args, given):
-            with torch._C.DisableTorchFunctionSubclass():
-                return function(*args, **given)
+    def _use(cls, name: str, function: Callable[..., Any], args: tuple[Any, ...], given: dict[str, Any]) -> Any:
         args, given = tree_map_only(Stub, lambda stub: stub._whole(name), (args, given))
         return function(*args, **given)
 
@@ -288,12 +294,6 @@ class Stub(torch.Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
         return f"Stub of shape {tuple(self.shape)}, {self.dtype}: its values are spread over ranks"
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise _error(self._parameter, "state_dict")
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        raise _error(self._parameter, "state_dict")
-
 
 def mark_released(parameter: nn.Parameter, keeper: Keeper) -> None:
     """Take the values from `parameter`; one that has none stays as it is."""
@@ -304,12 +304,17 @@ def mark_released(parameter: nn.Parameter, keeper: Keeper) -> None:
     parameter.__class__ = Released
 
 
-def nan_like(parameter: torch.Tensor) -> torch.Tensor:
-    """A tensor of a parameter's shape, dtype and device without memory of its own: every element is one NaN."""
-    key = (parameter.dtype, parameter.device)
+def nan_like(parameter: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return a tensor of a parameter's shape and device without memory of its own: every element is one NaN.
+
+    Args:
+        dtype: by default the parameter's. Dtypes without a NaN get 0.
+    """
+    dtype = dtype or parameter.dtype
+    key = (dtype, parameter.device)
     if key not in _nan:
-        empty = float("nan") if parameter.is_floating_point() else 0
-        _nan[key] = torch.full((), empty, dtype=parameter.dtype, device=parameter.device)
+        empty = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
+        _nan[key] = torch.full((), empty, dtype=dtype, device=parameter.device)
     return _nan[key].expand(parameter.shape)
 
 

@@ -148,7 +148,15 @@ class Builder:
                 else:
                     unit.own_full.copy_(own)
                 return own
-        values = self._values(unit, plan)
+        if unit.dtype == plan.dtype and not unit.buffer.common:
+            unit.full.zero_()  # what lies between and after the parameters
+            self._collect(unit, unit.full)
+            unit.point()  # frees the parameters' own memory before masters take theirs
+            if unit.frees:
+                unit.keep_cut(unit.own_full)
+            return unit.full[unit.state_start : unit.state_stop]
+        values = torch.zeros(unit.layout.padded, dtype=plan.dtype, device=self._device)
+        self._collect(unit, values)
         if unit.buffer.common:
             start, stop = unit.layout.cut(group.index, group.size)
             unit.own_full.copy_(values[start:stop])
@@ -161,9 +169,8 @@ class Builder:
     def _rests(self, unit: Unit, numel: int) -> Slot:
         return self.slot(f"parameters of {unit.names[0]} at rest", numel, unit.dtype, unit.home)
 
-    def _values(self, unit: Unit, plan: Plan) -> torch.Tensor:
-        """The parameters `[padded]` of the first data rank, in their own dtype."""
-        values = torch.zeros(unit.layout.padded, dtype=plan.dtype, device=self._device)
+    def _collect(self, unit: Unit, values: torch.Tensor) -> None:
+        """Fill `values` `[padded]` with the parameters of the first data rank. Collective."""
         bring_whole(unit.parameters, [unit.parameter_view(values, i) for i in range(len(unit.parameters))])
         data = unit.family.mesh.data
         if data.index == 0:
@@ -171,7 +178,6 @@ class Builder:
                 unit.parameter_view(values, index).copy_(parameter.detach())
         if data.size > 1 and values.numel():
             dist.broadcast(values.view(torch.uint8), data.ranks[0], group=data.process_group)
-        return values
 
 
 def _bytes(needs: list[Need]) -> int:

@@ -43,6 +43,7 @@ class Runtime:
         self.foresight, self.order = foresight, order
         order.drop = self._release
         self.reduces: Callable[[], bool] = lambda: False  # whether the backward that begins will reduce gradients
+        self.on_backward_begin: list[Callable[[], None]] = []
         self.on_backward_end: list[Callable[[], None]] = []
         self.held: Callable[[Group | None], None] = lambda among: None  # when what `holding` holds is present
         self._of_block: dict[int, list[Unit]] = {id(block): [] for block in blocks}
@@ -148,6 +149,8 @@ class Runtime:
         number = current_backward()
         if number >= 0 and number not in self._backwards:
             if not self._backwards and not self._depth:
+                for callback in self.on_backward_begin:
+                    callback()
                 self.order.begin(BACKWARD, reduces=self.reduces())
             self._backwards.add(number)
             at_end_of_backward(lambda: self._end(number))

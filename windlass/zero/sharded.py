@@ -497,17 +497,21 @@ class ShardedModel:
         _renew(units)
         self.masters.remember_versions(units)
 
-    def destroy(self) -> None:
+    def destroy(self, *, keeps_mesh: bool = False) -> None:
         """Give the plain model back: whole parameters of its own, no hooks. Collective at stage 3, and where an update
-        is under way, which is finished first. Idempotent."""
+        is under way, which is finished first. Idempotent.
+
+        Args:
+            keeps_mesh: leave its groups open, for another layout over them.
+        """
         if not self._handles and not self.units:
             return
         try:
             self.finish_update()
         finally:
-            self._undo()
+            self._undo(keeps_mesh)
 
-    def _undo(self) -> None:
+    def _undo(self, keeps_mesh: bool) -> None:
         self.destroyed = True
         for handle in self._handles:
             handle.remove()
@@ -533,7 +537,11 @@ class ShardedModel:
         for family in self.families:
             if family.group.size > 1:  # peers may still read what goes away with this
                 dist.barrier(group=family.group.process_group)
-        self._closer()
+        if keeps_mesh:
+            self._closer.detach()
+            _close(None, self.ledger, self.homes.disk)
+        else:
+            self._closer()
 
     def _groups_of(self, units: list[Unit]) -> list[Group]:
         """The groups of more than one rank that any of these units is cut over, in one order on all ranks."""
@@ -728,9 +736,10 @@ def _wait(written: list[Pending]) -> None:
     written.clear()
 
 
-def _close(mesh: Mesh, ledger: Ledger, disk: DiskTier | None) -> None:
+def _close(mesh: Mesh | None, ledger: Ledger, disk: DiskTier | None) -> None:
     """What does not go away with the memory of a model."""
     if disk is not None:
         disk.close()
     ledger.close()
-    mesh.close_with_model()
+    if mesh is not None:
+        mesh.close_with_model()

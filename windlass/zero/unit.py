@@ -149,7 +149,7 @@ class Unit:
         buffer.local.copy_(self.full)
         self.buffer, self.full = buffer, buffer.local
         self._look()
-        self._point()
+        self.point()
 
     def _look(self) -> None:
         self._views = [
@@ -182,7 +182,7 @@ class Unit:
 
     def settle_in(self) -> None:
         """After the cut was filled for the first time: point the parameters, let the rest go."""
-        self._point()
+        self.point()
         if self.released:
             if not self.frees:
                 self.transport.publish(self.buffer)
@@ -234,7 +234,7 @@ class Unit:
         with During("gather", self.names):
             self._pending.wait()
         self._pending = DONE
-        self._point()
+        self.point()
 
     def let_go(self, *, stale: bool = False) -> None:
         """Release: the parameters lose their values, and the memory of `full` goes back.
@@ -288,7 +288,8 @@ class Unit:
         """As `Keeper`."""
         return next((n for n, p in zip(self.names, self.parameters, strict=True) if p is parameter), "?")
 
-    def _point(self) -> None:
+    def point(self) -> None:
+        """Make the parameters views of `full`, which has their values."""
         for index, (parameter, view) in enumerate(zip(self.parameters, self._views, strict=True)):
             if index in self.lent:
                 continue

@@ -16,7 +16,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from windlass.base.errors import CheckpointError, LossError, ModelError
+from windlass.base.errors import CheckpointError, ConfigError, LossError, ModelError
 from windlass.cli import train as command
 from windlass.cli.training import metrics as metrics_module
 from windlass.cli.training.agreement import agree, sum_over_ranks
@@ -421,3 +421,15 @@ def test_a_rank_that_fails_tells_the_others_why(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(rank.watchdog, "failed", lambda error: told.append(type(error).__name__))
     assert rank.run_rank(tmp_path / "no plan", tmp_path / "failure") == 1
     assert told == ["CheckpointError"]
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("temperature", -1.0), ("temperature", float("nan")), ("max_new_tokens", 0), ("top_p", 2.0)]
+)
+def test_a_draw_out_of_range_is_told_by_its_option_alone(option: str, value: float, tmp_path: Path) -> None:
+    asked: dict[str, Any] = {"max_new_tokens": 8, option: value}
+    with pytest.raises(ConfigError) as raised:
+        continue_text(tmp_path, "def", **asked)
+    said = str(raised.value)
+    assert said.startswith(f"{option} (--{option.replace('_', '-')}) is {value}") and "write " in said
+    assert said.count("--") == 1, "the others are well"

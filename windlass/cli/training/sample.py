@@ -36,10 +36,16 @@ def continue_text(
         ModelError: no model there, a damaged one, one that needs its own code, or transformers is missing.
         ConfigError: a number out of range.
     """
-    if not 0 <= temperature < math.inf or not 1 <= max_new_tokens <= _MOST_TOKENS or not 0 < top_p <= 1:
+    if not 0 <= temperature < math.inf:
+        raise ConfigError(f"temperature (--temperature) is {temperature}; write 0 or a positive number")
+    if not 1 <= max_new_tokens <= _MOST_TOKENS:
         raise ConfigError(
-            f"temperature {temperature} must be a number of at least 0, max_new_tokens {max_new_tokens} from 1 to "
-            f"{_MOST_TOKENS:,}, top_p {top_p} in (0, 1]"
+            f"max_new_tokens (--max-new-tokens) is {max_new_tokens}; write a number from 1 to {_MOST_TOKENS:,}"
+        )
+    if not 0 < top_p <= 1:
+        raise ConfigError(
+            f"top_p (--top-p) is {top_p}, which is no probability; write a number above 0 and at most 1 (1: draw among "
+            "all tokens)"
         )
     model, tokenizer = _load(directory, trust_remote_code)
     model.to(device).eval()

@@ -7,8 +7,10 @@ import inspect
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakSet
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from windlass.base.errors import ModelError
@@ -17,7 +19,7 @@ from windlass.parallel.loss import ModelLoss, install_loss
 from windlass.parallel.sequence.batch import MARK, share_given, share_of
 from windlass.parallel.sequence.cut import Pattern
 from windlass.parallel.sequence.dropout import drops, seed_of
-from windlass.parallel.sequence.positions import derived_positions
+from windlass.parallel.sequence.positions import Derive, derived_positions
 from windlass.parallel.sequence.refusals import check_model, pattern_sizes
 from windlass.parallel.sequence.routers import balance_whole_sequences
 from windlass.parallel.sequence.seam import NAME, number_layers, register, unwrapped
@@ -44,18 +46,20 @@ class SequenceParallel:
     Attributes:
         axis: sp.
         given: batches come as this rank's part.
+        only_training: in eval mode the model runs whole on every rank.
         pattern: how sequences are cut.
+        derive: how the model derives positions; None where it counts from 0.
     """
 
     def __init__(
         self, model: Any, axis: Axis, pattern: Pattern, loss: ModelLoss, *, given: bool, trains: bool, stream: int
     ) -> None:
         self.axis, self.pattern, self.loss = axis, pattern, loss
-        self.given, self._trains, self._stream = given, trains, stream
+        self.given, self.only_training, self._stream = given, trains, stream
         signature = inspect.signature(model.forward).parameters
         self._names = [name for name, one in signature.items() if one.kind is not one.VAR_KEYWORD]
         self._takes_anything = len(self._names) < len(signature)
-        self._derive = derived_positions(model)
+        self.derive = derived_positions(model)
         self._calls: list[_Call | None] = []  # None: a forward on whole sequences
         self._drops = drops(model)
 
@@ -73,8 +77,8 @@ class SequenceParallel:
         if MARK in batch:
             return batch
         if self.given:
-            return share_given(batch, self.axis, self.pattern.ulysses)
-        return share_of(batch, self.pattern, self.axis, shifts=self.loss.shifts, derive=self._derive)
+            return share_given(batch, self.axis, self.pattern.ulysses, derive=self.derive)
+        return share_of(batch, self.pattern, self.axis, shifts=self.loss.shifts, derive=self.derive)
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         """Cut the inputs (a forward pre-hook)."""
@@ -83,7 +87,7 @@ class SequenceParallel:
             takes = len(self._names)
             raise ModelError(f"{type(module).__name__} got {len(args)} positional arguments and takes {takes}")
         batch = {**dict(zip(self._names, args, strict=False)), **kwargs}
-        if _generates(batch) or (self._trains and not module.training):
+        if _generates(batch) or (self.only_training and not module.training):
             return None  # whole sequences, on every rank alike
         _check_asked(module, batch)
         batch = self.share(batch)
@@ -197,8 +201,27 @@ def apply_sequence_parallel(
     pattern = Pattern(axis.size, degree, degree < axis.size and balanced is not False)
     state = SequenceParallel(inner, axis, pattern, loss, given=given, trains=only_training, stream=stream)
     inner._windlass_sequence = state
+    _applied.add(state)
     model.register_forward_pre_hook(state.before, with_kwargs=True)  # peft calls what it wraps without hooks
     model.register_forward_hook(state.after, with_kwargs=True, always_call=True)
+
+
+_applied: WeakSet[SequenceParallel] = WeakSet()
+
+
+def derivation_along(group: dist.ProcessGroup) -> Derive | None:
+    """How the model whose sequences are cut over `group` derives positions; None where it counts from 0.
+
+    Raises:
+        ModelError: several models do, in ways of their own.
+    """
+    found = {id(one.derive): one.derive for one in _applied if one.axis.group.process_group is group}
+    if len(found) > 1:
+        raise ModelError(
+            "the models whose sequences are cut over these ranks derive positions in different ways; give the batches "
+            "position_ids"
+        )
+    return next(iter(found.values()), None)
 
 
 def sequence_parallel_of(model: Any) -> SequenceParallel | None:

@@ -89,10 +89,13 @@ def _lengthened(batch: dict[str, Any], length: int, least: int) -> dict[str, Any
     return long
 
 
-def share_given(batch: Mapping[str, Any], axis: Axis, ulysses: int) -> dict[str, Any]:
+def share_given(batch: Mapping[str, Any], axis: Axis, ulysses: int, *, derive: Derive | None = None) -> dict[str, Any]:
     """A batch that holds this rank's part of sequences already, one after the other; marked. Collective.
 
     `position_ids` are needed, and labels only as `shift_labels`, or as `labels` that are shifted.
+
+    Args:
+        derive: how the model derives positions; those that are the same do not tell documents apart.
 
     Raises:
         ModelError: no positions.
@@ -110,6 +113,9 @@ def share_given(batch: Mapping[str, Any], axis: Axis, ulysses: int) -> dict[str,
     if mask is not None:
         mask = axis.all_gather(mask.contiguous(), 1, sizes)
         mask = None if bool((mask != 0).all()) else mask  # then documents are told by positions, which were asked for
+    if mask is None and derive is not None and positions.dim() == 2 and "input_ids" in local:
+        whole = derive({"input_ids": axis.all_gather(ids.contiguous(), 1, sizes)})
+        positions = None if bool((whole == positions).all()) else positions
     sight = _sight(positions, mask, ids.shape[0], sum(sizes))
     local[MARK] = Share(cut_of_sizes(sizes, ulysses), sight, axis, length=sum(sizes), whole=False)
     return local

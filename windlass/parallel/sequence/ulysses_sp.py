@@ -17,7 +17,7 @@ from windlass.comm.axis import Axis
 from windlass.comm.grid import AXES, READERS, Grid
 from windlass.comm.groups import Group
 from windlass.parallel.loss import IGNORED, shifted
-from windlass.parallel.sequence.apply import apply_sequence_parallel, sequence_parallel_of
+from windlass.parallel.sequence.apply import apply_sequence_parallel, derivation_along, sequence_parallel_of
 
 
 def axis_of(group: dist.ProcessGroup, name: str = "sp") -> Axis:
@@ -132,7 +132,8 @@ class UlyssesSPDataLoaderAdapter:
     """Of a loader that gives each rank other samples: every rank's batch in turn, of which each rank has its part.
 
     One batch of each rank along sp makes as many batches as there are ranks. `labels` become `shift_labels`, and
-    `position_ids` are made where there are none. Collective.
+    `position_ids` are made where there are none, as the model whose sequences are cut over the group derives them.
+    Collective.
 
     Args:
         dl: gives dicts of tensors `[samples, tokens, ...]`, and of other things.
@@ -205,7 +206,9 @@ class UlyssesSPDataLoaderAdapter:
         if length < self.sp_world_size:
             raise DataError(f"a sequence of {length} tokens can't be cut over {self.sp_world_size} ranks")
         if batch.get("position_ids") is None:
-            batch["position_ids"] = torch.arange(length, device=batch["input_ids"].device).expand(samples, length)
+            derive = derivation_along(self.sp_group)
+            counted = torch.arange(length, device=batch["input_ids"].device)
+            batch["position_ids"] = (derive(batch) if derive is not None else counted).expand(samples, length)
         batch["shift_labels"] = shifted(batch.pop("labels"))
         more = -length % self.sp_world_size if self._pads else 0
         each, rest = divmod(length + more, self.sp_world_size)

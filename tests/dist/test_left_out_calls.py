@@ -1,0 +1,89 @@
+"""An error of the script's own on one rank, between the calls of an engine that ranks along tp, sp or ep make together:
+the other ranks raise, and no collective meets one of another call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.dist.harness import run_ranks
+from tests.dist.parallel_laws import MODELS, VOCABULARY
+from windlass.base.errors import WindlassError
+
+FAULTY = 1
+
+
+def _start(axis: str, stage: int) -> Any:
+    import windlass
+
+    torch.manual_seed(3)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "parallel": {axis: 2},
+    }
+    return windlass.initialize(model=MODELS["mixtral" if axis == "ep" else "llama"](tied=False), config=config)[0]
+
+
+def _batch(step: int) -> dict[str, torch.Tensor]:
+    ids = torch.randint(VOCABULARY, (2, 8), generator=torch.Generator().manual_seed(step))
+    return {"input_ids": ids, "labels": ids}
+
+
+def _loop(engine: Any, steps: list[int], faults: dict[int, str], plain: bool) -> list[str]:
+    """What was raised. In a step of `faults` the faulty rank fails before that call, and leaves out the rest."""
+    said = []
+    for step in steps:
+        fails = faults.get(step, "") if dist.get_rank() == FAULTY else ""
+        try:
+            loss = engine(**_batch(step)).loss
+            if fails == "backward":
+                raise ValueError("no such label")
+            loss.backward() if plain else engine.backward(loss)
+            if fails == "step":
+                raise ValueError("no such metric")
+            engine.step()
+        except (WindlassError, ValueError) as error:
+            said.append(f"{step}: {type(error).__name__}: {error}")
+    return said
+
+
+def _survive(axis: str, stage: int, plain: bool) -> tuple[list[str], bool]:
+    engine = _start(axis, stage)
+    said = _loop(engine, [0, 1, 2, 3], {1: "backward"}, plain)
+    found = {name: value.clone() for name, value in engine.full_state_dict().items()}
+    engine.destroy()
+    spared = _start(axis, stage)
+    assert not _loop(spared, [0, 2, 3], {}, plain)
+    wanted = spared.full_state_dict()
+    same = all(torch.equal(value, wanted[name]) for name, value in found.items())
+    spared.destroy()
+    return said, same
+
+
+@pytest.mark.parametrize(
+    ("axis", "stage", "plain"), [("tp", 0, False), ("tp", 3, True), ("sp", 1, True), ("sp", 3, False), ("ep", 2, False)]
+)
+def test_a_loss_that_fails_on_one_rank_drops_the_batch_on_all(axis: str, stage: int, plain: bool) -> None:
+    for rank, (said, same) in enumerate(run_ranks(_survive, 2, axis, stage, plain)):
+        assert same and len(said) == 1, (rank, said)
+        if rank == FAULTY:
+            assert said == ["1: ValueError: no such label"]
+        else:
+            assert said[0].startswith(f"1: CallLeftOutError: rank {FAULTY} left out the backward of forward 2"), said
+            assert f"along {axis}" in said[0] and "the next one may follow" in said[0]
+
+
+def _no_step(axis: str) -> list[str]:
+    engine = _start(axis, 1)
+    return _loop(engine, [0, 1, 2], {1: "step"}, False)
+
+
+def test_a_step_that_one_rank_leaves_out_is_told_on_the_others() -> None:
+    told = run_ranks(_no_step, 2, "tp")
+    assert told[FAULTY] == ["1: ValueError: no such metric"]
+    assert len(told[0]) == 1 and "left out the step of forward 2 and went on to the forward of forward 3" in told[0][0]

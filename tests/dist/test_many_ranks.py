@@ -1,0 +1,62 @@
+"""More ranks than cores, and than parameters have rows: laws at 8 and 16 ranks, and a checkpoint of 16 for 3."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.dist.elastic import LATE, Layout, Row, save_and_go_on, take_up
+from tests.dist.elastic import complaints as resumed_complaints
+from tests.dist.harness import Pool
+from tests.dist.laws import Setting, complaints, expected, train_rank, train_rank_in_turn
+from tests.oracle import Recipe
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def many() -> Iterator[Pool]:
+    """Sixteen processes, ended with this module."""
+    pool = Pool(16)
+    yield pool
+    pool.end()
+
+
+@pytest.mark.parametrize("name", ["tied", "odd_shapes"])
+def test_eight_ranks_train_as_one(name: str, many: Pool) -> None:
+    recipe = Recipe(ranks=8, accumulation=2, steps=3)
+    settings = [
+        Setting(stage, config=(("comm", {"transport": transport}),))
+        for transport in ("gloo", "shm")
+        for stage in range(4)
+    ]
+    by_rank = many.run(train_rank_in_turn, 8, name, recipe, settings, timeout=600.0)
+    for number, setting in enumerate(settings):
+        said = complaints([traces[number] for traces in by_rank], expected(name, recipe), recipe)
+        assert not said, f"{setting}:\n" + "\n".join(said[:8])
+
+
+@pytest.mark.parametrize("transport", ["gloo", "shm"])
+def test_sixteen_ranks_train_as_one(transport: str, many: Pool) -> None:
+    recipe = Recipe(ranks=16, accumulation=1, steps=3)
+    setting = Setting(stage=3, config=(("comm", {"transport": transport}),))
+    said = complaints(
+        many.run(train_rank, 16, "tied", recipe, setting, timeout=300.0), expected("tied", recipe), recipe
+    )
+    assert not said, "\n".join(said[:8])
+
+
+@pytest.mark.parametrize(("first", "second"), [(3, 3), (1, 2)])
+def test_a_checkpoint_of_sixteen_ranks_goes_on_at_three(first: int, second: int, many: Pool, tmp_path: Any) -> None:
+    row = Row(Layout(16, first), Layout(3, second), model="tied", micro_batches=48)
+    wanted = many.run(save_and_go_on, 16, row, str(tmp_path), env=LATE, timeout=300.0)
+    found = many.run(take_up, 3, row, str(tmp_path), env=LATE, timeout=300.0)
+    for of_rank in found:
+        said = resumed_complaints(row, wanted[0], of_rank)
+        assert not said, "\n".join(said[:8])
+    back = replace(row, first=row.second, second=row.first)
+    again = many.run(take_up, 16, back, str(tmp_path), env=LATE, timeout=300.0)
+    assert not resumed_complaints(row, wanted[0], again[15])
