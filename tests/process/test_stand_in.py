@@ -104,3 +104,31 @@ def test_programs_of_the_stand_in_run() -> None:
     ):
         done = subprocess.run([sys.executable, "-m", program, "--help"], env=env, capture_output=True, text=True)
         assert done.returncode == 0 and "usage" in done.stdout.lower(), (program, done.stderr)
+
+
+_LIVE_NAMES = """
+import importlib, windlass.compat.deepspeed
+from windlass.parallel.activations import current_options
+names = importlib.import_module("deepspeed.checkpointing")
+assert not names.deepspeed_checkpointing_enabled and names.num_layers is None and names.mpu is None
+try:
+    names.configure(None, contiguous_checkpointing=True)
+except AssertionError as error:
+    assert "number of layers" in str(error)
+else:
+    raise SystemExit("it took contiguous checkpointing without a number of layers")
+assert not names.is_configured()
+names.configure(None, contiguous_checkpointing=True, num_checkpoints=3)
+assert (names.CONTIGUOUS_CHECKPOINTING, names.num_layers) == (True, 3)
+names.PROFILE_TIME, names.CONTIGUOUS_CHECKPOINTING, names.mpu = True, False, None
+assert current_options().profile and not current_options().contiguous_memory_optimization
+assert names.PROFILE_TIME and names.deepspeed_checkpointing_enabled
+names.deepspeed_checkpointing_enabled = False
+assert not names.is_configured() and not names.PROFILE_TIME
+"""
+
+
+def test_options_of_activations_have_the_names_of_deepspeeds_globals() -> None:
+    """See [Note: live names]: what is read is what is configured, and setting configures."""
+    done = _run(_LIVE_NAMES, path=[])
+    assert done.returncode == 0, done.stderr

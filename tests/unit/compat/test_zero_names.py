@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import inspect
 import re
 from collections import namedtuple
@@ -161,29 +160,6 @@ def scale_at_stage_0(window: int) -> list[float]:
     return [4, 4, 8, 8, 16, 8, 8, 4, 4, 4, 8, 4, 2, 2, 2, 4, 4] if window == 2 else [
         4, 4, 4, 8, 8, 4, 4, 2, 2, 2, 2, 1, 1, 1, 1, 1, 2
     ]  # fmt: skip
-
-
-def test_options_of_activations_have_the_names_of_deepspeeds_globals() -> None:
-    """See [Note: live names]: what is read is what is configured, and setting configures."""
-    import windlass.compat.deepspeed  # noqa: F401
-    from windlass.parallel.activations import current_options, set_options
-
-    names = importlib.import_module("deepspeed.checkpointing")
-    set_options(None)
-    try:
-        assert not names.deepspeed_checkpointing_enabled and names.num_layers is None and names.mpu is None
-        with pytest.raises(AssertionError, match="number of layers"):
-            names.configure(None, contiguous_checkpointing=True)
-        assert not names.is_configured()
-        names.configure(None, contiguous_checkpointing=True, num_checkpoints=3)
-        assert (names.CONTIGUOUS_CHECKPOINTING, names.num_layers) == (True, 3)
-        names.PROFILE_TIME, names.CONTIGUOUS_CHECKPOINTING, names.mpu = True, False, None
-        assert current_options().profile and not current_options().contiguous_memory_optimization
-        assert names.PROFILE_TIME and names.deepspeed_checkpointing_enabled
-        names.deepspeed_checkpointing_enabled = False
-        assert not names.is_configured() and not names.PROFILE_TIME
-    finally:
-        set_options(None)
 
 
 def test_sums_of_gradients_go_with_nothing_that_is_not_built() -> None:
