@@ -220,15 +220,15 @@ def test_chat_is_fine_tuned_as_in_plain_pytorch(
     run: Run, chat: Path, tmp_path: Path, stage: int, away: tuple[str, ...], ranks: int
 ) -> None:
     """Law: step 1 of DeepSpeed-Chat in bf16: the losses of all ranks, and those before and after."""
+    model = ("--model_name_or_path", chat / "model")
     batches = ("--per_device_train_batch_size", 4 // ranks, "--per_device_eval_batch_size", 4 // ranks)
-    options = (*batches, "--max_seq_len", 48, "--learning_rate", 1e-2, "--print_loss")
+    options = (*batches, *model, "--max_seq_len", 48, "--learning_rate", 1e-2, "--print_loss")
     script = f"{CHAT}/step1_supervised_finetuning/main.py"
     found = []
     for plain in (False, True):
         common = chat_options(chat, tmp_path / f"out-{plain}")
-        zero = ("--zero_stage", 0) if plain else ("--zero_stage", stage, *away)
-        model = start(chat / "model", stage if plain else 0)
-        printed = run(script, "--model_name_or_path", model, *options, *common, *zero, ranks=ranks, plain=plain)
+        zero = ("--zero_stage", stage, *(() if plain else away))
+        printed = run(script, *options, *common, *zero, ranks=ranks, plain=plain)
         losses = [numbers(printed, rf"Rank: {rank}, loss = {NUMBER}") for rank in range(ranks)]
         found.append([*numbers(printed, rf"ppl: \S+, loss: {NUMBER}"), *sum(losses, [])])
     check(*found, 2 + 2 * ranks, 1e-3)
@@ -242,15 +242,15 @@ SCORES = rf"chosen_last_scores \(higher is better\) : {NUMBER}, rejected_last_sc
 @pytest.mark.parametrize("stage", [3, 2, 1, 0])
 def test_chat_learns_rewards_as_in_plain_pytorch(run: Run, chat: Path, tmp_path: Path, stage: int, ranks: int) -> None:
     """Law: step 2 of DeepSpeed-Chat in bf16: the mean loss of each epoch, and the scores before and after each."""
+    model = ("--model_name_or_path", chat / "model")
     batches = ("--per_device_train_batch_size", 4 // ranks, "--per_device_eval_batch_size", 4 // ranks)
-    options = (*batches, "--max_seq_len", 48, "--learning_rate", 1e-3, "--num_padding_at_beginning", 0)
+    options = (*batches, *model, "--max_seq_len", 48, "--learning_rate", 1e-3, "--num_padding_at_beginning", 0)
     script = f"{CHAT}/step2_reward_model_finetuning/main.py"
     found = []
     for plain in (False, True):
         common = chat_options(chat, tmp_path / f"out-{plain}")
-        more = ("--num_train_epochs", 3, "--zero_stage", 0 if plain else stage)
-        model = start(chat / "model", stage if plain else 0)
-        printed = run(script, "--model_name_or_path", model, *options, *common, *more, ranks=ranks, plain=plain)
+        more = ("--num_train_epochs", 3, "--zero_stage", stage)
+        printed = run(script, *options, *common, *more, ranks=ranks, plain=plain)
         found.append([*numbers(printed, rf"with loss {NUMBER}"), *numbers(printed, SCORES)])
     check(*found, 3 + 4 * 2, 2e-3)
 
@@ -264,16 +264,14 @@ def test_chat_learns_from_rewards_as_in_plain_pytorch(
     """Law: step 3 of DeepSpeed-Chat in bf16: four models, the losses of actor and critic, and rewards of what the
     actor wrote."""
     batches = ("--per_device_training_batch_size", 4 // ranks, "--per_device_generation_batch_size", 4 // ranks)
+    models = ("--actor_model_name_or_path", chat / "model", "--critic_model_name_or_path", critic(chat))
     lengths = ("--max_prompt_seq_len", 40, "--max_answer_seq_len", 8)
     rates = ("--actor_learning_rate", 1e-3, "--critic_learning_rate", 1e-3)
     options = (*batches, *lengths, *rates, "--num_padding_at_beginning", 0)
     script = f"{CHAT}/step3_rlhf_finetuning/main.py"
     found = []
     for plain in (False, True):
-        actor, judge = (start(model, stage if plain else 0) for model in (chat / "model", critic(chat)))
-        models = ("--actor_model_name_or_path", actor, "--critic_model_name_or_path", judge)
-        zero = 0 if plain else stage
-        stages = ("--actor_zero_stage", zero, "--critic_zero_stage", zero)
+        stages = ("--actor_zero_stage", stage, "--critic_zero_stage", stage)
         common = chat_options(chat, tmp_path / f"out-{plain}")
         printed = run(script, *models, *options, *common, *stages, ranks=ranks, plain=plain)
         losses = rf"Actor Loss: {NUMBER} \| Critic Loss: {NUMBER}"
@@ -298,28 +296,6 @@ def critic(chat: Path) -> Path:
         }
         torch.manual_seed(1)
         torch.save({**named, "v_head.weight": torch.randn(1, 32) / 4}, made / "pytorch_model.bin")
-    return made
-
-
-def start(model: Path, stage: int) -> Path:
-    """The model from which the plain twin starts. At stage 3 that is a copy whose weights are rounded to bf16: the
-    scripts load inside `zero.Init`, which has the configuration's dtype. The value head is built outside of it."""
-    import torch
-    from safetensors.torch import load_file, save_file
-
-    made = model.with_name(f"{model.name}-rounded")
-    if stage < 3:
-        return model
-    if not made.exists():
-        shutil.copytree(model, made)
-        for path in made.glob("*.safetensors"):
-            weights = {name: value.bfloat16().float() for name, value in load_file(path).items()}
-            save_file(weights, path, {"format": "pt"})
-        for path in made.glob("*.bin"):
-            weights = torch.load(path)
-            head = weights.pop("v_head.weight")
-            weights = {name: value.bfloat16().float() for name, value in weights.items()}
-            torch.save({**weights, "v_head.weight": head}, path)
     return made
 
 
