@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -219,14 +220,15 @@ def test_chat_is_fine_tuned_as_in_plain_pytorch(
     run: Run, chat: Path, tmp_path: Path, stage: int, away: tuple[str, ...], ranks: int
 ) -> None:
     """Law: step 1 of DeepSpeed-Chat in bf16: the losses of all ranks, and those before and after."""
+    model = ("--model_name_or_path", chat / "model")
     batches = ("--per_device_train_batch_size", 4 // ranks, "--per_device_eval_batch_size", 4 // ranks)
-    options = ("--model_name_or_path", chat / "model", *batches, "--max_seq_len", 48, "--learning_rate", 1e-2)
+    options = (*batches, *model, "--max_seq_len", 48, "--learning_rate", 1e-2, "--print_loss")
     script = f"{CHAT}/step1_supervised_finetuning/main.py"
     found = []
     for plain in (False, True):
         common = chat_options(chat, tmp_path / f"out-{plain}")
-        zero = ("--zero_stage", 0) if plain else ("--zero_stage", stage, *away)
-        printed = run(script, *options, *common, *zero, "--print_loss", ranks=ranks, plain=plain)
+        zero = ("--zero_stage", stage, *(() if plain else away))
+        printed = run(script, *options, *common, *zero, ranks=ranks, plain=plain)
         losses = [numbers(printed, rf"Rank: {rank}, loss = {NUMBER}") for rank in range(ranks)]
         found.append([*numbers(printed, rf"ppl: \S+, loss: {NUMBER}"), *sum(losses, [])])
     check(*found, 2 + 2 * ranks, 1e-3)
@@ -240,13 +242,14 @@ SCORES = rf"chosen_last_scores \(higher is better\) : {NUMBER}, rejected_last_sc
 @pytest.mark.parametrize("stage", [3, 2, 1, 0])
 def test_chat_learns_rewards_as_in_plain_pytorch(run: Run, chat: Path, tmp_path: Path, stage: int, ranks: int) -> None:
     """Law: step 2 of DeepSpeed-Chat in bf16: the mean loss of each epoch, and the scores before and after each."""
+    model = ("--model_name_or_path", chat / "model")
     batches = ("--per_device_train_batch_size", 4 // ranks, "--per_device_eval_batch_size", 4 // ranks)
-    options = ("--model_name_or_path", chat / "model", *batches, "--max_seq_len", 48, "--learning_rate", 1e-3)
+    options = (*batches, *model, "--max_seq_len", 48, "--learning_rate", 1e-3, "--num_padding_at_beginning", 0)
     script = f"{CHAT}/step2_reward_model_finetuning/main.py"
     found = []
     for plain in (False, True):
         common = chat_options(chat, tmp_path / f"out-{plain}")
-        more = ("--num_padding_at_beginning", 0, "--num_train_epochs", 3, "--zero_stage", 0 if plain else stage)
+        more = ("--num_train_epochs", 3, "--zero_stage", stage)
         printed = run(script, *options, *common, *more, ranks=ranks, plain=plain)
         found.append([*numbers(printed, rf"with loss {NUMBER}"), *numbers(printed, SCORES)])
     check(*found, 3 + 4 * 2, 2e-3)
@@ -254,7 +257,7 @@ def test_chat_learns_rewards_as_in_plain_pytorch(run: Run, chat: Path, tmp_path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 1])
-@pytest.mark.parametrize("stage", [2, 1, 0])  # docs/compat.md says what stage 3 does
+@pytest.mark.parametrize("stage", [3, 2, 1, 0])
 def test_chat_learns_from_rewards_as_in_plain_pytorch(
     run: Run, chat: Path, tmp_path: Path, stage: int, ranks: int
 ) -> None:
@@ -264,15 +267,13 @@ def test_chat_learns_from_rewards_as_in_plain_pytorch(
     models = ("--actor_model_name_or_path", chat / "model", "--critic_model_name_or_path", critic(chat))
     lengths = ("--max_prompt_seq_len", 40, "--max_answer_seq_len", 8)
     rates = ("--actor_learning_rate", 1e-3, "--critic_learning_rate", 1e-3)
-    options = (*models, *batches, *lengths, *rates, "--num_padding_at_beginning", 0)
+    options = (*batches, *lengths, *rates, "--num_padding_at_beginning", 0)
     script = f"{CHAT}/step3_rlhf_finetuning/main.py"
     found = []
     for plain in (False, True):
-        zero = 0 if plain else stage
-        stages = ("--actor_zero_stage", zero, "--critic_zero_stage", zero)
-        printed = run(
-            script, *options, *chat_options(chat, tmp_path / f"out-{plain}"), *stages, ranks=ranks, plain=plain
-        )
+        stages = ("--actor_zero_stage", stage, "--critic_zero_stage", stage)
+        common = chat_options(chat, tmp_path / f"out-{plain}")
+        printed = run(script, *models, *options, *common, *stages, ranks=ranks, plain=plain)
         losses = rf"Actor Loss: {NUMBER} \| Critic Loss: {NUMBER}"
         found.append([*numbers(printed, losses), *numbers(printed, rf"Average reward score: {NUMBER}")])
     check(*found, 4 * 3, 2e-3)
@@ -280,8 +281,6 @@ def test_chat_learns_from_rewards_as_in_plain_pytorch(
 
 def critic(chat: Path) -> Path:
     """Save a reward model with random weights, as step 2 does."""
-    import shutil
-
     import torch
     from safetensors.torch import load_file
 

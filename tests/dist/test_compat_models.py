@@ -120,6 +120,39 @@ def test_parameters_born_on_one_rank_are_as_deepspeeds() -> None:
     run_ranks(born_alone, 1)
 
 
+def masters(born: bool) -> list[tuple[Tensor, torch.dtype]]:
+    """Master weights and compute dtypes of a model in bf16, whose head is built outside of `zero.Init`."""
+    from windlass.compat.partition import Init
+    from windlass.compat.whole_values import safe_get_full_fp32_param
+
+    low = {"bf16": {"enabled": True}}
+    torch.manual_seed(0)
+    with Init(config_dict_or_path={**config(3), **low}, enabled=born):
+        body = nn.Linear(6, 10)
+    net = nn.Sequential(body, nn.Linear(10, 3))
+    engine = engine_of(net, 3 if born else 2, optimizer=ADAM, **low)
+    found = []
+    for parameter in net.parameters():
+        master = safe_get_full_fp32_param(parameter)
+        assert master is not None
+        found.append((master.clone(), parameter.dtype))
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("born", [False, True])
+def test_master_weights_start_from_what_zero_init_made(born: bool) -> None:
+    """Law: master weights start from the script's values in full precision, and from those rounded to bf16 where
+    `zero.Init` gave them the configuration's dtype, as DeepSpeed's do."""
+    torch.manual_seed(0)
+    plain = [p.detach() for layer in (nn.Linear(6, 10), nn.Linear(10, 3)) for p in layer.parameters()]
+    assert not any(torch.equal(value, value.bfloat16().float()) for value in plain)
+    wanted = [value.bfloat16().float() if born and n < 2 else value for n, value in enumerate(plain)]
+    for rank in run_ranks(masters, RANKS, born):
+        assert [dtype for _, dtype in rank] == [torch.bfloat16] * 4
+        assert all(map(torch.equal, [value for value, _ in rank], wanted))
+
+
 def moved() -> dict[str, Any]:
     """`cpu()` and `to(device)` between steps; what a cast does."""
     from windlass.base.errors import ReleasedParameterError

@@ -24,6 +24,11 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 
+def low(config: dict[str, Any]) -> bool:
+    """Whether parameters are bf16."""
+    return any(config.get(name, {}).get("enabled") for name in ("bf16", "bfloat16"))
+
+
 class Engine(nn.Module):
     """Trains a model by a torch optimizer."""
 
@@ -35,7 +40,6 @@ class Engine(nn.Module):
         self.clip = config.get("gradient_clipping", 1.0)
         micro = config.get("train_micro_batch_size_per_gpu", config.get("train_batch_size", 0) // self.ranks)
         self.passes_of_step = config.get("train_batch_size", micro * self.ranks) // (micro * self.ranks)
-        low = any(config.get(name, {}).get("enabled") for name in ("bf16", "bfloat16"))
         assert not config.get("fp16", {}).get("enabled"), "fp16 has a loss scale, and the steps that it skips"
         if optimizer is None and "optimizer" in config:
             options = config["optimizer"]["params"]
@@ -43,9 +47,9 @@ class Engine(nn.Module):
         self.masters: dict[nn.Parameter, torch.Tensor] = {}
         for group in self.optimizer.param_groups if self.optimizer is not None else ():
             for parameter in group["params"]:
-                self.masters[parameter] = parameter.detach().clone().requires_grad_()
+                self.masters[parameter] = parameter.detach().float().clone().requires_grad_()
             group["params"] = [self.masters[parameter] for parameter in group["params"]]
-        self.module = model.bfloat16() if low else model
+        self.module = model.bfloat16() if low(config) else model
         self.tput_timer = SimpleNamespace(update_epoch_count=lambda: None)
 
     def __getattr__(self, name: str) -> Any:
@@ -170,9 +174,36 @@ def get_accelerator() -> Any:
 
 
 @contextlib.contextmanager
-def GatheredParameters(*args: Any, **kwargs: Any) -> Iterator[None]:
-    """Nothing: parameters are whole."""
+def GatheredParameters(
+    params: Any, modifier_rank: int | None = None, fwd_module: Any = None, enabled: bool = True
+) -> Iterator[None]:
+    """Send what one rank changed to the others: parameters are whole."""
     yield
+    if enabled and modifier_rank is not None:
+        for parameter in [params] if isinstance(params, torch.Tensor) else params:
+            if isinstance(parameter, nn.Parameter):  # and no value of a state dict, as DeepSpeed too leaves them alone
+                dist.broadcast(parameter.detach(), modifier_rank)
+
+
+@contextlib.contextmanager
+def Init(config_dict_or_path: Any) -> Iterator[None]:
+    """Give parameters of modules that are built inside the configuration's dtype. transformers loads in this, and
+    draws other random numbers, where a script makes its configuration of stage 3 known to it."""
+    init_distributed()
+    built: list[nn.Parameter] = []
+
+    def see(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None:
+            built.append(parameter)
+
+    hook = torch.nn.modules.module.register_module_parameter_registration_hook(see)
+    try:
+        yield
+    finally:
+        hook.remove()
+    if low(config_dict_or_path):
+        for parameter in built:
+            parameter.data = parameter.data.bfloat16()
 
 
 class ZeroParamStatus(enum.Enum):
@@ -232,6 +263,6 @@ _module("runtime")
 _module("runtime.utils", set_random_seed=set_random_seed)
 _module("runtime.zero")
 _module("runtime.zero.partition_parameters", ZeroParamStatus=ZeroParamStatus)
-_module("zero", GatheredParameters=GatheredParameters)
+_module("zero", GatheredParameters=GatheredParameters, Init=Init)
 _module("compression")
 _module("compression.helper", recursive_getattr=_recursive_getattr, recursive_setattr=_recursive_setattr)
