@@ -202,12 +202,8 @@ class DeepSpeedEngine(Places, CheckpointPlaces, Precision, Engine):
             "gradient_accumulation_steps, or take windlass.initialize, whose no_sync works at every stage"
         )
         assert not self.inside_no_sync_ctxt, "no_sync context manager reentry is unsupported: leave the outer one first"
-        self.inside_no_sync_ctxt = True
-        try:
-            with super().no_sync():
-                yield
-        finally:
-            self.inside_no_sync_ctxt = False
+        with self._without_reductions():
+            yield
 
     @contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
@@ -226,6 +222,12 @@ class DeepSpeedEngine(Places, CheckpointPlaces, Precision, Engine):
             "backward passes since the last one; leave the context out"
         )
         assert not self.inside_no_sync_ctxt, "coalesce_grad_reduction cannot be nested inside another no_sync context"
+        with self._without_reductions():
+            yield
+
+    @contextmanager
+    def _without_reductions(self) -> Iterator[None]:
+        """Add up gradients locally, and have `inside_no_sync_ctxt` say so."""
         self.inside_no_sync_ctxt = True
         try:
             with super().no_sync():
