@@ -94,7 +94,7 @@ class StoredTensor:
 def read_torch_file(path: Path, within: Path | None = None) -> Any:
     """Read the plain data of a file that `torch.save` wrote, with a `StoredTensor` for each tensor.
 
-    Memory: at most four times the size of the file, and some megabytes.
+    Memory: at most five times the size of the file (tensors of some elements are the worst), and some megabytes.
 
     Args:
         within: the checkpoint's directory, which a link may not lead out of; by default that of the file.
