@@ -67,10 +67,10 @@ clients-matrix: clients-4.57.6 clients-5.0.0 clients-5.8.1 clients-newest
 
 # The oldest and the newest, on the few tests of which each starts one run: for CI.
 clients-quick: .venv-clients/4.57.6/.test .venv-clients/newest/.test
-	for version in 4.57.6 newest; do .venv-clients/$$version/bin/python -m pytest -q -m slow tests/compat/test_versions.py || exit 1; done
+	for version in 4.57.6 newest; do .venv-clients/$$version/bin/python -m pytest -q -m slow tests/compat/test_installed_versions.py || exit 1; done
 
-.venv-clients/%/.test: $(VENV)/.test tools/layered_environment.py
-	$(BIN)/python tools/layered_environment.py $(VENV) $(@D) $(if $(filter newest,$*),--upgrade,transformers==$*)
+.venv-clients/%/.test: $(VENV)/.test tools/make_layered_venv.py
+	$(BIN)/python tools/make_layered_venv.py $(VENV) $(@D) $(if $(filter newest,$*),--upgrade,transformers==$*)
 	@touch $@
 
 lock:
@@ -78,13 +78,13 @@ lock:
 	    --custom-compile-command 'make lock' --constraint constraints.txt --output-file requirements.lock pyproject.toml -
 
 bench: $(VENV)/.test
-	$(BIN)/python bench/train.py
+	$(BIN)/python bench/cpu_train.py
 
 bench-infinity: $(VENV)/.test
-	$(BIN)/python bench/infinity.py
+	$(BIN)/python bench/nvme_training.py
 
 chaos: $(VENV)/.test
-	$(BIN)/python bench/chaos.py
+	$(BIN)/python bench/kill_and_resume.py
 
 clean:
 	rm -rf $(VENV) .venv-clients

@@ -28,16 +28,16 @@ from rich.table import Table
 from rig.clock import free, roofs, run
 from rig.one_gpu import PLAIN, STAGES, Shape, batches, build
 
-from windlass.cli.benches.facts import write_result
-from windlass.cli.benches.screen import screen
+from windlass.cli.benches.bench_console import bench_console
+from windlass.cli.benches.bench_results import write_result
 
 _RESULTS = Path(__file__).parent / "results"
-_TARGET = 1.03  # x `master`
-_LOSS_NOISE = 0.02  # relative; bf16 keeps 8 bits
+_TARGET_RATIO = 1.03  # x `master`
+_LOSS_TOLERANCE = 0.02  # relative; bf16 keeps 8 bits
 
 
 @dataclass(frozen=True)
-class Trial:
+class EngineTrial:
     """An engine beside `master`, which took every other turn."""
 
     engine: str
@@ -55,7 +55,7 @@ class Trial:
         return statistics.median(self.ratios)
 
     @property
-    def loss_apart(self) -> float:
+    def max_loss_difference(self) -> float:
         """The furthest two losses of one step, relative."""
         return max(abs(a - b) / abs(b) for a, b in zip(self.losses, self.master_losses, strict=True))
 
@@ -74,30 +74,30 @@ def main(
     results: Annotated[Path, typer.Option(help="Folder of the JSON.")] = _RESULTS,
 ) -> None:
     """Measure each engine against `master` in turns, print a table, write the JSON; exit code 1 if losses differ."""
-    place = _device(device)
-    shape, console = Shape(hidden, layers, vocabulary, length, batch), screen()
+    place = _select_device(device)
+    shape, console = Shape(hidden, layers, vocabulary, length, batch), bench_console()
     best = roofs(place)
     trials = []
     for engine in engines.split(","):
         console.print(f"{engine} and master in turns, {rounds} rounds of {steps} steps", style="dim")
-        trials.append(_try(engine.strip(), shape, rounds, steps, place))
-    console.print(_equality(trials), soft_wrap=True)
-    console.print(_table(trials, shape, best, place))
-    path = write_result(results / f"{name}.json", _plain(trials, shape, best, place))
+        trials.append(_run_trial(engine.strip(), shape, rounds, steps, place))
+    console.print(_describe_loss_equality(trials), soft_wrap=True)
+    console.print(_result_table(trials, shape, best, place))
+    path = write_result(results / f"{name}.json", _result_to_json(trials, shape, best, place))
     console.print(f"written: {path}", soft_wrap=True)
-    if any(t.loss_apart > _LOSS_NOISE for t in trials):
+    if any(t.max_loss_difference > _LOSS_TOLERANCE for t in trials):
         raise typer.Exit(1)
 
 
-def _device(name: str) -> torch.device:
+def _select_device(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise typer.BadParameter("there is no CUDA device; --device cpu with small sizes tries the plumbing")
     return torch.device(name, 0) if name == "cuda" else torch.device(name)
 
 
-def _try(engine: str, shape: Shape, rounds: int, steps: int, device: torch.device) -> Trial:
+def _run_trial(engine: str, shape: Shape, rounds: int, steps: int, device: torch.device) -> EngineTrial:
     """`engine` and `master` take turns; they are built for it and go after it, so that two models are alive at most."""
-    peak = _peak(engine, shape, device)
+    peak = _measure_peak_bytes(engine, shape, device)
     contenders = {"ours": build(engine, shape, device), "master": build("master", shape, device)}
     parameters = contenders["ours"].parameters
     tokens = {name: batches(shape, device) for name in contenders}
@@ -119,10 +119,12 @@ def _try(engine: str, shape: Shape, rounds: int, steps: int, device: torch.devic
     contenders.clear()
     del one
     free(device)
-    return Trial(engine, parameters, seconds["ours"], seconds["master"], ratios, losses["ours"], losses["master"], peak)
+    return EngineTrial(
+        engine, parameters, seconds["ours"], seconds["master"], ratios, losses["ours"], losses["master"], peak
+    )
 
 
-def _peak(engine: str, shape: Shape, device: torch.device) -> int | None:
+def _measure_peak_bytes(engine: str, shape: Shape, device: torch.device) -> int | None:
     """Device bytes at the peak of two steps, building included, with nothing else alive; None on a CPU."""
     if device.type != "cuda":
         return None
@@ -138,24 +140,24 @@ def _peak(engine: str, shape: Shape, device: torch.device) -> int | None:
     return peak
 
 
-def _equality(trials: list[Trial]) -> str:
-    unequal = [t.engine for t in trials if t.loss_apart > _LOSS_NOISE]
+def _describe_loss_equality(trials: list[EngineTrial]) -> str:
+    unequal = [t.engine for t in trials if t.max_loss_difference > _LOSS_TOLERANCE]
     outcome = f"NOT equal ({', '.join(unequal)})" if unequal else "equal"
-    furthest = max(trials, key=lambda t: t.loss_apart)
+    furthest = max(trials, key=lambda t: t.max_loss_difference)
     return (
-        f"losses: {outcome} within {_LOSS_NOISE:.0%} of master's over {len(trials[0].losses)} steps; the furthest is "
+        f"losses: {outcome} within {_LOSS_TOLERANCE:.0%} of master's over {len(trials[0].losses)} steps; the furthest is "
         f"{furthest.engine} with {furthest.loss_apart:.2%}"
     )
 
 
-def _flops(parameters: int, shape: Shape) -> float:
+def _flops_per_step(parameters: int, shape: Shape) -> float:
     """Of a step: 6 a parameter (the embedding looks up) and token, and causal attention's 6 length x hidden a layer."""
     products = parameters - shape.vocabulary * shape.hidden
     tokens = shape.batch * shape.length
     return 6.0 * tokens * (products + shape.layers * shape.length * shape.hidden)
 
 
-def _table(trials: list[Trial], shape: Shape, best: dict[str, float], device: torch.device) -> Table:
+def _result_table(trials: list[EngineTrial], shape: Shape, best: dict[str, float], device: torch.device) -> Table:
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     table = Table(
         title=f"{trials[0].parameters / 1e9:.3f}B Llama, bf16, {shape.batch} x {shape.length} tokens, {where}; "
@@ -173,23 +175,25 @@ def _table(trials: list[Trial], shape: Shape, best: dict[str, float], device: to
             f"{statistics.median(trial.master_seconds) * 1e3:.1f}",
             f"{trial.ratio:.3f}",
             f"{min(trial.ratios):.3f}-{max(trial.ratios):.3f}",
-            f"<= {_TARGET}" if ours else "",
-            ("yes" if trial.ratio <= _TARGET else "NO") if ours else "",
-            f"{_flops(trial.parameters, shape) / median / best['matmul']:.0%}",
+            f"<= {_TARGET_RATIO}" if ours else "",
+            ("yes" if trial.ratio <= _TARGET_RATIO else "NO") if ours else "",
+            f"{_flops_per_step(trial.parameters, shape) / median / best['matmul']:.0%}",
             f"{trial.peak_bytes / 2**30:.1f}" if trial.peak_bytes is not None else "",
         )
     return table
 
 
-def _plain(trials: list[Trial], shape: Shape, best: dict[str, float], device: torch.device) -> dict[str, Any]:
+def _result_to_json(
+    trials: list[EngineTrial], shape: Shape, best: dict[str, float], device: torch.device
+) -> dict[str, Any]:
     return {
         "bench": "gpu_train",
         "device": str(device),
         "shape": asdict(shape),
         "roofs": best,
-        "flops_of_a_step": _flops(trials[0].parameters, shape),
-        "target": _TARGET,
-        "trials": [{**asdict(t), "ratio": t.ratio, "loss_apart": t.loss_apart} for t in trials],
+        "flops_of_a_step": _flops_per_step(trials[0].parameters, shape),
+        "target": _TARGET_RATIO,
+        "trials": [{**asdict(t), "ratio": t.ratio, "loss_apart": t.max_loss_difference} for t in trials],
     }
 
 

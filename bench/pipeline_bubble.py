@@ -19,25 +19,25 @@ import typer
 from rich.table import Table
 from torch import Tensor, nn
 
-from windlass.cli.benches.facts import write_result
-from windlass.cli.benches.screen import screen
-from windlass.comm.grid import Grid
+from windlass.cli.benches.bench_console import bench_console
+from windlass.cli.benches.bench_results import write_result
 from windlass.comm.mesh import build_mesh
-from windlass.parallel.pipeline import LayerSpec, PipelineModule, bubble, orders
-from windlass.parallel.pipeline.passing import Passing
-from windlass.parallel.pipeline.programs import programs
-from windlass.parallel.pipeline.run import Around, execute
-from windlass.parallel.pipeline.schedule import Name
+from windlass.comm.mesh_shape import MeshShape
+from windlass.parallel.pipeline import LayerSpec, PipelineSequential, build_schedule, compute_bubble_fraction
+from windlass.parallel.pipeline.pipeline_schedules import ScheduleName
+from windlass.parallel.pipeline.schedule_executor import ExecutorCallbacks, execute_schedule
+from windlass.parallel.pipeline.stage_transfers import StageTransfers
+from windlass.parallel.pipeline.transfer_order import add_transfers
 
 _RESULTS = Path(__file__).parent / "results"
 _TOLERANCE = 0.05  # of the formula's value
 
 
 @dataclass(frozen=True)
-class Setting:
+class ScheduleSetting:
     """One measurement."""
 
-    schedule: Name
+    schedule: ScheduleName
     ranks: int
     micros: int
     each: int = 1
@@ -47,7 +47,7 @@ class Setting:
 
 
 @dataclass
-class Clock:
+class DelayClock:
     """Seconds that this rank's layers took."""
 
     busy: float = 0.0
@@ -60,10 +60,10 @@ class Clock:
         self.busy += time.perf_counter() - start
 
 
-_clock = Clock()
+_clock = DelayClock()
 
 
-class _Passes(torch.autograd.Function):
+class _DelayInputs(torch.autograd.Function):
     """Takes its time in the forward, and as long in the backward of its input."""
 
     @staticmethod
@@ -78,7 +78,7 @@ class _Passes(torch.autograd.Function):
         return gradients[0], None
 
 
-class _Learns(torch.autograd.Function):
+class _DelayWeights(torch.autograd.Function):
     """Takes its time in the backward of a weight."""
 
     @staticmethod
@@ -92,7 +92,7 @@ class _Learns(torch.autograd.Function):
         return gradients[0], None
 
 
-class Waiting(nn.Module):
+class DelayLayer(nn.Module):
     """A layer that takes equally long for its forward, the backward of its input, and that of its weight."""
 
     def __init__(self, seconds: float) -> None:
@@ -101,19 +101,19 @@ class Waiting(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x if x.requires_grad else x.detach().requires_grad_()
-        passed: Tensor = _Passes.apply(x, self.seconds)
-        return passed + _Learns.apply(self.weight, self.seconds)
+        passed: Tensor = _DelayInputs.apply(x, self.seconds)
+        return passed + _DelayWeights.apply(self.weight, self.seconds)
 
 
-def _settings(ranks: list[int], micros: list[int]) -> list[Setting]:
-    found: list[Setting] = []
+def _make_settings(ranks: list[int], micros: list[int]) -> list[ScheduleSetting]:
+    found: list[ScheduleSetting] = []
     for count in ranks:
         for number in micros:
-            found += [Setting("gpipe", count, number), Setting("1f1b", count, number)]
+            found += [ScheduleSetting("gpipe", count, number), ScheduleSetting("1f1b", count, number)]
             if number % count == 0:
-                found.append(Setting("interleaved", count, number, 2))
+                found.append(ScheduleSetting("interleaved", count, number, 2))
             if number >= count:
-                found.append(Setting("zero-bubble", count, number))
+                found.append(ScheduleSetting("zero-bubble", count, number))
     return found
 
 
@@ -130,15 +130,17 @@ def main(
 
     os.environ.update(OMP_NUM_THREADS="1", WINDLASS_LOG_LEVEL="WARNING")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    wanted = _settings([int(one) for one in ranks.split(",")], [int(one) for one in micros.split(",")])
+    wanted = _make_settings([int(one) for one in ranks.split(",")], [int(one) for one in micros.split(",")])
     measured: list[dict[str, Any]] = []
     for count in sorted({setting.ranks for setting in wanted}):
         mine = [setting for setting in wanted if setting.ranks == count]
         answers = multiprocessing.get_context("spawn").SimpleQueue()
         with tempfile.TemporaryDirectory(prefix="windlass-bench-") as folder:
-            spawn(_rank, (count, mine, milliseconds / 1e3, steps, f"file://{folder}/meeting", answers), nprocs=count)
+            spawn(
+                _run_rank, (count, mine, milliseconds / 1e3, steps, f"file://{folder}/meeting", answers), nprocs=count
+            )
             measured += answers.get()
-    console, table = screen(), Table("schedule", "ranks", "micro-batches", "formula", "measured", "off by")
+    console, table = bench_console(), Table("schedule", "ranks", "micro-batches", "formula", "measured", "off by")
     for one in measured:
         cells = [f"{100 * one[key]:.1f} %" for key in ("formula", "measured", "off")]
         table.add_row(one["schedule"], str(one["ranks"]), str(one["micros"]), *cells)
@@ -149,24 +151,32 @@ def main(
         raise typer.Exit(1)
 
 
-def _rank(rank: int, ranks: int, wanted: list[Setting], seconds: float, steps: int, meeting: str, answers: Any) -> None:
+def _run_rank(
+    rank: int,
+    ranks: int,
+    settings: list[ScheduleSetting],
+    seconds: float,
+    steps: int,
+    init_method: str,
+    result_queue: Any,
+) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=ranks)
-    mesh = build_mesh(Grid(pp=ranks))
+    dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=ranks)
+    mesh = build_mesh(MeshShape(pp=ranks))
     found = []
-    for setting in wanted:
+    for setting in settings:
         per_stage = seconds / setting.each  # each rank has as much to do under every schedule
-        layers = [LayerSpec(Waiting, per_stage) for _ in range(ranks * setting.each)]
-        model = PipelineModule(layers, num_stages=ranks, loss_fn=_loss, virtual_stages=setting.each)
-        program = programs(orders(setting.schedule, ranks, setting.micros, setting.each))[rank]
-        passing = Passing(mesh.pp, torch.device("cpu"))
+        layers = [LayerSpec(DelayLayer, per_stage) for _ in range(ranks * setting.each)]
+        model = PipelineSequential(layers, num_stages=ranks, loss_fn=_mean_loss, virtual_stages=setting.each)
+        program = add_transfers(build_schedule(setting.schedule, ranks, setting.micros, setting.each))[rank]
+        passing = StageTransfers(mesh.pp, torch.device("cpu"))
         batch = (torch.zeros(8), torch.zeros(()))
         shortest: tuple[float, float] | None = None
         for _ in range(1 + steps):  # the first tells shapes
             _clock.busy = 0.0
             dist.barrier()
             start = time.perf_counter()
-            execute(program, model, passing, [batch] * setting.micros, Around(call=model))
+            execute_schedule(program, model, passing, [batch] * setting.micros, ExecutorCallbacks(call_module=model))
             took = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
             busy = torch.tensor([_clock.busy], dtype=torch.float64)
             dist.all_reduce(took, dist.ReduceOp.MAX)
@@ -174,7 +184,7 @@ def _rank(rank: int, ranks: int, wanted: list[Setting], seconds: float, steps: i
             shortest = min(shortest or (float("inf"), 0.0), (float(took), float(busy)))
         assert shortest is not None
         idle = 1 - shortest[1] / (ranks * shortest[0])
-        formula = bubble(setting.schedule, ranks, setting.micros, setting.each)
+        formula = compute_bubble_fraction(setting.schedule, ranks, setting.micros, setting.each)
         found.append(
             {
                 "schedule": str(setting),
@@ -187,12 +197,12 @@ def _rank(rank: int, ranks: int, wanted: list[Setting], seconds: float, steps: i
             }
         )
     if rank == 0:
-        answers.put(found)
+        result_queue.put(found)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def _loss(out: Tensor, _: Tensor) -> Tensor:
+def _mean_loss(out: Tensor, _: Tensor) -> Tensor:
     return out.sum()
 
 

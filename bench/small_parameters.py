@@ -21,18 +21,18 @@ import typer
 from rich.table import Table
 from torch import nn
 
-from windlass.cli.benches.facts import write_result
-from windlass.cli.benches.screen import screen
+from windlass.cli.benches.bench_console import bench_console
+from windlass.cli.benches.bench_results import write_result
 
 _RESULTS = Path(__file__).parent / "results"
-_PARTS = ("forward and backward", "step", "save", "load")
+_TIMED_PARTS = ("forward and backward", "step", "save", "load")
 _PLAIN = "torch"
 _MODULES = "of torch's load, Module.load_state_dict"
 _WIDTH, _ROWS = 16, 4
 Seconds = dict[str, list[float]]
 
 
-class Small(nn.Module):
+class SmallLayers(nn.Module):
     """Linear layers of 16 x 16, each with a bias."""
 
     def __init__(self, parameters: int) -> None:
@@ -66,15 +66,15 @@ def main(
         for world in (int(one) for one in ranks.split(",")):
             out, store = Path(folder) / f"{world}.json", Path(folder) / f"store{world}"
             arguments = (world, parameters, [int(one) for one in stages.split(",")], rounds, profiled, store, out)
-            spawn(_rank, arguments, nprocs=world)
+            spawn(_run_rank, arguments, nprocs=world)
             found[str(world)] = json.loads(out.read_text())
-            _show(world, found[str(world)])
+            _print_tables(world, found[str(world)])
             shared = os.getloadavg()[0] > 1.5 * world
             result = {"parameters": parameters, "machine_was_shared": shared, "processor_seconds": found}
             write_result(results, result)
 
 
-def _rank(
+def _run_rank(
     rank: int, world: int, parameters: int, stages: list[int], rounds: int, profiled: int, store: Path, out: Path
 ) -> None:
     import torch.distributed as dist
@@ -82,18 +82,18 @@ def _rank(
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     found: dict[str, Seconds] = {_PLAIN: {_MODULES: []}}
-    cases = {_PLAIN: _torch(parameters, tempfile.mkdtemp(prefix="windlass-small-"), found[_PLAIN][_MODULES])}
+    cases = {_PLAIN: _torch_calls(parameters, tempfile.mkdtemp(prefix="windlass-small-"), found[_PLAIN][_MODULES])}
     for stage in stages:
         folder = [tempfile.mkdtemp(prefix="windlass-small-")] if rank == 0 else [""]
         dist.broadcast_object_list(folder, 0)
         begin = time.process_time()
-        cases[f"stage {stage}"] = _windlass(parameters, stage, folder[0])
+        cases[f"stage {stage}"] = _windlass_calls(parameters, stage, folder[0])
         found[f"stage {stage}"] = {"initialize": [time.process_time() - begin]}
     for number in range(rounds + 1):  # the first makes what stays, such as optimizer states
         for name, parts in cases.items():
-            for part, run in zip(_PARTS, parts, strict=True):
+            for part, run in zip(_TIMED_PARTS, parts, strict=True):
                 last = number == rounds and rank == 0 and name != _PLAIN
-                seconds = _timed(run, f"{name}: {part}", profiled if last else 0)
+                seconds = _time_parts(run, f"{name}: {part}", profiled if last else 0)
                 if number and seconds is not None:
                     found[name].setdefault(part, []).append(seconds)
             dist.barrier()
@@ -103,9 +103,9 @@ def _rank(
     dist.destroy_process_group()
 
 
-def _torch(parameters: int, folder: str, modules: list[float]) -> tuple[Callable[[], object], ...]:
+def _torch_calls(parameters: int, folder: str, modules: list[float]) -> tuple[Callable[[], object], ...]:
     torch.manual_seed(0)
-    model = Small(parameters)
+    model = SmallLayers(parameters)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
     path = Path(folder) / f"{os.getpid()}.pt"
     x = torch.randn(_ROWS, _WIDTH)
@@ -129,7 +129,7 @@ def _torch(parameters: int, folder: str, modules: list[float]) -> tuple[Callable
     )
 
 
-def _windlass(parameters: int, stage: int, folder: str) -> tuple[Callable[[], object], ...]:
+def _windlass_calls(parameters: int, stage: int, folder: str) -> tuple[Callable[[], object], ...]:
     import windlass
 
     torch.manual_seed(0)
@@ -138,7 +138,7 @@ def _windlass(parameters: int, stage: int, folder: str) -> tuple[Callable[[], ob
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         "zero_optimization": {"stage": stage},
     }
-    engine, *_ = windlass.initialize(model=Small(parameters), config=config)
+    engine, *_ = windlass.initialize(model=SmallLayers(parameters), config=config)
     x = torch.randn(_ROWS, _WIDTH)
     return (
         lambda: engine.backward(engine(x)),
@@ -148,7 +148,7 @@ def _windlass(parameters: int, stage: int, folder: str) -> tuple[Callable[[], ob
     )
 
 
-def _timed(run: Callable[[], object], name: str, profiled: int) -> float | None:
+def _time_parts(run: Callable[[], object], name: str, profiled: int) -> float | None:
     """Seconds on the processor, in all threads; None where it was profiled, which takes several times as long."""
     begin = time.process_time()
     if not profiled:
@@ -161,14 +161,14 @@ def _timed(run: Callable[[], object], name: str, profiled: int) -> float | None:
     return None
 
 
-def _show(world: int, cases: dict[str, Seconds]) -> None:
+def _print_tables(world: int, cases: dict[str, Seconds]) -> None:
     table = Table(title=f"{world} rank{'s' * (world != 1)}: seconds on the processor (times torch's, by rounds)")
     table.add_column("")
-    for part in ("initialize", *_PARTS):
+    for part in ("initialize", *_TIMED_PARTS):
         table.add_column(part, justify="right")
     for name, case in cases.items():
         row = [f"{case['initialize'][0]:.2f}" if "initialize" in case else ""]
-        for part in _PARTS:
+        for part in _TIMED_PARTS:
             if part not in case:
                 row.append("profiled")
                 continue
@@ -176,9 +176,9 @@ def _show(world: int, cases: dict[str, Seconds]) -> None:
             ratio = "" if name == _PLAIN else f" ({statistics.median(ratios):.2f})"
             row.append(f"{statistics.median(case[part]):.3f}{ratio}")
         table.add_row(name, *row)
-    screen().print(table)
+    bench_console().print(table)
     modules = statistics.median(cases[_PLAIN][_MODULES])
-    screen().print(f"{_MODULES}: {modules:.3f} s, which grows with the square of the modules of a list")
+    bench_console().print(f"{_MODULES}: {modules:.3f} s, which grows with the square of the modules of a list")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from tests.dist.test_deepspeed_files import CLIENT, Net, batch, config_of, groups_of
+from tests.dist.test_deepspeed_resume import CLIENT, Net, batch, config_of, groups_of
 
 SAVED_AT, STEPS = 3, 6
 

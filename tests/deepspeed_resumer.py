@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from tests.deepspeed_maker import SAVED_AT, STEPS
-from tests.dist.test_deepspeed_files import Net, batch, config_of, groups_of
+from tests.dist.test_deepspeed_resume import Net, batch, config_of, groups_of
 
 
 def main(out: Path, stage: int, precision: str) -> None:

@@ -11,64 +11,73 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from parallel_layouts import LAYOUTS, MODELS, NODE, Bar, bars, in_gb, lengths, table
+from parallel_layouts import (
+    GPUS_PER_NODE,
+    LAYOUTS,
+    MODEL_TITLES,
+    LayoutBytes,
+    bytes_by_sequence_method,
+    format_gb,
+    layout_bytes,
+    layout_table,
+)
 
 from windlass.parallel.model_shape import PRESETS
-from windlass.parallel.pipeline.action import Kind
-from windlass.parallel.pipeline.schedule import SCHEDULES, orders
-from windlass.parallel.pipeline.simulation import Costs, bubble, play
+from windlass.parallel.pipeline.pipeline_action import ActionKind
+from windlass.parallel.pipeline.pipeline_schedules import SCHEDULES, build_schedule
+from windlass.parallel.pipeline.schedule_simulation import ActionCosts, compute_bubble_fraction, simulate_schedule
 
 GUIDE = Path(__file__).resolve().parent.parent / "docs" / "guides" / "parallel.md"
-COLOURS = {"data": "#34699a", "tp": "#e09f3e", "pp": "#9e2a2b", "sp": "#588157", "ep": "#7b2d8b"}
-SHARES = ("#34699a", "#e09f3e", "#588157", "#9e2a2b")
-EVERYONE = "#d9d9d9"
+AXIS_COLOURS = {"data": "#34699a", "tp": "#e09f3e", "pp": "#9e2a2b", "sp": "#588157", "ep": "#7b2d8b"}
+RANK_COLOURS = ("#34699a", "#e09f3e", "#588157", "#9e2a2b")
+REPLICATED_COLOUR = "#d9d9d9"
 Colours = Sequence[Sequence[str]]
 
 
-def filled(text: str) -> str:
+def fill_layout_table(text: str) -> str:
     """The guide with its generated table renewed."""
     marks = r"(<!-- generated: layouts -->\n\n).*?(\n\n<!-- end generated -->)"
-    return re.sub(marks, lambda match: match[1] + table() + match[2], text, flags=re.DOTALL)
+    return re.sub(marks, lambda match: match[1] + layout_table() + match[2], text, flags=re.DOTALL)
 
 
-def pictures() -> Iterator[tuple[str, Any]]:
+def make_figures() -> Iterator[tuple[str, Any]]:
     """The figures, by the names of their files."""
-    yield "parallel-cuts.png", _cuts()
-    yield "parallel-bytes.png", _bytes()
-    yield "parallel-length.png", _length()
-    yield "parallel-schedules.png", _schedules()
+    yield "parallel-cuts.png", _draw_shards()
+    yield "parallel-bytes.png", _draw_axis_bytes()
+    yield "parallel-length.png", _draw_sequence_lengths()
+    yield "parallel-schedules.png", _draw_schedules()
 
 
 def main(arguments: Sequence[str]) -> int:
     """Write or check; returns the exit code."""
     text = GUIDE.read_text("utf-8")
     if "--check" in arguments:
-        if stale := filled(text) != text:
+        if stale := fill_layout_table(text) != text:
             print(f"{GUIDE} is out of date: run python tools/draw_parallel_guide.py")
         return int(stale)
-    GUIDE.write_text(filled(text), "utf-8")
+    GUIDE.write_text(fill_layout_table(text), "utf-8")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-    for name, figure in pictures():
+    for name, figure in make_figures():
         FigureCanvasAgg(figure).print_png(str(GUIDE.parent / "images" / name), metadata={"Software": None})
     return 0
 
 
-def _figure(width: float, height: float, rows: int, columns: int, **more: Any) -> tuple[Any, Any]:
+def _new_figure(width: float, height: float, rows: int, columns: int, **more: Any) -> tuple[Any, Any]:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), dpi=110, layout="constrained")
     return figure, figure.subplots(rows, columns, squeeze=False, **more)
 
 
-def _cuts() -> Any:
+def _draw_shards() -> Any:
     """What four ranks have of the batch and of the model, axis by axis."""
-    figure, panels = _figure(11, 4.6, 2, 5)
+    figure, panels = _new_figure(11, 4.6, 2, 5)
     cells = range(4)
-    by_row = [[SHARES[row] for _ in cells] for row in cells]
-    by_column = [[SHARES[column] for column in cells] for _ in cells]
-    whole = [[EVERYONE] * 4 for _ in cells]
-    experts = [[EVERYONE] * 4, SHARES, [EVERYONE] * 4, SHARES]
+    by_row = [[RANK_COLOURS[row] for _ in cells] for row in cells]
+    by_column = [[RANK_COLOURS[column] for column in cells] for _ in cells]
+    whole = [[REPLICATED_COLOUR] * 4 for _ in cells]
+    experts = [[REPLICATED_COLOUR] * 4, RANK_COLOURS, [REPLICATED_COLOUR] * 4, RANK_COLOURS]
     axes: dict[str, tuple[Colours, Colours, str]] = {
         "data (dp)": (by_row, whole, "ZeRO cuts what rests"),
         "tensor (tp)": (whole, by_column, ""),
@@ -77,16 +86,18 @@ def _cuts() -> Any:
         "experts (ep)": (by_row, experts, "ZeRO cuts what rests"),
     }
     for column, (title, (batch, model, note)) in enumerate(axes.items()):
-        _blocks(panels[0][column], batch, "tokens", "samples" if not column else "")
-        _blocks(panels[1][column], model, "width" if "experts" not in title else "experts in every other layer", "")
+        _draw_blocks(panels[0][column], batch, "tokens", "samples" if not column else "")
+        _draw_blocks(
+            panels[1][column], model, "width" if "experts" not in title else "experts in every other layer", ""
+        )
         panels[1][column].set_ylabel("layers" if not column else "")
         panels[0][column].set_title(title)
         panels[1][column].set_title(note, fontsize=8, color="#555555")
-    _legend(figure, {**{f"rank {rank}": SHARES[rank] for rank in cells}, "every rank": EVERYONE})
+    _add_legend(figure, {**{f"rank {rank}": RANK_COLOURS[rank] for rank in cells}, "every rank": REPLICATED_COLOUR})
     return figure
 
 
-def _blocks(panel: Any, colours: Colours, below: str, beside: str) -> None:
+def _draw_blocks(panel: Any, colours: Colours, below: str, beside: str) -> None:
     from matplotlib.patches import Rectangle
 
     for row, line in enumerate(colours):
@@ -97,32 +108,32 @@ def _blocks(panel: Any, colours: Colours, below: str, beside: str) -> None:
         spine.set_visible(False)
 
 
-def _bytes() -> Any:
+def _draw_axis_bytes() -> Any:
     """Bars of received bytes: a row a model, a column a number of GPUs."""
-    figure, panels = _figure(13, 7.5, len(MODELS), len(LAYOUTS))
-    for row, (model, name) in enumerate(MODELS.items()):
+    figure, panels = _new_figure(13, 7.5, len(MODEL_TITLES), len(LAYOUTS))
+    for row, (model, name) in enumerate(MODEL_TITLES.items()):
         for column, gpus in enumerate(LAYOUTS):
-            panel, found = panels[row][column], bars(PRESETS[model], gpus)
-            _stack(panel, found, [_label(bar) for bar in found])
-            panel.set_title(f"{name}, {gpus} GPUs on {gpus // NODE} node{'s' * (gpus > NODE)}")
+            panel, found = panels[row][column], layout_bytes(PRESETS[model], gpus)
+            _draw_stacked_bars(panel, found, [_bar_label(bar) for bar in found])
+            panel.set_title(f"{name}, {gpus} GPUs on {gpus // GPUS_PER_NODE} node{'s' * (gpus > GPUS_PER_NODE)}")
             panel.set_xlabel("GB received by a rank in a step")
-    marks = {axis: COLOURS[axis] for axis in ("data", "tp", "pp", "sp")}
-    _legend(figure, marks, hatched="leaves the node")
+    marks = {axis: AXIS_COLOURS[axis] for axis in ("data", "tp", "pp", "sp")}
+    _add_legend(figure, marks, hatched="leaves the node")
     return figure
 
 
-def _label(bar: Bar) -> str:
+def _bar_label(bar: LayoutBytes) -> str:
     idle = f", {100 * bar.layout.idle:.0f} % idle" if bar.layout.idle else ""
-    return f"{bar.layout.name}\n{in_gb(bar.states)} GB of states{idle}"
+    return f"{bar.layout.name}\n{format_gb(bar.states)} GB of states{idle}"
 
 
-def _stack(panel: Any, found: Sequence[Bar], labels: Sequence[str]) -> None:
+def _draw_stacked_bars(panel: Any, found: Sequence[LayoutBytes], labels: Sequence[str]) -> None:
     for place, bar in enumerate(found):
         left = 0.0
         for (axis, leaves), nbytes in bar.received.items():
             hatch = "////" if leaves else None
             panel.barh(
-                place, nbytes / 1e9, left=left, color=COLOURS[axis], hatch=hatch, edgecolor="white", linewidth=0.5
+                place, nbytes / 1e9, left=left, color=AXIS_COLOURS[axis], hatch=hatch, edgecolor="white", linewidth=0.5
             )
             left += nbytes / 1e9
         panel.text(left, place, f" {left:,.0f}", va="center", fontsize=8)
@@ -134,13 +145,18 @@ def _stack(panel: Any, found: Sequence[Bar], labels: Sequence[str]) -> None:
     panel.spines[["top", "right"]].set_visible(False)
 
 
-def _length() -> Any:
+def _draw_sequence_lengths() -> Any:
     """Bytes over the length of one sequence on eight ranks."""
-    figure, panels = _figure(11, 4, 1, len(MODELS), sharey=True)
+    figure, panels = _new_figure(11, 4, 1, len(MODEL_TITLES), sharey=True)
     tokens = [2**power for power in range(12, 21)]
-    colours = {"tp": COLOURS["tp"], "Ulysses": COLOURS["sp"], "ring": "#a3b18a", "ZeRO-3": COLOURS["data"]}
-    for panel, (model, name) in zip(panels[0], MODELS.items(), strict=True):
-        found = [lengths(PRESETS[model], count) for count in tokens]
+    colours = {
+        "tp": AXIS_COLOURS["tp"],
+        "Ulysses": AXIS_COLOURS["sp"],
+        "ring": "#a3b18a",
+        "ZeRO-3": AXIS_COLOURS["data"],
+    }
+    for panel, (model, name) in zip(panels[0], MODEL_TITLES.items(), strict=True):
+        found = [bytes_by_sequence_method(PRESETS[model], count) for count in tokens]
         for way, colour in colours.items():
             line = "--" if way == "ring" else "-"
             gb = [one[way] / 1e9 for one in found]
@@ -155,33 +171,38 @@ def _length() -> Any:
     return figure
 
 
-def _schedules() -> Any:
+def _draw_schedules() -> Any:
     """When each rank of a pipeline of four computes what of eight micro-batches, with equal stages."""
-    figure, panels = _figure(11, 6.2, len(SCHEDULES), 1, sharex=True)
+    figure, panels = _new_figure(11, 6.2, len(SCHEDULES), 1, sharex=True)
     ranks, micros = 4, 8
-    colours = {Kind.FORWARD: "#a9c4de", Kind.BACKWARD: "#588157", Kind.INPUT: "#588157", Kind.WEIGHT: "#a3b18a"}
+    colours = {
+        ActionKind.FORWARD: "#a9c4de",
+        ActionKind.BACKWARD: "#588157",
+        ActionKind.BACKWARD_INPUT: "#588157",
+        ActionKind.BACKWARD_WEIGHT: "#a3b18a",
+    }
     for name, panel in zip(SCHEDULES, panels[:, 0], strict=True):
         each = 2 if name == "interleaved" else 1
-        costs = Costs(1 / each, 1 / each, 1 / each)
-        played = play(orders(name, ranks, micros, each), costs)
+        costs = ActionCosts(1 / each, 1 / each, 1 / each)
+        played = simulate_schedule(build_schedule(name, ranks, micros, each), costs)
         for action, (start, stop) in played.spans.items():
             rank, colour = action.stage % ranks, colours[action.kind]
             panel.barh(rank, stop - start, left=start, color=colour, edgecolor="white", linewidth=0.6, height=0.9)
             if each == 1:
-                panel.text((start + stop) / 2, rank, str(action.micro), ha="center", va="center", fontsize=6)
+                panel.text((start + stop) / 2, rank, str(action.micro_batch), ha="center", va="center", fontsize=6)
         half = " half" * (each > 1)
-        idle = f"{100 * bubble(name, ranks, micros, each):.0f} % idle, at most {max(played.held)}{half} forwards held"
+        idle = f"{100 * compute_bubble_fraction(name, ranks, micros, each):.0f} % idle, at most {max(played.peak_micro_batches)}{half} forwards held"
         panel.set_title(f"{name}{f', {each} parts a rank' * (each > 1)}: {idle}", fontsize=9, loc="left")
         panel.set(yticks=range(ranks), yticklabels=[f"rank {rank}" for rank in range(ranks)])
         panel.invert_yaxis()
         panel.spines[["top", "right"]].set_visible(False)
     panels[-1][0].set_xlabel("time, in forwards of a stage")
     whole = "backward (zero-bubble: of inputs)"
-    _legend(figure, {"forward": "#a9c4de", whole: "#588157", "backward of weights": "#a3b18a"})
+    _add_legend(figure, {"forward": "#a9c4de", whole: "#588157", "backward of weights": "#a3b18a"})
     return figure
 
 
-def _legend(figure: Any, marks: dict[str, str], hatched: str = "") -> None:
+def _add_legend(figure: Any, marks: dict[str, str], hatched: str = "") -> None:
     from matplotlib.patches import Patch
 
     entries: Iterable[Any] = [Patch(facecolor=colour, label=name) for name, colour in marks.items()]

@@ -11,9 +11,9 @@ from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
-from windlass.compat.entry import Entry, State
-from windlass.compat.names import NAMES
-from windlass.compat.tables.members import MEMBERS
+from windlass.compat.stand_in_entry import NameStatus, StandInEntry
+from windlass.compat.stand_in_names import STAND_IN_NAMES
+from windlass.compat.tables.member_notes import MEMBER_NOTES
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "compat.md"
 _MARKS = r"(?P<head><!-- generated: (?P<name>\w+) -->).*?(?P<tail><!-- end generated -->)"
@@ -22,7 +22,7 @@ _DEEP = ("runtime", "utils", "ops", "inference", "compile", "compression", "prof
 
 def main(arguments: list[str]) -> int:
     """Write or check the page; returns the exit code."""
-    text = rendered(PAGE.read_text("utf-8"))
+    text = render_page(PAGE.read_text("utf-8"))
     if text == PAGE.read_text("utf-8"):
         return 0
     if "--check" in arguments:
@@ -33,9 +33,9 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def rendered(text: str) -> str:
+def render_page(text: str) -> str:
     """The page with the text between each pair of marks renewed."""
-    parts = {"counts": _counts, "members": _members, "names": _names}
+    parts = {"counts": _count_text, "members": _member_table, "names": _name_tables}
 
     def renew(match: re.Match[str]) -> str:
         return f"{match['head']}\n\n{parts[match['name']]()}\n\n{match['tail']}"
@@ -43,47 +43,49 @@ def rendered(text: str) -> str:
     return re.sub(_MARKS, renew, text, flags=re.DOTALL)
 
 
-def _counts() -> str:
-    number = {state: sum(entry.state is state for entry in NAMES.values()) for state in State}
-    return f"{len(NAMES)} names: " + ", ".join(f"{count} {state.value}" for state, count in number.items()) + "."
+def _count_text() -> str:
+    number = {state: sum(entry.status is state for entry in STAND_IN_NAMES.values()) for state in NameStatus}
+    return (
+        f"{len(STAND_IN_NAMES)} names: " + ", ".join(f"{count} {state.value}" for state, count in number.items()) + "."
+    )
 
 
-def _members() -> str:
+def _member_table() -> str:
     lines = ["| member | | how, or why not |", "|---|---|---|"]
-    alike: dict[tuple[State, str], list[str]] = defaultdict(list)
-    for name, entry in MEMBERS.items():
-        alike[entry.state, entry.note].append(name)
+    alike: dict[tuple[NameStatus, str], list[str]] = defaultdict(list)
+    for name, entry in MEMBER_NOTES.items():
+        alike[entry.status, entry.note].append(name)
     for (state, note), names in alike.items():
         lines.append(f"| {', '.join(f'`{name}`' for name in names)} | {state.value} | {note} |")
     return "\n".join(lines)
 
 
-def _area(name: str) -> str:
+def _module_area(name: str) -> str:
     """The module that a name is listed under: one level below the root, two in the folders that hold many things."""
     parts = name.split(".")
     depth = 3 if len(parts) > 3 and parts[1] in _DEEP else 2
     return ".".join(parts[: min(depth, len(parts) - 1)]) or parts[0]
 
 
-def _names() -> str:
-    areas: dict[str, list[tuple[str, Entry]]] = defaultdict(list)
-    for name, entry in NAMES.items():
-        areas[_area(name)].append((name, entry))
+def _name_tables() -> str:
+    areas: dict[str, list[tuple[str, StandInEntry]]] = defaultdict(list)
+    for name, entry in STAND_IN_NAMES.items():
+        areas[_module_area(name)].append((name, entry))
     text: list[str] = []
     for area in sorted(areas):
-        text += [f"### `{area}`", "", _grid(area, areas[area]), ""]
+        text += [f"### `{area}`", "", _markdown_table(area, areas[area]), ""]
     return "\n".join(text).rstrip()
 
 
-def _grid(area: str, rows: Iterable[tuple[str, Entry]]) -> str:
+def _markdown_table(area: str, rows: Iterable[tuple[str, StandInEntry]]) -> str:
     """One line for all names of an area that share state, note and, but for their own name, home."""
-    alike: dict[tuple[State, str, str], list[str]] = defaultdict(list)
+    alike: dict[tuple[NameStatus, str, str], list[str]] = defaultdict(list)
     for name, entry in sorted(rows):
         own = name.rpartition(".")[2]
-        home = entry.home
+        home = entry.target
         if home.endswith(f":{own}"):
             home = home.removesuffix(own) + "*"
-        alike[entry.state, entry.note, home].append(name.removeprefix(f"{area}."))
+        alike[entry.status, entry.note, home].append(name.removeprefix(f"{area}."))
     lines = ["| name | | how, or why not | in windlass |", "|---|---|---|---|"]
     for (state, note, home), names in alike.items():
         shown = ", ".join(f"`{name}`" for name in names)

@@ -4,29 +4,29 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from windlass.comm.grid import Grid
-from windlass.parallel.model_shape import PRESETS, ModelShape
-from windlass.parallel.pipeline.simulation import bubble
-from windlass.parallel.volumes import (
-    Volume,
-    Work,
-    by_axis,
-    data_volumes,
-    parameters_here,
-    sequence_volumes,
-    tensor_volumes,
-    volumes,
+from windlass.comm.mesh_shape import MeshShape
+from windlass.parallel.comm_volumes import (
+    CommVolume,
+    StepWorkload,
+    compute_data_parallel_volumes,
+    compute_sequence_parallel_volumes,
+    compute_step_volumes,
+    compute_tensor_parallel_volumes,
+    count_local_parameters,
+    sum_bytes_by_axis,
 )
+from windlass.parallel.model_shape import PRESETS, ModelShape
+from windlass.parallel.pipeline.schedule_simulation import compute_bubble_fraction
 
-NODE = 8
+GPUS_PER_NODE = 8
 """GPUs of a node."""
-TOKENS, EACH = 4096, 16_384
+TOKENS_PER_MICRO_BATCH, TOKENS_PER_GPU = 4096, 16_384
 """Tokens of a micro-batch on a rank, and of a step for each GPU."""
-MODELS = {"7b": "7B", "70b": "70B"}
+MODEL_TITLES = {"7b": "7B", "70b": "70B"}
 
 
 @dataclass(frozen=True)
-class Layout:
+class GpuLayout:
     """Ranks on axes, and how they are used.
 
     Attributes:
@@ -37,112 +37,122 @@ class Layout:
     """
 
     name: str
-    grid: Grid
-    stage: int
-    ring: bool = False
+    grid: MeshShape
+    zero_stage: int
+    uses_ring_attention: bool = False
 
     @property
-    def work(self) -> Work:
+    def workload(self) -> StepWorkload:
         """A step of `EACH` tokens for each GPU, in micro-batches of `TOKENS` on each rank along sp."""
-        tokens = TOKENS * self.grid.sp
-        micros = EACH * self.grid.world // (self.grid.readers * tokens)
-        return Work(tokens, micros, self.stage, ulysses=1 if self.ring else 0)
+        tokens = TOKENS_PER_MICRO_BATCH * self.grid.sp
+        micros = TOKENS_PER_GPU * self.grid.world // (self.grid.data_loading_size * tokens)
+        return StepWorkload(tokens, micros, self.zero_stage, ulysses_degree=1 if self.uses_ring_attention else 0)
 
     @property
-    def idle(self) -> float:
+    def idle_fraction(self) -> float:
         """The part of a step in which ranks of a pipeline wait, under 1F1B with equal stages."""
-        return bubble("1f1b", self.grid.pp, self.work.micro_batches)
+        return compute_bubble_fraction("1f1b", self.grid.pp, self.workload.micro_batches)
 
-    def states(self, model: ModelShape) -> float:
+    def state_bytes(self, model: ModelShape) -> float:
         """Bytes of parameters (2), gradients (4), masters and Adam's moments (12 an element) at rest on a rank."""
-        dense, experts = max((parameters_here(model, self.grid, p) for p in range(self.grid.pp)), key=sum)
+        dense, experts = max((count_local_parameters(model, self.grid, p) for p in range(self.grid.pp)), key=sum)
         cut = self.grid.dp_shard * self.grid.ep * self.grid.sp
-        cuts = [cut if self.stage >= first else 1 for first in (3, 2, 1)]
+        cuts = [cut if self.zero_stage >= first else 1 for first in (3, 2, 1)]
         return (dense + experts) * sum(size / ranks for size, ranks in zip((2, 4, 12), cuts, strict=True))
 
-    def received(self, model: ModelShape) -> dict[tuple[str, bool], int]:
+    def received_bytes(self, model: ModelShape) -> dict[tuple[str, bool], int]:
         """Bytes that a rank receives in a step, by axis and by whether they leave a node."""
-        stages = [volumes(model, self.grid, self.work, pipe) for pipe in range(self.grid.pp)]
-        most = max(stages, key=lambda found: sum(by_axis(found).values()))
+        stages = [compute_step_volumes(model, self.grid, self.workload, pipe) for pipe in range(self.grid.pp)]
+        most = max(stages, key=lambda found: sum(sum_bytes_by_axis(found).values()))
         totals: dict[tuple[str, bool], int] = {}
         for volume in most:
             key = volume.axis, self.leaves_node(volume)
             totals[key] = totals.get(key, 0) + volume.nbytes
         return totals
 
-    def leaves_node(self, volume: Volume) -> bool:
+    def leaves_node(self, volume: CommVolume) -> bool:
         """Whether the ranks that send it lie on several nodes."""
         axes: tuple[str, ...] = (volume.axis,)
         if volume.axis == "data":
-            replicas = ("dp_replicate",) if volume.operation == "replicate" or not self.stage else ()
+            replicas = ("dp_replicate",) if volume.operation == "replicate" or not self.zero_stage else ()
             axes = replicas if volume.operation == "replicate" else (*replicas, "dp_shard", "ep", "sp")
-        return any(len({rank // NODE for rank in group}) > 1 for group in self.grid.groups(*axes))
+        return any(len({rank // GPUS_PER_NODE for rank in group}) > 1 for group in self.grid.groups(*axes))
 
 
-LAYOUTS: dict[int, list[Layout]] = {
+LAYOUTS: dict[int, list[GpuLayout]] = {
     8: [
-        Layout("data 8, stage 1", Grid(dp_shard=8), 1),
-        Layout("data 8, stage 3", Grid(dp_shard=8), 3),
-        Layout("tp 8", Grid(tp=8), 0),
-        Layout("tp 2 x data 4, stage 1", Grid(tp=2, dp_shard=4), 1),
-        Layout("pp 8", Grid(pp=8), 0),
-        Layout("sp 8 Ulysses, stage 3", Grid(sp=8), 3),
-        Layout("sp 8 ring, stage 3", Grid(sp=8), 3, ring=True),
+        GpuLayout("data 8, stage 1", MeshShape(dp_shard=8), 1),
+        GpuLayout("data 8, stage 3", MeshShape(dp_shard=8), 3),
+        GpuLayout("tp 8", MeshShape(tp=8), 0),
+        GpuLayout("tp 2 x data 4, stage 1", MeshShape(tp=2, dp_shard=4), 1),
+        GpuLayout("pp 8", MeshShape(pp=8), 0),
+        GpuLayout("sp 8 Ulysses, stage 3", MeshShape(sp=8), 3),
+        GpuLayout("sp 8 ring, stage 3", MeshShape(sp=8), 3, uses_ring_attention=True),
     ],
     64: [
-        Layout("data 64, stage 1", Grid(dp_shard=64), 1),
-        Layout("data 64, stage 3", Grid(dp_shard=64), 3),
-        Layout("data 8 x 8 copies, stage 3", Grid(dp_shard=8, dp_replicate=8), 3),
-        Layout("tp 8 x data 8, stage 1", Grid(tp=8, dp_shard=8), 1),
-        Layout("pp 8 x data 8, stage 1", Grid(pp=8, dp_shard=8), 1),
-        Layout("pp 4 x tp 8 x data 2, stage 1", Grid(pp=4, tp=8, dp_shard=2), 1),
-        Layout("pp 8 x tp 8", Grid(pp=8, tp=8), 0),
-        Layout("sp 8 Ulysses x data 8, stage 3", Grid(sp=8, dp_shard=8), 3),
+        GpuLayout("data 64, stage 1", MeshShape(dp_shard=64), 1),
+        GpuLayout("data 64, stage 3", MeshShape(dp_shard=64), 3),
+        GpuLayout("data 8 x 8 copies, stage 3", MeshShape(dp_shard=8, dp_replicate=8), 3),
+        GpuLayout("tp 8 x data 8, stage 1", MeshShape(tp=8, dp_shard=8), 1),
+        GpuLayout("pp 8 x data 8, stage 1", MeshShape(pp=8, dp_shard=8), 1),
+        GpuLayout("pp 4 x tp 8 x data 2, stage 1", MeshShape(pp=4, tp=8, dp_shard=2), 1),
+        GpuLayout("pp 8 x tp 8", MeshShape(pp=8, tp=8), 0),
+        GpuLayout("sp 8 Ulysses x data 8, stage 3", MeshShape(sp=8, dp_shard=8), 3),
     ],
 }
 
 
 @dataclass
-class Bar:
+class LayoutBytes:
     """One layout's bytes, for a row of the table and a bar of the picture."""
 
-    layout: Layout
-    states: float
-    received: dict[tuple[str, bool], int] = field(default_factory=dict)
+    layout: GpuLayout
+    state_bytes: float
+    received_bytes: dict[tuple[str, bool], int] = field(default_factory=dict)
 
     @property
-    def across(self) -> int:
+    def cross_node_bytes(self) -> int:
         """Bytes that leave a node."""
-        return sum(nbytes for (_, leaves), nbytes in self.received.items() if leaves)
+        return sum(nbytes for (_, leaves), nbytes in self.received_bytes.items() if leaves)
 
 
-def bars(model: ModelShape, gpus: int) -> list[Bar]:
+def layout_bytes(model: ModelShape, gpus: int) -> list[LayoutBytes]:
     """All layouts of a model on so many GPUs."""
-    return [Bar(layout, layout.states(model), layout.received(model)) for layout in LAYOUTS[gpus]]
+    return [LayoutBytes(layout, layout.state_bytes(model), layout.received_bytes(model)) for layout in LAYOUTS[gpus]]
 
 
-def table() -> str:
+def layout_table() -> str:
     """The numbers behind the bars, as Markdown."""
-    lines = ["| GPUs | layout | " + " | ".join(f"{name}: states, received, of it across" for name in MODELS.values())]
-    lines = [f"{lines[0]} |", "|---|---|" + "---|" * len(MODELS)]
+    lines = [
+        "| GPUs | layout | " + " | ".join(f"{name}: states, received, of it across" for name in MODEL_TITLES.values())
+    ]
+    lines = [f"{lines[0]} |", "|---|---|" + "---|" * len(MODEL_TITLES)]
     for gpus in LAYOUTS:
-        found = [bars(PRESETS[model], gpus) for model in MODELS]
+        found = [layout_bytes(PRESETS[model], gpus) for model in MODEL_TITLES]
         for row in zip(*found, strict=True):
-            cells = (f"{in_gb(bar.states)}, {in_gb(sum(bar.received.values()))}, {in_gb(bar.across)}" for bar in row)
+            cells = (
+                f"{format_gb(bar.states)}, {format_gb(sum(bar.received.values()))}, {format_gb(bar.across)}"
+                for bar in row
+            )
             lines.append(f"| {gpus} | {row[0].layout.name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def in_gb(nbytes: float) -> str:
+def format_gb(nbytes: float) -> str:
     """Gigabytes, in as many digits as matter."""
     return f"{nbytes / 1e9:,.1f}" if nbytes < 1e11 else f"{nbytes / 1e9:,.0f}"
 
 
-def lengths(model: ModelShape, tokens: int, ranks: int = 8) -> dict[str, int]:
+def bytes_by_sequence_method(model: ModelShape, tokens: int, ranks: int = 8) -> dict[str, int]:
     """Bytes that a rank receives for one sequence of so many tokens, forward and backward, by what it is for."""
     shared = tokens * model.hidden * 2
     ways = {"Ulysses": 0, "ring": 1}
-    found = {"tp": tensor_volumes(model.layers, shared, tokens, ranks, Work(tokens))}
-    found |= {name: sequence_volumes(model, model.layers, ranks, 1, Work(tokens, ulysses=ways[name])) for name in ways}
-    found["ZeRO-3"] = data_volumes("data", model.parameters, ranks, 1, Work(tokens, stage=3))
+    found = {"tp": compute_tensor_parallel_volumes(model.layers, shared, tokens, ranks, StepWorkload(tokens))}
+    found |= {
+        name: compute_sequence_parallel_volumes(
+            model, model.layers, ranks, 1, StepWorkload(tokens, ulysses_degree=ways[name])
+        )
+        for name in ways
+    }
+    found["ZeRO-3"] = compute_data_parallel_volumes("data", model.numel, ranks, 1, StepWorkload(tokens, zero_stage=3))
     return {name: sum(volume.nbytes for volume in volumes_of) for name, volumes_of in found.items()}

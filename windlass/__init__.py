@@ -13,26 +13,26 @@ if TYPE_CHECKING:
     from windlass import topology as topology
     from windlass import zero as zero
     from windlass.base.errors import WindlassError as WindlassError
-    from windlass.checkpoint.plain_torch import read_checkpoint as read_checkpoint
+    from windlass.checkpoint.torch_state_dicts import read_checkpoint as read_checkpoint
     from windlass.comm.bootstrap import init_distributed as init_distributed
-    from windlass.engine.train import Engine as Engine
+    from windlass.engine.training_engine import Engine as Engine
     from windlass.from_pretrained import from_pretrained as from_pretrained
     from windlass.initialize import initialize as initialize
-    from windlass.launch.arguments import add_config_arguments as add_config_arguments
-    from windlass.parallel.experts.families import register_experts as register_experts
-    from windlass.parallel.experts.layer import MoE as MoE
-    from windlass.parallel.experts.mlp import StackedMLP as StackedMLP
-    from windlass.parallel.pipeline.module import PipelineModule as PipelineModule
-    from windlass.parallel.pipeline.specs import LayerSpec as LayerSpec
-    from windlass.parallel.pipeline.specs import TiedLayerSpec as TiedLayerSpec
+    from windlass.launch.config_arguments import add_config_arguments as add_config_arguments
+    from windlass.parallel.experts.expert_modules import register_experts as register_experts
+    from windlass.parallel.experts.mixture_of_experts import MixtureOfExperts as MixtureOfExperts
+    from windlass.parallel.experts.stacked_mlp import StackedMLP as StackedMLP
+    from windlass.parallel.pipeline.layer_specs import LayerSpec as LayerSpec
+    from windlass.parallel.pipeline.layer_specs import TiedLayerSpec as TiedLayerSpec
+    from windlass.parallel.pipeline.pipeline_sequential import PipelineSequential as PipelineSequential
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Engine",
     "LayerSpec",
-    "MoE",
-    "PipelineModule",
+    "MixtureOfExperts",
+    "PipelineSequential",
     "StackedMLP",
     "TiedLayerSpec",
     "WindlassError",
@@ -49,27 +49,27 @@ __all__ = [
     "zero",
 ]
 
-_HOMES = {
-    "Engine": "windlass.engine.train",
-    "LayerSpec": "windlass.parallel.pipeline.specs",
-    "MoE": "windlass.parallel.experts.layer",
-    "PipelineModule": "windlass.parallel.pipeline.module",
-    "StackedMLP": "windlass.parallel.experts.mlp",
-    "TiedLayerSpec": "windlass.parallel.pipeline.specs",
+_MODULE_OF = {
+    "Engine": "windlass.engine.training_engine",
+    "LayerSpec": "windlass.parallel.pipeline.layer_specs",
+    "MixtureOfExperts": "windlass.parallel.experts.mixture_of_experts",
+    "PipelineSequential": "windlass.parallel.pipeline.pipeline_sequential",
+    "StackedMLP": "windlass.parallel.experts.stacked_mlp",
+    "TiedLayerSpec": "windlass.parallel.pipeline.layer_specs",
     "WindlassError": "windlass.base.errors",
-    "add_config_arguments": "windlass.launch.arguments",
+    "add_config_arguments": "windlass.launch.config_arguments",
     "from_pretrained": "windlass.from_pretrained",
     "init_distributed": "windlass.comm.bootstrap",
     "initialize": "windlass.initialize",
-    "read_checkpoint": "windlass.checkpoint.plain_torch",
-    "register_experts": "windlass.parallel.experts.families",
+    "read_checkpoint": "windlass.checkpoint.torch_state_dicts",
+    "register_experts": "windlass.parallel.experts.expert_modules",
 }
 _PACKAGES = ("checkpointing", "optim", "topology", "zero")
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        value = getattr(importlib.import_module(_HOMES[name]), name)
+    if name in _MODULE_OF:
+        value = getattr(importlib.import_module(_MODULE_OF[name]), name)
     elif name in _PACKAGES:
         value = importlib.import_module(f"windlass.{name}")
     else:

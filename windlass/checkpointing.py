@@ -6,27 +6,29 @@ arguments of DeepSpeed's function of that name. See docs/activations.md.
 
 from __future__ import annotations
 
-from windlass.parallel.activations import checkpoint as checkpoint
-from windlass.parallel.activations import configure as configure
-from windlass.parallel.activations import counts as counts
-from windlass.parallel.activations import is_configured as is_configured
-from windlass.parallel.activations import manual_seed as model_parallel_cuda_manual_seed
-from windlass.parallel.activations import non_reentrant_checkpoint as non_reentrant_checkpoint
-from windlass.parallel.activations import offloaded as offloaded
-from windlass.parallel.activations import partition_activations_in_checkpoint as partition_activations_in_checkpoint
-from windlass.parallel.activations import reset as reset
-from windlass.parallel.rng import RngTracker
-from windlass.parallel.rng import tracker as _tracker
+from windlass.parallel.activation_checkpoint_api import checkpoint as checkpoint
+from windlass.parallel.activation_checkpoint_api import configure as configure
+from windlass.parallel.activation_checkpoint_api import get_offload_counters as get_offload_counters
+from windlass.parallel.activation_checkpoint_api import is_configured as is_configured
+from windlass.parallel.activation_checkpoint_api import manual_seed as model_parallel_cuda_manual_seed
+from windlass.parallel.activation_checkpoint_api import non_reentrant_checkpoint as non_reentrant_checkpoint
+from windlass.parallel.activation_checkpoint_api import offload_saved_tensors as offload_saved_tensors
+from windlass.parallel.activation_checkpoint_api import (
+    partition_activations_in_checkpoint as partition_activations_in_checkpoint,
+)
+from windlass.parallel.activation_checkpoint_api import reset as reset
+from windlass.parallel.rng_tracker import RngTracker
+from windlass.parallel.rng_tracker import rng_tracker as _tracker
 
 __all__ = [
     "checkpoint",
     "configure",
-    "counts",
+    "get_offload_counters",
     "get_cuda_rng_tracker",
     "is_configured",
     "model_parallel_cuda_manual_seed",
     "non_reentrant_checkpoint",
-    "offloaded",
+    "offload_saved_tensors",
     "partition_activations_in_checkpoint",
     "reset",
 ]

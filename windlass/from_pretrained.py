@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from windlass.base.bounded_json import parse_json
 from windlass.base.errors import CheckpointError, ModelError
-from windlass.base.json_text import parse_json
-from windlass.base.remote_code import needs_remote_code, remote_code_refused
+from windlass.base.remote_code import needs_remote_code, remote_code_refusal
 from windlass.zero import Init
-from windlass.zero.born_files import header
+from windlass.zero.sharded_init.weight_files import header
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
@@ -41,7 +41,7 @@ def from_pretrained(
         kwargs["config"] = kwargs.pop("model_config")
     directory = Path(path)
     if directory.is_dir():
-        _check(directory, needs_config="config" not in kwargs)
+        _check_directory(directory, needs_config="config" not in kwargs)
     elif directory.is_absolute() or str(path).startswith("."):
         raise CheckpointError(f"{path} is no directory; name one with config.json and safetensors files")
     with Init(config_dict_or_path=config):
@@ -49,24 +49,24 @@ def from_pretrained(
             return cls.from_pretrained(path, trust_remote_code=trust_remote_code, **kwargs)
         except ValueError as error:
             if needs_remote_code(error):
-                raise ModelError(remote_code_refused(path)) from error
+                raise ModelError(remote_code_refusal(path)) from error
             raise
 
 
-def _check(directory: Path, *, needs_config: bool) -> None:
+def _check_directory(directory: Path, *, needs_config: bool) -> None:
     """Look for what must be there, before a model is built on every rank."""
     if needs_config and not (directory / "config.json").is_file():
         raise CheckpointError(f"{directory} has no config.json; save the model there with save_pretrained")
     if (directory / _SINGLE).is_file():
         header(directory / _SINGLE)
     elif (directory / _INDEX).is_file():
-        for name in _files_of(directory / _INDEX):
+        for name in _files_in_index(directory / _INDEX):
             if not (directory / name).is_file():
                 raise CheckpointError(f"{directory / name} is missing, which {_INDEX} names; fetch the model again")
             header(directory / name)
 
 
-def _files_of(index: Path) -> list[str]:
+def _files_in_index(index: Path) -> list[str]:
     try:
         return sorted(set(parse_json(index.read_bytes())["weight_map"].values()))
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:

@@ -15,45 +15,45 @@ import torch.distributed as dist
 from torch import nn
 
 from windlass import watchdog
-from windlass.base.device import keep_freed_memory, local_device
+from windlass.base.compute_device import keep_freed_memory, local_device
 from windlass.base.dtypes import parse_dtype
 from windlass.base.errors import ConfigError, ModelError, StorageError
-from windlass.base.freed_memory import freed_memory_returned
-from windlass.base.log import logger, set_level_of_config
-from windlass.base.text import abridged
-from windlass.collectives.comms_log import comms_logger
+from windlass.base.log import logger, set_config_log_level
+from windlass.base.malloc_thresholds import returning_freed_memory
+from windlass.base.text import join_abridged
 from windlass.comm.bootstrap import DEFAULT_TIMEOUT, default_timeout, init_distributed
-from windlass.comm.grid import Grid
+from windlass.comm.comms_logger import comms_logger
 from windlass.comm.mesh import Mesh, build_mesh
+from windlass.comm.mesh_shape import MeshShape
 from windlass.comm.mpu import known_sizes, sizes_of_mpu
 from windlass.comm.pipeline_grid import PipelineParallelGrid
-from windlass.comm.transport import Ways
-from windlass.config import Axes, Config, load
-from windlass.config.axes import size_of
-from windlass.engine.parallelize import mesh_of, parallelize
-from windlass.engine.pipeline import engine_kind
-from windlass.engine.progress import Progress
-from windlass.engine.reporting import opening_lines
-from windlass.engine.train import Engine
-from windlass.engine.watch import installed
-from windlass.optim import by_name, muon_groups, schedules
-from windlass.optim.loss_scale import LossScale, StaticLossScale, from_config
-from windlass.parallel import activations
-from windlass.parallel.experts import asked_ranks, watch_balance
-from windlass.parallel.flagged import any_flagged
-from windlass.parallel.pipeline.leftovers import without
-from windlass.parallel.pipeline.module import PipelineModule
-from windlass.parallel.sequence.ulysses_sp import SequenceGroups
-from windlass.storage import Home, PatientTier, Staging, buffer_bytes
-from windlass.zero import registry
-from windlass.zero.partition import Rules
-from windlass.zero.policy import policy_of
-from windlass.zero.settings import Homes, Settings
-from windlass.zero.sharded import ShardedModel
+from windlass.comm.transport import WireOptions
+from windlass.config import Axes, Config, load_config
+from windlass.config.axis_sizes import axis_size
+from windlass.engine.engine_reporter import startup_lines
+from windlass.engine.initialize_observer import current_observer
+from windlass.engine.parallelize import mesh_of_model, parallelize
+from windlass.engine.pipeline_engine import engine_class_for
+from windlass.engine.training_engine import Engine
+from windlass.engine.training_progress import TrainingProgress
+from windlass.optim import muon_groups, optimizer_factory, scheduler_factory
+from windlass.optim.loss_scale import LossScale, StaticLossScale, make_loss_scale
+from windlass.parallel import activation_checkpoint_api
+from windlass.parallel.experts import enable_router_bias_updates, get_requested_ep_size
+from windlass.parallel.megatron_flags import has_flagged_parameters
+from windlass.parallel.pipeline.pipeline_sequential import PipelineSequential
+from windlass.parallel.pipeline.remote_parameters import drop_remote_parameters
+from windlass.parallel.sequence.ulysses_sp import SequenceParallelGroups
+from windlass.storage import DeferredFailureTier, StagingPool, Tier, staging_buffer_bytes
+from windlass.zero.core import parameter_registry
+from windlass.zero.core.sharding_policy import sharding_policy
+from windlass.zero.core.unit_partition import UnitRules
+from windlass.zero.core.zero_settings import Placements, ZeroSettings
+from windlass.zero.sharded_model import ShardedModel
 
-Kind = TypeVar("Kind", bound=Engine)
+EngineT = TypeVar("EngineT", bound=Engine)
 
-_engines: WeakValueDictionary[int, Engine] = WeakValueDictionary()  # by id of the sharded model
+_engines_by_model_id: WeakValueDictionary[int, Engine] = WeakValueDictionary()  # by id of the sharded model
 
 
 def initialize(
@@ -95,8 +95,8 @@ def initialize(
         StorageError: what is to rest on disk finds no usable directory or no space, on any rank: the model is as it
             was.
     """
-    source = installed().config or source_of(args, config, config_params)
-    engine = build(
+    source = current_observer().config_override or config_source(args, config, config_params)
+    engine = build_engine(
         Engine,
         source,
         model=model,
@@ -113,8 +113,8 @@ def initialize(
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
-def build(
-    kind: type[Kind],
+def build_engine(
+    engine_class: type[EngineT],
     source: Any,
     *,
     model: nn.Module | None,
@@ -127,8 +127,8 @@ def build(
     dist_init_required: bool | None = None,
     collate_fn: Callable[..., Any] | None = None,
     mesh_param: Any = None,
-    supersedes: bool = False,
-) -> Kind:
+    replace_training_engine: bool = False,
+) -> EngineT:
     """As `initialize`, for an engine of the class `kind`; `source` is the configuration.
 
     Args:
@@ -136,86 +136,91 @@ def build(
     """
     if model is None:
         raise ModelError("initialize needs a model: initialize(model=..., config=...)")
-    watch = installed()
-    settings_of = load(source)
+    watch = current_observer()
+    settings_of = load_config(source)
     settings_of.ensure_supported()
-    set_level_of_config(settings_of.log_level)
+    set_config_log_level(settings_of.log_level)
     if settings_of.comments:
-        logger.info(f"{settings_of.name}: left out as comments: {abridged(settings_of.comments)}")
-    if "activation_checkpointing" in settings_of.model_fields_set and not activations.is_configured():
-        activations.configure(deepspeed_config=settings_of)
+        logger.info(f"{settings_of.name}: left out as comments: {join_abridged(settings_of.comments)}")
+    if "activation_checkpointing" in settings_of.model_fields_set and not activation_checkpoint_api.is_configured():
+        activation_checkpoint_api.configure(deepspeed_config=settings_of)
     if dist_init_required is False and not dist.is_initialized():
         raise ConfigError(
             "dist_init_required=False, but torch.distributed is not initialised; initialise it or leave that out"
         )
-    meet(settings_of, distributed_port)
+    setup_distributed(settings_of, distributed_port)
     if "comms_logger" in settings_of.model_fields_set:
         comms_logger.configure(settings_of.comms_logger)
     world = dist.get_world_size()
     source = "torch.distributed" if "WORLD_SIZE" in os.environ else "one process, no launcher"
-    mpu = mpu if mpu is not None else _mpu_of(model)
-    by_script, by_model = _said_by_script(mpu, mesh_param, world), _said_by_model(model)
+    mpu = mpu if mpu is not None else _mpu_from_topology(model)
+    by_script, by_model = _axis_sizes_from_args(mpu, mesh_param, world), _axis_sizes_from_model(model)
     axes = settings_of.axes(world, source, {**by_script, **by_model})
-    progress = Progress(
-        settings_of.resolve_batch(world, source, axes), managed=settings_of.managed_gradient_accumulation
+    progress = TrainingProgress(
+        settings_of.resolve_batch(world, source, axes),
+        managed_gradient_accumulation=settings_of.managed_gradient_accumulation,
     )
     device = local_device()
     _check_hardware(settings_of, device)
-    _supersede(model, trained=supersedes)
-    if rate := settings_of.parallel.expert_balance_rate:
-        watch_balance(model, rate, required=axes.pp == 1)
-    mesh = _mesh(model, settings_of, axes)
-    with freed_memory_returned():  # what the model lay in goes as its units come
-        if mesh_of(model) is None:
+    _destroy_previous_engines(model, allow_training=replace_training_engine)
+    if rate := settings_of.parallel.expert_bias_update_rate:
+        enable_router_bias_updates(model, rate, required=axes.pp == 1)
+    mesh = _get_or_build_mesh(model, settings_of, axes)
+    with returning_freed_memory():  # what the model lay in goes as its units come
+        if mesh_of_model(model) is None:
             whole = {id(parameter) for parameter in model.parameters()}
-            if isinstance(mpu, SequenceGroups):
+            if isinstance(mpu, SequenceParallelGroups):
                 mpu.apply(model)
-            parallelize(model, mesh, settings_of, own=_own(model, by_script, by_model, settings_of))
+            parallelize(
+                model, mesh, settings_of, script_axes=_script_owned_axes(model, by_script, by_model, settings_of)
+            )
             gone = whole.difference(id(parameter) for parameter in model.parameters())
-            optimizer, model_parameters = without(optimizer, model_parameters, gone)
-        built = _optimizer(model, optimizer, model_parameters, settings_of, mesh)
-        watch.before(model, built, settings_of)
-        sharded = _shard(model, built, settings_of, device, mesh)
-    engine = engine_kind(kind, model)(sharded, built, settings_of, progress, _loss_scale(settings_of))
+            optimizer, model_parameters = drop_remote_parameters(optimizer, model_parameters, gone)
+        built = _build_optimizer(model, optimizer, model_parameters, settings_of, mesh)
+        watch.before_sharding(model, built, settings_of)
+        sharded = _build_sharded_model(model, built, settings_of, device, mesh)
+    engine = engine_class_for(engine_class, model)(
+        sharded, built, settings_of, progress, _build_loss_scale(settings_of)
+    )
     try:
-        engine.lr_scheduler = _scheduler(engine, lr_scheduler, settings_of)
+        engine.lr_scheduler = _build_lr_scheduler(engine, lr_scheduler, settings_of)
     except Exception:  # on every rank
         engine.destroy()
         raise
     if training_data is not None:
         engine.deepspeed_io(training_data, collate_fn=collate_fn)
-    engine.rebuild = partial(_rebuild, built, settings_of, device)
-    _engines[id(sharded)] = engine
+    engine.rebuild_sharded_model = partial(_rebuild_sharded_model, built, settings_of, device)
+    _engines_by_model_id[id(sharded)] = engine
     if device.type == "cpu":
         keep_freed_memory()
-    for line in opening_lines(sharded, settings_of, world):
+    for line in startup_lines(sharded, settings_of, world):
         logger.info(line)
-    watch.after(engine)
+    watch.after_initialize(engine)
     return engine
 
 
-def meet(config: Config, port: int = 29500) -> None:
+def setup_distributed(config: Config, port: int = 29500) -> None:
     """Have the ranks find each other, and the watchdog look after them, as the configuration says. Collective; what is
     there already stays as it is."""
-    limits = _limits(config)
+    limits = _watchdog_limits(config)
     report_after = limits.report_after if limits is not None else None
-    init_distributed(timeout=_patience(config), port=port, report_after=report_after)
+    init_distributed(timeout=_collective_timeout(config), port=port, report_after=report_after)
     watchdog.start(limits)
 
 
-def _mpu_of(model: nn.Module) -> Any:
+def _mpu_from_topology(model: nn.Module) -> Any:
     """The groups of a row of layers whose own matrices are cut, as its topology says; None where it says nothing of
     that. Collective."""
-    topology = model.topology() if isinstance(model, PipelineModule) else None
+    topology = model.topology() if isinstance(model, PipelineSequential) else None
     return PipelineParallelGrid(topology) if topology is not None and topology.get_dim("model") > 1 else None
 
 
-Sizes = dict[str, dict[str, int]]  # of axes, by what says them
+AxisSizes = dict[str, dict[str, int]]  # of axes, by what says them
 
 
-def _said_by_script(mpu: Any, mesh_param: Any, world: int) -> Sizes:
+def _axis_sizes_from_args(mpu: Any, mesh_param: Any, world: int) -> AxisSizes:
     """What arguments of `initialize` say besides the configuration. Collective where there is an mpu."""
-    said: Sizes = {}
+    said: AxisSizes = {}
     if mpu is not None:
         sizes, known = sizes_of_mpu(mpu, world), known_sizes(mpu)
         said["mpu"] = {axis: size for axis, size in sizes.items() if axis in known}
@@ -225,36 +230,36 @@ def _said_by_script(mpu: Any, mesh_param: Any, world: int) -> Sizes:
     return said
 
 
-def _said_by_model(model: nn.Module) -> Sizes:
-    said: Sizes = {}
-    if isinstance(model, PipelineModule) and model.num_stages > 1:
+def _axis_sizes_from_model(model: nn.Module) -> AxisSizes:
+    said: AxisSizes = {}
+    if isinstance(model, PipelineSequential) and model.num_stages > 1:
         said["PipelineModule"] = {"pp": model.num_stages}
-    if (ranks := asked_ranks(model)) > 1:
+    if (ranks := get_requested_ep_size(model)) > 1:
         said["ep_size of MoE"] = {"ep": ranks}
     return said
 
 
-def _own(model: nn.Module, by_script: Sizes, by_model: Sizes, config: Config) -> set[str]:
+def _script_owned_axes(model: nn.Module, by_script: AxisSizes, by_model: AxisSizes, config: Config) -> set[str]:
     """Axes along which a script cuts its model itself: its `mpu` or `mesh_param` knows them, and nothing asks for a
     model to be cut; or parameters say that they are cut."""
     known = {axis for sizes in by_script.values() for axis, size in sizes.items() if size > 1}
-    asked = {axis for sizes in by_model.values() for axis in sizes} | {a for a in known if size_of(config, a) > 1}
-    return known - asked | ({"tp"} & known if any_flagged(model) else set())
+    asked = {axis for sizes in by_model.values() for axis in sizes} | {a for a in known if axis_size(config, a) > 1}
+    return known - asked | ({"tp"} & known if has_flagged_parameters(model) else set())
 
 
-def _limits(config: Config) -> watchdog.Limits | None:
+def _watchdog_limits(config: Config) -> watchdog.WatchdogLimits | None:
     section = config.watchdog
-    return watchdog.Limits(section.report_after_s, section.timeout_s) if section.enabled else None
+    return watchdog.WatchdogLimits(section.report_after_s, section.timeout_s) if section.enabled else None
 
 
-def _patience(config: Config) -> timedelta:
+def _collective_timeout(config: Config) -> timedelta:
     """How long a collective waits for a peer: longer than the watchdog does, which knows the cause and tells it."""
     section = config.watchdog
     patience = timedelta(seconds=1.5 * section.timeout_s) if section.enabled else DEFAULT_TIMEOUT
     return default_timeout(max(DEFAULT_TIMEOUT, patience))
 
 
-def source_of(args: Any, config: Any, config_params: Any) -> Any:
+def config_source(args: Any, config: Any, config_params: Any) -> Any:
     """The one configuration among those that a script may give.
 
     Raises:
@@ -276,17 +281,19 @@ def _check_hardware(config: Config, device: torch.device) -> None:
         raise ConfigError(f"bf16.enabled: {torch.cuda.get_device_name(device)} has no bfloat16; use fp16 or neither")
 
 
-def _supersede(model: nn.Module, *, trained: bool) -> None:
+def _destroy_previous_engines(model: nn.Module, *, allow_training: bool) -> None:
     """A model has one engine: one that only evaluates makes way, one that trains is in the way, unless `trained`."""
-    others = {id(place.model): place.model for p in model.parameters() if (place := registry.find(p)) is not None}
+    others = {
+        id(place.model): place.model for p in model.parameters() if (place := parameter_registry.find(p)) is not None
+    }
     for number, other in others.items():
         trains = other.update is not None
-        if trains and not trained:
+        if trains and not allow_training:
             raise ModelError(
                 "this model (or a part of it) has an engine that trains it; call engine.destroy() before the second "
                 "initialize"
             )
-        engine = _engines.pop(number, None)
+        engine = _engines_by_model_id.pop(number, None)
         if engine is not None:
             lost = ", and its optimizer's states with it" if trains else ""
             logger.info(
@@ -295,11 +302,11 @@ def _supersede(model: nn.Module, *, trained: bool) -> None:
             engine.destroy()
 
 
-def _optimizer(
+def _build_optimizer(
     model: nn.Module, given: Any, parameters: Iterable[Any] | None, config: Config, mesh: Mesh
 ) -> torch.optim.Optimizer | None:
     if isinstance(given, torch.optim.Optimizer):
-        _check_instance(given, alone=mesh.pp.size == 1)
+        _check_optimizer_instance(given, single_stage=mesh.pp.size == 1)
         return given
     if given is None and config.optimizer is None:
         return None
@@ -324,27 +331,27 @@ def _optimizer(
     assert config.optimizer is not None
     if config.optimizer.type.lower() == "muon" and parameters is None:
         chosen = muon_groups(model)  # embeddings, heads and vectors are no matrices to orthogonalise
-    return by_name.build(config.optimizer.type, dict(config.optimizer.params), chosen)
+    return optimizer_factory.build_optimizer(config.optimizer.type, dict(config.optimizer.params), chosen)
 
 
-def _check_instance(optimizer: torch.optim.Optimizer, *, alone: bool) -> None:
+def _check_optimizer_instance(optimizer: torch.optim.Optimizer, *, single_stage: bool) -> None:
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ModelError(
             "LBFGS calls the model again inside its step, which an engine cannot do; pass another optimizer"
         )
     trains = any(p.requires_grad for group in optimizer.param_groups for p in group["params"])
-    if not trains and alone:  # a stage of a pipeline may be frozen
+    if not trains and single_stage:  # a stage of a pipeline may be frozen
         raise ModelError(
             "the optimizer holds no trainable parameter: set requires_grad on what shall be trained, or leave the "
             "optimizer out"
         )
 
 
-def _mesh(model: nn.Module, config: Config, axes: Axes) -> Mesh:
+def _get_or_build_mesh(model: nn.Module, config: Config, axes: Axes) -> Mesh:
     """All ranks on the axes of the configuration; that of a model which is cut already is kept. Collective."""
-    before, grid = mesh_of(model), Grid(**axes.sizes)
+    before, grid = mesh_of_model(model), MeshShape(**axes.sizes)
     if before is None:
-        return build_mesh(grid, regather=axes.regather, timeout=_patience(config))
+        return build_mesh(grid, regather=axes.secondary_size, timeout=_collective_timeout(config))
     if before.grid != grid:
         raise ConfigError(
             f"this model was cut over the axes {before.grid}, and the configuration has {grid}: save it, and build and "
@@ -353,55 +360,55 @@ def _mesh(model: nn.Module, config: Config, axes: Axes) -> Mesh:
     return before
 
 
-def _shard(
+def _build_sharded_model(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config, device: torch.device, mesh: Mesh
 ) -> ShardedModel:
     zero = config.zero_optimization
-    homes = _homes(config)
-    away = homes.param is not Home.DEVICE or homes.state is not Home.DEVICE
-    policy = policy_of(zero.stage, mesh.dense.shard.size if zero.stage else mesh.dense.data.size, away=away)
+    homes = _build_placements(config)
+    away = homes.param is not Tier.DEVICE or homes.state is not Tier.DEVICE
+    policy = sharding_policy(zero.stage, mesh.dense.shard.size if zero.stage else mesh.dense.data.size, away=away)
     table = config.dtype_table()
     mixed = config.fp16.enabled or config.bf16.enabled
     widest = torch.float64 if any(p.dtype == torch.float64 for p in model.parameters()) and not mixed else None
-    accumulate = widest or parse_dtype(table.accumulate)
-    wire = widest or parse_dtype(table.reduce)
-    before, after = _factors(config, wire, mesh)
-    settings = Settings(
+    accumulate = widest or parse_dtype(table.accumulation_dtype)
+    wire = widest or parse_dtype(table.reduce_dtype)
+    before, after = _gradient_divide_factors(config, wire, mesh)
+    settings = ZeroSettings(
         policy=policy,
-        rules=Rules(
-            keep_below=zero.stage3_param_persistence_threshold,
-            keep_at_most=zero.stage3_model_persistence_threshold,
-            merge_below=zero.merge_below,
+        unit_rules=UnitRules(
+            persistence_threshold=zero.stage3_param_persistence_threshold,
+            max_persistent_numel=zero.stage3_model_persistence_threshold,
+            merge_below=zero.unit_merge_threshold,
             split_above=max(zero.stage3_max_live_parameters, 1 << 20),
             blocks=tuple(zero.blocks or ()),
-            lowered=_lowered(model, config),
+            lowered=_autocast_reduced_parameters(model, config),
         ),
-        lowered_wire=parse_dtype(table.compute) if config.torch_autocast.enabled else None,
-        compute=parse_dtype(table.parameter) if mixed else None,
-        master=parse_dtype(table.master) if table.master != "fp32" else None,
-        state=parse_dtype(table.state) if table.master != "fp32" else None,
-        accumulate=accumulate,
-        wire=wire,
-        before=before,
-        after=after,
-        overlap=zero.overlaps,
-        ways=Ways(
+        lowered_reduce_dtype=parse_dtype(table.compute_dtype) if config.torch_autocast.enabled else None,
+        param_dtype=parse_dtype(table.param_dtype) if mixed else None,
+        master_dtype=parse_dtype(table.master_dtype) if table.master_dtype != "fp32" else None,
+        state_dtype=parse_dtype(table.state_dtype) if table.master_dtype != "fp32" else None,
+        accumulation_dtype=accumulate,
+        reduce_dtype=wire,
+        predivide_factor=before,
+        postdivide_factor=after,
+        overlap_comm=zero.overlap_comm_enabled,
+        wire_options=WireOptions(
             reduce_chunk=zero.reduce_bucket_size,
             gather_chunk=zero.allgather_bucket_size,
-            scatter=zero.reduce_scatter,
-            together=zero.allgather_partitions,
-            rotate=zero.round_robin_gradients,
+            use_reduce_scatter=zero.reduce_scatter,
+            use_all_gather=zero.allgather_partitions,
+            rotate_peers=zero.round_robin_gradients,
         ),
-        contiguous=zero.contiguous_gradients,
-        ignore_unused=zero.ignore_unused_parameters,
-        sub_group=zero.sub_group_size,
-        ahead=zero.stage3_prefetch_bucket_size,
-        live=zero.stage3_max_live_parameters,
-        reuse=zero.stage3_max_reuse_distance,
+        contiguous_gradients=zero.contiguous_gradients,
+        ignore_unused_parameters=zero.ignore_unused_parameters,
+        sub_group_size=zero.sub_group_size,
+        prefetch_numel=zero.stage3_prefetch_bucket_size,
+        max_live_numel=zero.stage3_max_live_parameters,
+        max_reuse_distance=zero.stage3_max_reuse_distance,
         transport=config.comm.transport,
-        timeout=_patience(config),
-        homes=homes,
-        delayed=zero.offload_optimizer is not None and zero.offload_optimizer.delayed_update,
+        timeout=_collective_timeout(config),
+        tiers=homes,
+        delayed_update=zero.offload_optimizer is not None and zero.offload_optimizer.delayed_update,
     )
     try:
         return ShardedModel(model, optimizer, settings, mesh, device, trains=optimizer is not None)
@@ -411,7 +418,7 @@ def _shard(
         raise
 
 
-def _lowered(model: nn.Module, config: Config) -> frozenset[int]:
+def _autocast_reduced_parameters(model: nn.Module, config: Config) -> frozenset[int]:
     """Ids of the parameters whose gradients travel in the autocast dtype.
 
     Raises:
@@ -432,47 +439,51 @@ def _lowered(model: nn.Module, config: Config) -> frozenset[int]:
     return frozenset(id(parameter) for module in modules for parameter in module.parameters(recurse=False))
 
 
-def _rebuild(
+def _rebuild_sharded_model(
     optimizer: torch.optim.Optimizer | None, config: Config, device: torch.device, engine: Engine
 ) -> ShardedModel:
     """Another layout of an engine's model, as it is now."""
-    before = mesh_of(engine.module)
-    mesh = before if before is not None else _mesh(engine.module, config, config.axes(dist.get_world_size()))
-    sharded = _shard(engine.module, optimizer, config, device, mesh)
-    _engines[id(sharded)] = engine
+    before = mesh_of_model(engine.module)
+    mesh = (
+        before if before is not None else _get_or_build_mesh(engine.module, config, config.axes(dist.get_world_size()))
+    )
+    sharded = _build_sharded_model(engine.module, optimizer, config, device, mesh)
+    _engines_by_model_id[id(sharded)] = engine
     return sharded
 
 
-def _homes(config: Config) -> Homes:
+def _build_placements(config: Config) -> Placements:
     """Where slots rest, and the disk if any rests there."""
     zero = config.zero_optimization
     state, param = zero.offload_optimizer, zero.offload_param
     paths = [path for section in (state, param) if section is not None for path in _nvme_paths(section)]
-    disk = _open_disk(list(dict.fromkeys(paths)), config) if paths else None
-    staging = Staging(disk, _staging_bytes(config)) if disk is not None else None
-    of_state = _HOMES[state.device] if state is not None else Home.DEVICE
+    disk = _open_nvme_tier(list(dict.fromkeys(paths)), config) if paths else None
+    staging = StagingPool(disk, _staging_bytes(config)) if disk is not None else None
+    of_state = _TIER_OF_DEVICE[state.device] if state is not None else Tier.DEVICE
     gradient = of_state
-    if of_state is Home.NVME and state is not None:
-        gradient = _HOMES[state.gradients]
+    if of_state is Tier.NVME and state is not None:
+        gradient = _TIER_OF_DEVICE[state.gradient_device]
     pins = [section.pin_memory for section in (state, param) if section is not None]
-    return Homes(
-        param=_HOMES[param.device] if param is not None else Home.DEVICE,
+    return Placements(
+        param=_TIER_OF_DEVICE[param.device] if param is not None else Tier.DEVICE,
         state=of_state,
         gradient=gradient,
         ratio=state.ratio if state is not None else 1.0,
         pin=any(pins),
         disk=disk,
         staging=staging,
-        read_ahead=param.buffer_count * param.buffer_size if param is not None else 0,
-        at_once=staging.limit // (_AT_ONCE * _STAGED) if staging is not None else 1 << 62,
+        read_ahead_numel=param.buffer_count * param.buffer_size if param is not None else 0,
+        max_update_numel=staging.limit // (_BATCHES_IN_FLIGHT * _STAGED_BYTES_PER_ELEMENT)
+        if staging is not None
+        else 1 << 62,
     )
 
 
-def _open_disk(paths: list[str], config: Config) -> PatientTier:
+def _open_nvme_tier(paths: list[str], config: Config) -> DeferredFailureTier:
     """The disk, on every rank or on none. Collective."""
     disk, problem = None, ""
     try:
-        disk = PatientTier(
+        disk = DeferredFailureTier(
             paths,
             queue_depth=config.aio.queue_depth,
             block_size=config.aio.block_size,
@@ -491,29 +502,29 @@ def _open_disk(paths: list[str], config: Config) -> PatientTier:
     return disk
 
 
-_HOMES = {"none": Home.DEVICE, "cpu": Home.HOST, "nvme": Home.NVME}
+_TIER_OF_DEVICE = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.NVME}
 
 
 def _nvme_paths(section: Any) -> list[str]:
     return list(section.nvme_path or ()) if section.device == "nvme" else []
 
 
-_AT_ONCE = 3  # batches of an update on disk: one comes, one is updated, one goes
-_STAGED = 16  # bytes of an element of a batch: master weight, two moments, gradient
+_BATCHES_IN_FLIGHT = 3  # batches of an update on disk: one comes, one is updated, one goes
+_STAGED_BYTES_PER_ELEMENT = 16  # bytes of an element of a batch: master weight, two moments, gradient
 
 
 def _staging_bytes(config: Config) -> int:
     """Of host memory through which a rank's part of what is on disk comes and goes: a share of what is free, or less
     where the number and the size of buffers was said."""
     zero = config.zero_optimization
-    free = max(48 << 20, buffer_bytes(1 << 60, 1, ranks=int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    free = max(48 << 20, staging_buffer_bytes(1 << 60, 1, ranks=int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
     state = zero.offload_optimizer
     if state is None or "buffer_count" not in state.model_fields_set:
         return free
-    return min(free, max(_AT_ONCE, state.buffer_count) * zero.sub_group_size * _STAGED)
+    return min(free, max(_BATCHES_IN_FLIGHT, state.buffer_count) * zero.sub_group_size * _STAGED_BYTES_PER_ELEMENT)
 
 
-def _factors(config: Config, wire: torch.dtype, mesh: Mesh) -> tuple[float, float]:
+def _gradient_divide_factors(config: Config, reduce_dtype: torch.dtype, mesh: Mesh) -> tuple[float, float]:
     """Factors of a gradient before and after the sum over ranks; together 1 / world, or 1 / ranks along sp where
     gradients are summed (those ranks have the loss of the same sequence).
 
@@ -522,24 +533,24 @@ def _factors(config: Config, wire: torch.dtype, mesh: Mesh) -> tuple[float, floa
     """
     world = mesh.dense.data.size
     if config.gradient_allreduce_op == "sum":
-        return mesh.grid.readers / world, 1.0
+        return mesh.grid.data_loading_size / world, 1.0
     divide = config.gradient_predivide_factor
     if config.prescale_gradients:
         return 1.0 / divide if divide != 1.0 else 1.0 / world, divide / world if divide != 1.0 else 1.0
     if divide != 1.0:
         return 1.0 / divide, divide / world
-    return (1.0 / world, 1.0) if wire.itemsize >= 4 else (1.0, 1.0 / world)
+    return (1.0 / world, 1.0) if reduce_dtype.itemsize >= 4 else (1.0, 1.0 / world)
 
 
-def _loss_scale(config: Config) -> LossScale:
-    return from_config(config.fp16) if config.fp16.enabled else StaticLossScale(1.0)
+def _build_loss_scale(config: Config) -> LossScale:
+    return make_loss_scale(config.fp16) if config.fp16.enabled else StaticLossScale(1.0)
 
 
-def _scheduler(engine: Engine, given: Any, config: Config) -> Any:
+def _build_lr_scheduler(engine: Engine, given: Any, config: Config) -> Any:
     if given is not None:
         if hasattr(given, "step") or not callable(given):
             return given
         return given(engine.optimizer.optimizer if engine.optimizer is not None else None)
     if config.scheduler is None or engine.optimizer is None:
         return None
-    return schedules.build(config.scheduler.type, config.scheduler.params, engine.optimizer)
+    return scheduler_factory.build_scheduler(config.scheduler.type, config.scheduler.params, engine.optimizer)

@@ -1,9 +1,9 @@
 """Ranks as points of a box: where each sits, and which sit together. Arithmetic alone, for worlds of any size.
 
-`Grid` has the axes that windlass itself has; `ProcessTopology` has axes of any names, by the words of DeepSpeed's.
+`MeshShape` has the axes that windlass itself has; `ProcessTopology` has axes of any names, by the words of DeepSpeed's.
 
-    >>> from windlass.topology import Grid, PipeModelDataParallelTopology
-    >>> grid = Grid(pp=2, dp_shard=2, tp=2)
+    >>> from windlass.topology import MeshShape, PipeModelDataParallelTopology
+    >>> grid = MeshShape(pp=2, dp_shard=2, tp=2)
     >>> grid.coordinates(5)
     {'pp': 1, 'dp_replicate': 0, 'dp_shard': 0, 'ep': 0, 'sp': 0, 'tp': 1}
     >>> grid.along(5, "pp"), grid.rank(pp=1, tp=1)
@@ -12,14 +12,14 @@
     [4, 5, 6, 7]
 """
 
-from windlass.comm.grid import Grid as Grid
+from windlass.comm.mesh_shape import MeshShape as MeshShape
 from windlass.comm.topology import PipeDataParallelTopology as PipeDataParallelTopology
 from windlass.comm.topology import PipeModelDataParallelTopology as PipeModelDataParallelTopology
 from windlass.comm.topology import ProcessTopology as ProcessTopology
 from windlass.comm.topology import topology_of as topology_of
 
 __all__ = [
-    "Grid",
+    "MeshShape",
     "PipeDataParallelTopology",
     "PipeModelDataParallelTopology",
     "ProcessTopology",

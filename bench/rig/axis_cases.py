@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rig.models import Sizes
-from windlass.comm.grid import AXES, Grid
-from windlass.parallel.volumes import Work, layers_here, volumes
+from windlass.comm.mesh_shape import AXES, MeshShape
+from windlass.parallel.comm_volumes import StepWorkload, compute_step_volumes, count_local_layers
 
 DENSE = Sizes(hidden=64, layers=4, heads=8, kv_heads=4, intermediate=128, vocabulary=256)
 EXPERTS = Sizes(hidden=64, layers=4, heads=8, kv_heads=4, intermediate=96, vocabulary=256, experts=4, chosen=4)
@@ -43,18 +43,18 @@ class Case:
     def name(self) -> str:
         """As tables have it."""
         words = [f"{axis} {size}" for axis, size in self.axes.items() if axis in AXES]
-        words += [str(self.axes["sequence"])] if "sequence" in self.axes else []
+        words += [str(self.axes["sp_mode"])] if "sp_mode" in self.axes else []
         words += [f"{key} {value}" for key, value in self.pipeline.items()]
-        words += ["norms cut"] if self.work.cut_norms else []
+        words += ["norms cut"] if self.work.tp_sequence_norms else []
         words += ["recompute"] if self.recompute else []
         return ", ".join([f"{self.ranks} ranks", *words, f"stage {self.stage}"])
 
     @property
-    def grid(self) -> Grid:
+    def grid(self) -> MeshShape:
         """Its mesh."""
         taken = {axis: int(self.axes.get(axis, 1)) for axis in ("pp", "dp_replicate", "ep", "sp", "tp")}
-        others = Grid(**taken).world
-        return Grid(**taken, dp_shard=self.ranks // others)
+        others = MeshShape(**taken).world
+        return MeshShape(**taken, dp_shard=self.ranks // others)
 
     @property
     def sizes(self) -> Sizes:
@@ -62,21 +62,21 @@ class Case:
         return EXPERTS if self.grid.ep > 1 else DENSE
 
     @property
-    def work(self) -> Work:
+    def work(self) -> StepWorkload:
         """Of a step."""
         degree = {"ulysses": 0, "ring": 1, "ulysses+ring": self.axes.get("ulysses_degree", 0)}
-        return Work(
+        return StepWorkload(
             SAMPLES * LENGTH,
             micro_batches=MICRO_BATCHES,
-            stage=self.stage,
+            zero_stage=self.stage,
             activation_bytes=FLOAT,
             parameter_bytes=FLOAT,
             gradient_bytes=FLOAT,
             recompute=self.recompute,
-            cut_norms=bool(self.axes.get("tp_sequence_norms")),
-            ulysses=degree[self.axes.get("sequence", "ulysses")],
-            once=self.pipeline.get("gather", "schedule") == "schedule",
-            chunks=int(self.pipeline.get("chunks", 1)),
+            tp_sequence_norms=bool(self.axes.get("tp_sequence_norms")),
+            ulysses_degree=degree[self.axes.get("sp_mode", "ulysses")],
+            unshards_once=self.pipeline.get("unshard_per", "step") == "step",
+            virtual_stages=int(self.pipeline.get("virtual_stages", 1)),
         )
 
 
@@ -86,18 +86,18 @@ CASES = (
     Case(2, {"tp": 2}, recompute=True),
     Case(2, {"tp": 2, "tp_sequence_norms": True}),
     Case(2, {"sp": 2}, stage=1),
-    Case(2, {"sp": 2, "sequence": "ring"}, stage=1),
+    Case(2, {"sp": 2, "sp_mode": "ring"}, stage=1),
     Case(2, {"sp": 2}, recompute=True),
     Case(2, {"ep": 2}, stage=2),
     Case(2, {"ep": 2}, recompute=True),
     Case(2, {"pp": 2}),
     Case(2, {"pp": 2}, pipeline={"schedule": "gpipe"}),
-    Case(2, {"pp": 2}, pipeline={"schedule": "interleaved", "chunks": 2}),
+    Case(2, {"pp": 2}, pipeline={"schedule": "interleaved", "virtual_stages": 2}),
     Case(2, {"pp": 2}, pipeline={"schedule": "zero-bubble"}),
     Case(4, {"dp_replicate": 2}, stage=3),
     Case(4, {"tp": 4}),
     Case(4, {"sp": 4}),
-    Case(4, {"sp": 4, "sequence": "ulysses+ring", "ulysses_degree": 2}, stage=2),
+    Case(4, {"sp": 4, "sp_mode": "ulysses+ring", "ulysses_degree": 2}, stage=2),
     Case(4, {"ep": 2}, stage=3),
     Case(4, {"tp": 2}, stage=3),
     Case(4, {"sp": 2, "tp": 2}, stage=1),
@@ -106,7 +106,7 @@ CASES = (
     Case(4, {"pp": 2, "tp": 2}),
     Case(4, {"pp": 2}, stage=2),
     Case(4, {"pp": 2}, stage=3),
-    Case(4, {"pp": 2}, stage=3, pipeline={"gather": "micro-batch"}),
+    Case(4, {"pp": 2}, stage=3, pipeline={"unshard_per": "micro-batch"}),
     Case(4, {"pp": 2, "sp": 2}, stage=1),
     Case(4, {"pp": 2, "ep": 2}, stage=1),
 )
@@ -115,8 +115,8 @@ CASES = (
 def formulas(case: Case, pipe: int = 0) -> Moved:
     """What `parallel.volumes` says that a rank of pipeline stage `pipe` receives in a step."""
     found: Moved = defaultdict(lambda: defaultdict(int))
-    for one in volumes(case.sizes.shape(), case.grid, case.work, pipe):
-        operation = _PASSED[one.what] if one.axis == "pp" else one.operation
+    for one in compute_step_volumes(case.sizes.shape(), case.grid, case.work, pipe):
+        operation = _PASSED[one.tensors] if one.axis == "pp" else one.operation
         found["data" if one.axis in _DATA else one.axis][operation] += one.nbytes
     return {axis: dict(operations) for axis, operations in found.items()}
 
@@ -132,7 +132,7 @@ def scalars(case: Case, pipe: int = 0) -> Moved:
     if grid.sp > 1 and pipe == grid.pp - 1:
         found["sp"] = {"all_reduce": 2 * micros * (2 * 2 * FLOAT * (grid.sp - 1) // grid.sp)}
     if grid.ep > 1:
-        often = micros * (2 if case.recompute else 1) * layers_here(case.sizes.layers, grid.pp, pipe)
+        often = micros * (2 if case.recompute else 1) * count_local_layers(case.sizes.layers, grid.pp, pipe)
         found["ep"] = {"all_to_all": often * (grid.ep - 1) * (case.sizes.experts // grid.ep) * COUNT}
     return found
 

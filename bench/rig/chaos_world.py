@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import windlass
-import windlass.checkpoint.transfer
+import windlass.checkpoint.collective_transfer
 import windlass.initialize  # now, or every forked rank would import them for itself
 
 RANKS = 2

@@ -17,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
 import windlass
-from windlass.cli.benches.trainee import import_deepspeed
+from windlass.cli.benches.bench_engines import import_deepspeed
 
 Wait = Callable[[], None]
 Save = Callable[[Path], Wait]  # returns once training may go on; the result waits until all is durable

@@ -9,8 +9,8 @@ from typing import Any
 from rig.floor import Roofs
 from rig.models import Sizes
 from rig.plan import BASE
-from windlass.comm.grid import Grid
-from windlass.parallel.volumes import Work, by_axis, parameters_here, volumes
+from windlass.comm.mesh_shape import MeshShape
+from windlass.parallel.comm_volumes import StepWorkload, compute_step_volumes, count_local_parameters, sum_bytes_by_axis
 
 DENSE = Sizes(hidden=384, layers=6, heads=6, intermediate=1024, vocabulary=8192)
 EXPERTS = Sizes(hidden=256, layers=4, heads=4, intermediate=512, vocabulary=4096, experts=8, chosen=2)
@@ -21,7 +21,7 @@ _ADAM_BYTES = 28  # a parameter: reads parameter, gradient and two moments, writ
 EXPLANATION = (
     "forward and backward of half the batch by one rank alone, times (m + p - 1) / m where m micro-batches pass p "
     "stages + AdamW on the parameters that a rank updates (28 bytes each, at the rate of torch's fused step) + the "
-    "bytes that a rank receives by the formulas of windlass/parallel/volumes.py: four passes through memory each, and "
+    "bytes that a rank receives by the formulas of windlass/parallel/comm_volumes.py: four passes through memory each, and "
     "one where windlass reduces and gathers through shared memory. Rates are a rank's while both do the same. Over a "
     "slow link: the longer of compute and AdamW, and of these bytes at its rate."
 )
@@ -66,8 +66,8 @@ _FIELDS = {
     "sp": (
         _DP,
         Contestant("sp ulysses", "windlass", {"sp": 2}, ("torch cp",), whole=True),
-        Contestant("sp ring", "windlass", {"sp": 2, "sequence": "ring"}, ("torch cp",), whole=True),
-        Contestant("torch cp", "context", {"sp": 2, "sequence": "ring"}, whole=True),
+        Contestant("sp ring", "windlass", {"sp": 2, "sp_mode": "ring"}, ("torch cp",), whole=True),
+        Contestant("torch cp", "context", {"sp": 2, "sp_mode": "ring"}, whole=True),
     ),
     "pp": (
         _DP,
@@ -118,19 +118,21 @@ def floor(one: Contestant, sizes: Sizes, load: Load, compute: float, roofs: Roof
         compute: seconds of forward and backward of half the samples by one rank alone.
     """
     axes = {name: size for name, size in one.axes.items() if name in ("pp", "sp", "tp", "ep")}
-    grid = Grid(**axes, dp_shard=RANKS // Grid(**axes).world) if one.synchronises else Grid()
+    grid = MeshShape(**axes, dp_shard=RANKS // MeshShape(**axes).world) if one.synchronises else MeshShape()
     micros = load.samples if grid.pp > 1 else 1
-    tokens = load.samples * load.length // micros // grid.readers
-    degree = 1 if one.axes.get("sequence") == "ring" else 0
-    work = Work(tokens, micros, activation_bytes=FLOAT, parameter_bytes=FLOAT, gradient_bytes=FLOAT, ulysses=degree)
+    tokens = load.samples * load.length // micros // grid.data_loading_size
+    degree = 1 if one.axes.get("sp_mode") == "ring" else 0
+    work = StepWorkload(
+        tokens, micros, activation_bytes=FLOAT, parameter_bytes=FLOAT, gradient_bytes=FLOAT, ulysses_degree=degree
+    )
     shape = sizes.shape()
     shared = ("data", "experts") if one.how.startswith("windlass") and not load.link else ()
     moved = 0
     for pipe in range(grid.pp):
-        along = by_axis(volumes(shape, grid, work, pipe))
+        along = sum_bytes_by_axis(compute_step_volumes(shape, grid, work, pipe))
         passes = {axis: 1 if axis in shared or load.link else _PASSES for axis in along}
         moved = max(moved, sum(nbytes * passes[axis] for axis, nbytes in along.items()))
-    updated = max(sum(parameters_here(shape, grid, pipe)) for pipe in range(grid.pp))
+    updated = max(sum(count_local_parameters(shape, grid, pipe)) for pipe in range(grid.pp))
     idle = (micros + grid.pp - 1) / micros
     own = compute * idle + _ADAM_BYTES * updated / roofs.adam
     return max(own, moved / load.link) if load.link else own + moved / roofs.memory

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from windlass.observe.memory import pss
+from windlass.observe.memory_usage import proportional_bytes
 
 _EVERY_SECONDS = 0.4  # the kernel walks all pages for it
 _VOCABULARY = 256  # bytes
@@ -37,7 +37,7 @@ class Watch:
 
     def _sample(self) -> None:
         while True:
-            self.samples.append((time.monotonic() - self._start, pss() or 0))
+            self.samples.append((time.monotonic() - self._start, proportional_bytes() or 0))
             time.sleep(_EVERY_SECONDS)
 
 
@@ -74,10 +74,10 @@ def main(folder: str) -> None:
     rank = dist.get_rank()
     batches = _batches(work, rank)
     losses, seconds, moved = [], [], []
-    staging, disk = engine._sharded.homes.staging, engine._sharded.homes.disk
+    staging, disk = engine._sharded.tiers.staging, engine._sharded.tiers.disk
     for step in range(work["steps"]):
         watch.mark(f"step {step + 1}")
-        disk.achieved(reset=True)
+        disk.io_rates(reset=True)
         begun = time.monotonic()
         tokens = batches[step]
         loss = engine(input_ids=tokens, labels=tokens).loss
@@ -87,15 +87,15 @@ def main(folder: str) -> None:
         mean = loss.detach().float().clone()
         dist.all_reduce(mean)
         losses.append(float(mean) / dist.get_world_size())
-        rates = disk.achieved()
+        rates = disk.io_rates()
         moved.append([rates.disk_read_bytes, rates.disk_write_bytes])
         if rank == 0:
             print(
                 f"step {step + 1}/{work['steps']}: loss {losses[-1]:.4f}, {seconds[-1]:.1f} s, "
-                f"{(pss() or 0) / 1e9:.2f} GB of {work['cap'] / 1e9:.2f} GB",
+                f"{(proportional_bytes() or 0) / 1e9:.2f} GB of {work['cap'] / 1e9:.2f} GB",
                 flush=True,
             )
-    staging.settle()
+    staging.wait_all()
     watch.mark("end")
     answer: dict[str, Any] = {
         "parameters": sum(unit["elements"] for unit in engine.report()["units"]),
@@ -105,7 +105,7 @@ def main(folder: str) -> None:
         "seconds": seconds,
         "disk": moved,
         "staging": [staging.limit, staging.peak],
-        "path": disk.path_in_use(),
+        "path": disk.description(),
     }
     Path(folder, f"rank{rank}.json").write_text(json.dumps(answer))
     dist.barrier()  # destroy() would give the whole model back, which does not fit
@@ -121,7 +121,7 @@ def _config(work: dict[str, Any]) -> dict[str, Any]:
         "optimizer": {"type": "AdamW", "params": {"lr": work["lr"]}},
         "zero_optimization": {
             "stage": 3,
-            "offload_optimizer": {**away, "gradients": "nvme"},
+            "offload_optimizer": {**away, "gradient_device": "nvme"},
             "offload_param": away,
             # By default a billion parameters may stay gathered, more than this model has.
             "stage3_max_live_parameters": 4 * block,

@@ -26,7 +26,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Job:
-    """One engine on some ranks; `engine` is a name of `windlass.cli.benches.trainee.make`."""
+    """One engine on some ranks; `engine` is a name of `windlass.cli.benches.bench_engines.make`."""
 
     engine: str
     ranks: int

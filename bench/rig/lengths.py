@@ -159,9 +159,7 @@ def draw(found: Found, cap: int, path: Path) -> bool:
     bars.invert_yaxis()
     for axes in (memory, bars):
         axes.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(
-        f"A Llama of {SIZES.shape().parameters / 1e6:.1f}M parameters in fp32 with AdamW: which sequences fit"
-    )
+    figure.suptitle(f"A Llama of {SIZES.shape().numel / 1e6:.1f}M parameters in fp32 with AdamW: which sequences fit")
     path.parent.mkdir(parents=True, exist_ok=True)
     canvas: Any = FigureCanvasAgg(figure)
     canvas.print_png(str(path))

@@ -11,8 +11,8 @@ from rig.floor import Roofs, floor
 from rig.job import Job, Size
 from rig.plan import BASE, groups, turn
 from rig.squad import Squad, SquadFailed
-from windlass.cli.benches.facts import available_bytes
-from windlass.cli.benches.trainee import synchronises
+from windlass.cli.benches.bench_engines import synchronizes_gradients
+from windlass.cli.benches.bench_results import available_bytes
 
 EQUAL_LOSS = 1e-5
 _WATCHED_STEPS = 2
@@ -122,7 +122,7 @@ def measure(engines: Sequence[str], size: Size, ranks: int, effort: Effort, say:
     well = [name for name in names if not results[name].failure]
     if BASE not in well:
         raise SquadFailed(f"`{BASE}` failed, and all else is measured against it: {results[BASE].failure}")
-    together = [name for name in well if synchronises(name)]
+    together = [name for name in well if synchronizes_gradients(name)]
     reference = "ddp" if "ddp" in together else next(iter(together), None)
     measured = Measured(size, ranks, results, reference)
     _compare(measured)
@@ -206,7 +206,7 @@ def _compare(measured: Measured) -> None:
         return
     reference = measured.results[measured.reference]
     for name, result in measured.results.items():
-        if synchronises(name) and result.first_losses:
+        if synchronizes_gradients(name) and result.first_losses:
             pairs = [(result.first_losses, reference.first_losses), (result.losses, reference.losses)]
             result.loss_apart = max(abs(a - b) for ours, theirs in pairs for a, b in zip(ours, theirs, strict=False))
 

@@ -61,9 +61,9 @@ class Racer(Worker):
 
     def memory(self) -> int | None:
         """Bytes that this rank takes, and its share of what both map."""
-        from windlass.observe.memory import pss
+        from windlass.observe.memory_usage import proportional_bytes
 
-        return pss()
+        return proportional_bytes()
 
     def compute(self, count: int) -> list[float]:
         """Seconds of forward and backward of half the samples, nothing else."""

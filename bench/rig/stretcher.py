@@ -58,10 +58,10 @@ class Stretcher(Worker):
     def build(self, watch: bool = False) -> dict[str, Any]:
         """Make the model and the engine, and train one step. `watch` is not used: all steps are watched."""
         import windlass
-        from windlass.parallel.kept import Keeper
+        from windlass.parallel.saved_tensor_offload import SavedTensorOffloader
         from windlass.parallel.sequence.long_context import apply_long_context
 
-        self._remember(Keeper)
+        self._remember(SavedTensorOffloader)
         tricks = ROWS[self._job.engine]
         gc.collect()
         with Path("/proc/self/statm").open() as file:
@@ -69,7 +69,7 @@ class Stretcher(Worker):
         model = build(SIZES)
         if tricks.inputs == "nvme":
             folder = os.environ["WINDLASS_BENCH_FILES"]
-            apply_long_context(model, tiled_mlp=False, tiled_loss=False, offload="nvme", nvme_path=folder)
+            apply_long_context(model, tiled_mlp=False, tiled_loss=False, activation_tier="nvme", nvme_path=folder)
         config = {
             "train_micro_batch_size_per_gpu": 1,
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},

@@ -35,7 +35,7 @@ class Tricks:
         section |= {"tiled_mlp": TILE} if self.tiled_mlp else {}
         section |= {"tiled_loss": TILE} if self.tiled_loss else {}
         if self.recompute and self.inputs != "nvme":
-            section |= {"recompute": True, "activations": self.inputs}
+            section |= {"recompute": True, "activation_tier": self.inputs}
         return section
 
 

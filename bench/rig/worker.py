@@ -51,13 +51,13 @@ class Worker:
 
     def build(self, watch: bool) -> dict[str, Any]:
         """Make the model whole, then the engine. With `watch`, memory is sampled from before on."""
-        from windlass.cli.benches.memory import MemoryWatch
-        from windlass.cli.benches.trainee import Recipe, make
+        from windlass.cli.benches.bench_engines import BenchHyperparameters, make_engine
+        from windlass.cli.benches.memory_sampler import MemorySampler
 
         job, size = self._job, self._job.size
         self._dist.barrier()
         device = self._torch.device("cpu")
-        self._watch = MemoryWatch(device) if watch else None
+        self._watch = MemorySampler(device) if watch else None
         self._torch.manual_seed(0)
         model = self._llama(
             self._config(
@@ -72,7 +72,9 @@ class Worker:
             )
         )
         parameters = sum(p.numel() for p in model.parameters())
-        self._trainee = make(job.engine, model, list(model.model.layers), Recipe(job.lr, job.clip, size.batch), device)
+        self._trainee = make_engine(
+            job.engine, model, list(model.model.layers), BenchHyperparameters(job.lr, job.clip, size.batch), device
+        )
         return {"parameters": parameters}
 
     def steps(self, count: int) -> dict[str, list[float]]:
@@ -83,10 +85,10 @@ class Worker:
             tokens = self._batch()
             self._dist.barrier()
             start = time.perf_counter()
-            loss = self._trainee.call(input_ids=tokens, labels=tokens).loss
+            loss = self._trainee.forward(input_ids=tokens, labels=tokens).loss
             self._trainee.backward(loss)
             computed = time.perf_counter()
-            self._trainee.update()
+            self._trainee.step()
             told["losses"].append(loss.item())
             told["between"].append(start - ended)
             ended = time.perf_counter()
@@ -98,7 +100,7 @@ class Worker:
     def memory(self) -> dict[str, Any]:
         """The most bytes that were taken since `build`, and of which kind they are. Ends the watch."""
         assert self._watch is not None
-        return {"kind": self._watch.kind, "base": self._watch.base, "peak": self._watch.stop()}
+        return {"kind": self._watch.counter_name, "base": self._watch.baseline_bytes, "peak": self._watch.stop()}
 
     def traffic(self) -> dict[str, Any] | None:
         """What windlass says it moved in the last step, and by which transport; None for its rivals."""

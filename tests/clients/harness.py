@@ -2,7 +2,7 @@
 
 A client NAME is found by two variables: WINDLASS_CLIENT_NAME, a checkout of its repository, and
 WINDLASS_CLIENT_NAME_PYTHON, the interpreter of a virtual environment with its requirements. One over this project's is
-made by `python tools/layered_environment.py .venv DIR REQUIREMENT...`.
+made by `python tools/make_layered_venv.py .venv DIR REQUIREMENT...`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from windlass.compat.place import environment
+from windlass.compat.stand_in_path import stand_in_environment
 
 ROOT = Path(__file__).parents[2]
 TEXT = "the cat sat on a mat and looked at two red birds that sang in one old tree near our house"
@@ -54,13 +54,13 @@ class Client:
         """
         command = [self.python]
         if ranks and classic:
-            command += ["-m", "windlass.launch.deepspeed_command", "--num_gpus", str(ranks)]
+            command += ["-m", "windlass.compat.deepspeed_command", "--num_gpus", str(ranks)]
         elif ranks:
             command += ["-m", "windlass", "run", "--nproc", str(ranks)]
         values = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", **env}
         values["PYTHONPATH"] = os.pathsep.join(map(str, (*path, ROOT)))
         if stands_in or (stands_in is None and ranks):
-            values |= environment(values)
+            values |= stand_in_environment(values)
         command += map(str, arguments)
         where = folder or self.folder
         done = subprocess.run(command, env=values, cwd=where, capture_output=True, text=True, timeout=seconds)
@@ -81,7 +81,7 @@ def client(name: str, repository: str, needs: str, environ: Mapping[str, str] = 
     folder, python = environ.get(variable), environ.get(f"{variable}_PYTHON")
     if not folder or not python:
         pytest.skip(
-            f"clone {repository}; python tools/layered_environment.py .venv DIR {needs}; "
+            f"clone {repository}; python tools/make_layered_venv.py .venv DIR {needs}; "
             f"then set {variable} to the clone and {variable}_PYTHON to DIR/bin/python"
         )
     return Client(Path(folder), python)

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from windlass.compat.place import environment
+from windlass.compat.stand_in_path import stand_in_environment
 
 SCRIPTS = Path(__file__).parent / "scripts"
 ROOT = Path(__file__).parents[2]
@@ -23,7 +23,7 @@ def start(script: str | Path, *arguments: object, ranks: int = 1, stands_in: boo
     env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT), env.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     if stands_in:
-        env |= environment(env)
+        env |= stand_in_environment(env)
     command = [*python, str(SCRIPTS / script), *map(str, arguments)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=seconds)
     said = done.stdout + done.stderr

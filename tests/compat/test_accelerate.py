@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.compat.conftest import ROOT, SCRIPTS, start
-from windlass.compat.place import environment
+from windlass.compat.stand_in_path import stand_in_environment
 
 pytest.importorskip("accelerate")
 
@@ -51,19 +51,19 @@ Told = dict[str, dict[str, Any]]
 
 def _plain(scheduled: bool = False) -> dict[str, Any]:
     """The same in plain PyTorch, on whole batches."""
-    from tests.compat.scripts import accelerated
+    from tests.compat.scripts import accelerate_training
 
-    net = accelerated.model()
+    net = accelerate_training.model()
     trained = [p for p in net.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-2)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step) if scheduled else 1.0)
-    x, y = accelerated.batches().tensors
+    x, y = accelerate_training.batches().tensors
     told: dict[str, Any] = {"losses": [], "norms": []}
-    for start_ in range(0, len(x), accelerated.WORLD_BATCH):
-        part = slice(start_, start_ + accelerated.WORLD_BATCH)
+    for start_ in range(0, len(x), accelerate_training.WORLD_BATCH):
+        part = slice(start_, start_ + accelerate_training.WORLD_BATCH)
         loss = (net(x[part]) * net.scale - y[part]).square().mean()
         loss.backward()
-        told["norms"].append(float(torch.nn.utils.clip_grad_norm_(trained, accelerated.CLIP)))
+        told["norms"].append(float(torch.nn.utils.clip_grad_norm_(trained, accelerate_training.CLIP)))
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
@@ -86,7 +86,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Told]:
                 if case["config"]["train_micro_batch_size_per_gpu"] == 0:
                     case["config"]["train_micro_batch_size_per_gpu"] = 8 // ranks
             (out / f"cases-{ranks}.json").write_text(json.dumps(cases))
-            start("accelerated.py", out, out / f"cases-{ranks}.json", ranks=ranks)
+            start("accelerate_training.py", out, out / f"cases-{ranks}.json", ranks=ranks)
             found[ranks] = json.loads((out / f"told-{ranks}.json").read_text())
         return found[ranks]
 
@@ -114,21 +114,21 @@ def test_training_is_plain_pytorchs(told: Callable[[int], Told], name: str, rank
 @pytest.mark.parametrize("stage", [2, 3])
 def test_two_models_in_one_accelerator(told: Callable[[int], Told], stage: int, ranks: int) -> None:
     """Law: a teacher and a student of one Accelerator, and a second trained model in another, as in plain PyTorch."""
-    from tests.compat.scripts import accelerated
+    from tests.compat.scripts import accelerate_training
 
     def clipped(net: torch.nn.Module, optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> float:
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(net.parameters(), accelerated.CLIP)
+        torch.nn.utils.clip_grad_norm_(net.parameters(), accelerate_training.CLIP)
         optimizer.step()
         optimizer.zero_grad()
         return loss.item()
 
     def ready(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-        net = accelerated.model(seed)
+        net = accelerate_training.model(seed)
         return net, torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=1e-2)
 
-    (student, first), (critic, second), teacher = ready(0), ready(3), accelerated.model(7).requires_grad_(False)
-    x, y = (one.split(accelerated.WORLD_BATCH) for one in accelerated.batches().tensors)
+    (student, first), (critic, second), teacher = ready(0), ready(3), accelerate_training.model(7).requires_grad_(False)
+    x, y = (one.split(accelerate_training.WORLD_BATCH) for one in accelerate_training.batches().tensors)
     losses = [clipped(student, first, (student(a) - teacher(a)).square().mean()) for a in x]
     both = [
         [
@@ -153,11 +153,11 @@ def test_accelerate_launch_starts_the_ranks(tmp_path: Path) -> None:
     command += [
         "--main_process_port",
         "0",
-        str(SCRIPTS / "accelerated.py"),
+        str(SCRIPTS / "accelerate_training.py"),
         str(tmp_path),
         str(tmp_path / "cases.json"),
     ]
-    done = subprocess.run(command, env=env | environment(env), capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=env | stand_in_environment(env), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads((tmp_path / "told-2.json").read_text())["stage-2"]
     assert found["processes"] == 2

@@ -69,7 +69,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Told]:
                 for name, case in chosen.items()
             ]
             (out / f"cases-{ranks}.json").write_text(json.dumps(cases))
-            start("lightning_strategy.py", out, out / f"cases-{ranks}.json", ranks=ranks, stands_in=ranks > 0)
+            start("lightning_training.py", out, out / f"cases-{ranks}.json", ranks=ranks, stands_in=ranks > 0)
             found[ranks] = json.loads((out / f"told-{max(ranks, 1)}{'' if ranks else '-plain'}.json").read_text())
             for name, one in found[ranks].items():
                 one["folder"] = out / f"{name}-{max(ranks, 1)}"
@@ -86,7 +86,7 @@ _RANKS = [pytest.param(1, marks=pytest.mark.slow), 2]
 def test_losses_are_plain_lightnings(told: Callable[[int], Told], name: str, ranks: int) -> None:
     """Law: losses of training, those after a resume in a new Trainer, of validation afterwards, and the rate."""
     plain, one = told(0)[_CASES[name]["like"]], told(ranks)[name]
-    assert one["engine"] == "windlass.compat.engine"
+    assert one["engine"] == "windlass.compat.deepspeed_engine"
     assert one["losses"] == pytest.approx(plain["losses"], abs=2e-6)
     assert one["validated"] == pytest.approx(plain["validated"], abs=2e-6)
     assert one["rates"] == pytest.approx(plain["rates"])

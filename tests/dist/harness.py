@@ -131,7 +131,7 @@ def _worker(connection: Connection, log: str, path: list[str]) -> None:
     sys.path[:] = path
     import torch
 
-    import tests.dist.warm  # noqa: F401  (there already where this was forked)
+    import tests.dist.worker_imports  # noqa: F401  (there already where this was forked)
 
     torch.set_num_threads(1)
     modules = 0
@@ -318,7 +318,7 @@ class Pool:
 
 _servers = (forkserver.ForkServer(), forkserver.ForkServer())
 for _server in _servers:
-    _server.set_forkserver_preload(["tests.dist.warm"])
+    _server.set_forkserver_preload(["tests.dist.worker_imports"])
 
 
 @contextlib.contextmanager

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from tests.dist.harness import run_ranks
-from tests.dist.laws import (
+from tests.dist.equivalence_runs import (
     RankTrace,
     Setting,
     backward_of,
@@ -22,6 +21,7 @@ from tests.dist.laws import (
     start,
     whole_grads,
 )
+from tests.dist.harness import run_ranks
 from tests.models import Place
 from tests.oracle import Recipe
 from tests.pairwise import pairwise

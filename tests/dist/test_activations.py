@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.dist.equivalence_runs import Setting, bitwise_difference, train_rank
 from tests.dist.harness import run_ranks
-from tests.dist.laws import Setting, bitwise_difference, train_rank
 from tests.models import ZOO, Batch, Place, Specimen
 from tests.oracle import Recipe
-from tests.unit.parallel.nets import NETS, differences, plainly, trained
+from tests.unit.parallel.checkpointed_models import NETS, differences, plainly, trained
 
 # every parameter is released, nothing is gathered ahead, and no unit is kept for a later use
 STRICT = (
@@ -36,7 +36,7 @@ def through(home: str) -> Callable[..., Any]:
     from windlass import checkpointing
 
     def regional(function: Any, /, *args: Any, **kwargs: Any) -> Any:
-        with checkpointing.offloaded("nvme", smallest=0):
+        with checkpointing.offload_saved_tensors("nvme", min_offload_bytes=0):
             return function(*args, **kwargs)
 
     return {"plain": plainly, "region": regional}.get(home, checkpointing.checkpoint)
@@ -52,10 +52,10 @@ def configured(home: str, folder: str) -> Iterator[None]:
         "nvme": {"nvme_path": folder},
         "region": {"nvme_path": folder},
     }
-    checkpointing.configure(smallest=0, **options.get(home, {}))
+    checkpointing.configure(min_offload_bytes=0, **options.get(home, {}))
     yield
-    counts = checkpointing.counts()
-    assert (counts is not None and counts.moved > 0) == (home in ("buffer", "nvme"))
+    counts = checkpointing.get_offload_counters()
+    assert (counts is not None and counts.offloaded_bytes > 0) == (home in ("buffer", "nvme"))
     checkpointing.configure()
     checkpointing.reset()
 
@@ -152,14 +152,14 @@ def cut(name: str, by_unit: bool, options: dict[str, Any]) -> tuple[list[str], i
         want = trained(name, plainly)
         whole = {} if by_unit else {"group": group}
         checkpointing.configure(
-            Unit(group) if by_unit else None, partition_activations=True, smallest=0, **whole, **options
+            Unit(group) if by_unit else None, partition_activations=True, min_offload_bytes=0, **whole, **options
         )
         found = trained(name, checkpointing.checkpoint)
-        counts = checkpointing.counts()
-        assert counts is not None and counts.ahead == 0
+        counts = checkpointing.get_offload_counters()
+        assert counts is not None and counts.prefetched_bytes == 0
     finally:
         torch.use_deterministic_algorithms(False)
-    own = counts.moved
+    own = counts.offloaded_bytes
     checkpointing.configure()
     return differences(found, want), own
 
@@ -176,16 +176,19 @@ def test_activations_cut_over_ranks_are_whole_again(name: str, tmp_path: Path) -
 
 def kept_on_each(ranks: int) -> int:
     """Elements that lie in this rank's memory after a forward."""
-    from tests.unit.parallel.places import FarPlace
-    from windlass.comm.groups import Group
-    from windlass.parallel.kept import Keeper
-    from windlass.parallel.partition import CutPlace
-    from windlass.parallel.profile import Profile
-    from windlass.parallel.recompute import Manner, recompute
+    from tests.unit.parallel.fake_activation_store import FarPlace
+    from windlass.comm.rank_group import RankGroup
+    from windlass.parallel.checkpoint_profiler import CheckpointProfiler
+    from windlass.parallel.recompute import RecomputeSettings, recompute
+    from windlass.parallel.saved_tensor_offload import SavedTensorOffloader
+    from windlass.parallel.sharded_activation_store import ShardedStore
 
     own = FarPlace()
-    group = Group(dist.group.WORLD, tuple(range(ranks)), dist.get_rank())  # type: ignore[arg-type]
-    manner = Manner(Keeper(CutPlace(group, own), smallest=0), Profile(told=False, synchronizes=False))
+    group = RankGroup(dist.group.WORLD, tuple(range(ranks)), dist.get_rank())  # type: ignore[arg-type]
+    manner = RecomputeSettings(
+        SavedTensorOffloader(ShardedStore(group, own), min_offload_bytes=0),
+        CheckpointProfiler(log_times=False, synchronize=False),
+    )
     x = torch.randn(7, 31, generator=torch.Generator().manual_seed(3)).requires_grad_()
     y = recompute(manner, torch.sin, (x * 1.0,), {})
     before = list(own.put_there)

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 
 from tests import oracle
+from tests.dist.equivalence_runs import ADAMW, Setting, ds_config, specimen, whole_params
 from tests.dist.harness import run_ranks
-from tests.dist.laws import ADAMW, Setting, ds_config, specimen, whole_params
 from tests.models import Place, cast
 from tests.oracle import Recipe, relative_error
-from windlass.checkpoint.scripts import SCRIPTS
+from windlass.checkpoint.recovery_scripts import SCRIPTS
 
 SCHEDULE = {"type": "WarmupLR", "params": {"warmup_min_lr": 0.0, "warmup_num_steps": 6}}
 

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 
 from tests.dist.harness import run_ranks
-from tests.unit.checkpoint import states
+from tests.unit.checkpoint import sample_states
 from windlass.base.errors import CheckpointError
-from windlass.checkpoint import FlatShard, SavedState, load, read_full, save, tags
-from windlass.checkpoint.agree import Ranks
+from windlass.checkpoint import FlatShard, SavedState, list_tags, load, read_full, save
+from windlass.checkpoint.checkpoint_ranks import CheckpointRanks
 
 WORLD = 3
 Run = tuple[Path, list[dict[str, Any]]]
@@ -41,16 +41,16 @@ def resharded(rank: int, root: Path) -> dict[str, Any]:
     """Saves on ranks 0 and 1, then loads on all three; saves on all three for the parent to load alone."""
     pair = dist.new_group([0, 1])
     if rank < 2:
-        save(root, "two", states.state(rank, 2), process_group=pair)
+        save(root, "two", sample_states.state(rank, 2), process_group=pair)
     else:
-        assert "not in the process group" in failure(lambda: Ranks.of(pair))
+        assert "not in the process group" in failure(lambda: CheckpointRanks.of_group(pair))
     dist.barrier()
-    into = states.empty(rank, WORLD)
+    into = sample_states.empty(rank, WORLD)
     loaded = load(root, None, into)
-    states.assert_loaded(into)
-    assert loaded.plain == states.state(0, 2).plain
-    save(root, "three", states.state(rank, WORLD, offset=1))
-    everywhere = {name: states.whole(name) for name in states.SHAPES}
+    sample_states.assert_loaded(into)
+    assert loaded.plain == sample_states.state(0, 2).plain
+    save(root, "three", sample_states.state(rank, WORLD, offset=1))
+    everywhere = {name: sample_states.whole(name) for name in sample_states.SHAPES}
     save(root, "replicas", SavedState(tensors=everywhere), save_latest=False)
     return {
         "saved_world_size": loaded.saved_world_size,
@@ -60,7 +60,7 @@ def resharded(rank: int, root: Path) -> dict[str, Any]:
 
 def failures(rank: int, root: Path) -> dict[str, str]:
     """Faults on one rank each; the parent checks that all three ranks tell the same."""
-    state = states.state(rank, WORLD)
+    state = sample_states.state(rank, WORLD)
     found: dict[str, str] = {}
     odd = SavedState(shards=state.shards, rank_plain={"odd": object()} if rank == 1 else {})
     found["plain"] = failure(lambda: save(root, "bad", odd))
@@ -75,19 +75,19 @@ def failures(rank: int, root: Path) -> dict[str, str]:
         found["disk"] = failure(lambda: save(root, "three", state))
     with mock.patch.object(os, "rename", side_effect=PermissionError(errno.EACCES, "Permission denied")):
         found["rename"] = failure(lambda: save(root, "bad", state))
-    misfit = states.empty(rank, WORLD)
+    misfit = sample_states.empty(rank, WORLD)
     if rank == 1:
         misfit.tensors = {"buffer/count": torch.zeros(2), "buffer/running_mean": torch.zeros(4)}
     found["misfit"] = failure(lambda: load(root, "three", misfit))
     lonely = SavedState(tensors={"buffer/lonely": torch.zeros(1)} if rank == 1 else {})
     found["missing"] = failure(lambda: load(root, "three", lonely))
-    found["absent"] = failure(lambda: load(root, "nowhere", states.empty(rank, WORLD)))
+    found["absent"] = failure(lambda: load(root, "nowhere", sample_states.empty(rank, WORLD)))
     save(root, "damaged", state, save_latest=False)
     if rank == 0:
         path = root / "damaged" / "rank_00002.safetensors"
         path.write_bytes(path.read_bytes()[:-2] + b"\xff\xff")
     dist.barrier()
-    found["damage"] = failure(lambda: load(root, "damaged", states.empty(rank, WORLD)))
+    found["damage"] = failure(lambda: load(root, "damaged", sample_states.empty(rank, WORLD)))
     return found
 
 
@@ -95,9 +95,9 @@ def saved_and_loaded(root: Path) -> dict[str, Any]:
     """What one rank found."""
     rank = dist.get_rank()
     result = {"resharded": resharded(rank, root), "failures": failures(rank, root)}
-    into = states.empty(rank, WORLD)
+    into = sample_states.empty(rank, WORLD)
     load(root, None, into)
-    states.assert_loaded(into, offset=1)
+    sample_states.assert_loaded(into, offset=1)
     return result
 
 
@@ -117,18 +117,18 @@ def test_two_ranks_save_and_three_load(run: Run) -> None:
 @pytest.mark.parametrize(("tag", "offset", "world"), [("two", 0, 2), ("three", 1, 3)])
 def test_one_process_loads_what_several_saved(run: Run, tag: str, offset: int, world: int) -> None:
     root, _ = run
-    into = states.empty()
+    into = sample_states.empty()
     loaded = load(root, tag, into)
-    states.assert_loaded(into, offset=offset)
+    sample_states.assert_loaded(into, offset=offset)
     assert loaded.saved_world_size == world
-    assert dict(read_full(root, tag))["param/conv"].equal(states.whole("param/conv", offset))
+    assert dict(read_full(root, tag))["param/conv"].equal(sample_states.whole("param/conv", offset))
 
 
 def test_replicas_are_written_once_and_by_all(run: Run) -> None:
     root, _ = run
     files = json.loads((root / "replicas" / "checkpoint.json").read_text())["tensors"]
     writers = [chunk["file"] for record in files.values() for chunk in record["chunks"]]
-    assert len(writers) == len(states.SHAPES)
+    assert len(writers) == len(sample_states.SHAPES)
     assert set(writers) == {f"rank_{rank:05d}.safetensors" for rank in range(WORLD)}
 
 
@@ -152,5 +152,5 @@ def test_a_fault_on_one_rank_is_told_alike_on_all(run: Run) -> None:
     assert told.keys() == expected.keys()
     for fault, text in expected.items():
         assert text in told[fault], fault
-    assert tags(root) == ["two", "three", "replicas", "damaged"]
-    assert {path.name for path in root.iterdir()} == {*tags(root), "latest"}
+    assert list_tags(root) == ["two", "three", "replicas", "damaged"]
+    assert {path.name for path in root.iterdir()} == {*list_tags(root), "latest"}

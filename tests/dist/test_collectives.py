@@ -102,13 +102,17 @@ def operators(dtype: str) -> Iterator[str]:
 
 def pretend(able: str) -> Any:
     """Collectives over gloo as it is, over one that can reduce nothing by itself, or by the ways that NCCL goes."""
-    from windlass.collectives import backends
+    from windlass.compat.collectives import backend_capabilities
 
-    before = backends.ABILITIES["gloo"]
+    before = backend_capabilities.BACKEND_CAPABILITIES["gloo"]
     if able == "bare":
-        backends.ABILITIES["gloo"] = backends.Abilities({}, anyone=True)
+        backend_capabilities.BACKEND_CAPABILITIES["gloo"] = backend_capabilities.BackendCapabilities(
+            {}, receives_from_any=True
+        )
     elif able == "nccl":  # what newer gloos do, too, but for leaving other ranks' tensors alone
-        backends.ABILITIES["gloo"] = replace(backends.ABILITIES["nccl"], quiet=False)
+        backend_capabilities.BACKEND_CAPABILITIES["gloo"] = replace(
+            backend_capabilities.BACKEND_CAPABILITIES["nccl"], preserves_reduce_inputs=False
+        )
     return before
 
 
@@ -117,8 +121,8 @@ def pretend(able: str) -> Any:
 
 def reduce_everything(able: str, share: int | None = None) -> int:
     """All cases, or the `share`-th ninth of them."""
-    from windlass import collectives as comm
-    from windlass.collectives import backends
+    from windlass.compat import collectives as comm
+    from windlass.compat.collectives import backend_capabilities
 
     before = pretend(able)
     rank, size, cases = comm.get_rank(), comm.get_world_size(), 0
@@ -143,7 +147,7 @@ def reduce_everything(able: str, share: int | None = None) -> int:
                     cases += 1
                 scatter_both(comm, op, dtype)
     finally:
-        backends.ABILITIES["gloo"] = before
+        backend_capabilities.BACKEND_CAPABILITIES["gloo"] = before
     return cases
 
 
@@ -203,7 +207,7 @@ def pairs(rank: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def locate() -> None:
-    from windlass import collectives as comm
+    from windlass.compat import collectives as comm
 
     rank, size = comm.get_rank(), comm.get_world_size()
     for dtype, name in itertools.product((torch.float32, torch.int32, torch.bfloat16), ("MINLOC", "MAXLOC")):
@@ -253,7 +257,7 @@ def test_the_place_of_the_least_and_the_greatest(world: int) -> None:
 def premultiply() -> None:
     import torch.distributed as dist
 
-    from windlass import collectives as comm
+    from windlass.compat import collectives as comm
 
     rank, size = comm.get_rank(), comm.get_world_size()
     for dtype in (torch.float32, torch.bfloat16):
@@ -279,7 +283,7 @@ def test_factors_and_the_operators_of_torch() -> None:
 
 
 def move_everything() -> None:
-    from windlass import collectives as comm
+    from windlass.compat import collectives as comm
 
     rank, size = comm.get_rank(), comm.get_world_size()
     last = size - 1
@@ -320,7 +324,7 @@ def same(found: torch.Tensor, wanted: torch.Tensor, what: object) -> None:
 
 
 def exchange_everything() -> None:
-    from windlass import collectives as comm
+    from windlass.compat import collectives as comm
 
     rank, size = comm.get_rank(), comm.get_world_size()
     for dtype, late in itertools.product(("float32", "bfloat16", "bool", "complex64"), (False, True)):
@@ -359,7 +363,7 @@ def exchange_everything() -> None:
 
 
 def talk_in_pairs() -> None:
-    from windlass import collectives as comm
+    from windlass.compat import collectives as comm
 
     rank, size = comm.get_rank(), comm.get_world_size()
     following, before = (rank + 1) % size, (rank - 1) % size
@@ -396,7 +400,7 @@ def test_elements_arrive_whatever_their_dtype_and_strides(world: int) -> None:
 
 
 def sub_groups() -> None:
-    from windlass import collectives as comm
+    from windlass.compat import collectives as comm
 
     rank, size = comm.get_rank(), comm.get_world_size()
     members = [1, size - 1]
@@ -430,7 +434,7 @@ def test_groups_know_global_ranks() -> None:
 
 def out_of_order() -> None:
     """Works may be waited for in any order, polled, or asked for a future; a rank may go on to other things first."""
-    from windlass import collectives as comm
+    from windlass.compat import collectives as comm
 
     rank = comm.get_rank()
     ops = [comm.ReduceOp.LXOR, comm.ReduceOp.SUM, comm.ReduceOp.AVG, comm.ReduceOp.BAND, comm.ReduceOp.PRODUCT]
@@ -486,8 +490,8 @@ REFUSED = {
 
 
 def refuse_everything() -> None:
-    from windlass import collectives as comm
     from windlass.base.errors import CommunicationError
+    from windlass.compat import collectives as comm
 
     for words, call in REFUSED.items():
         with pytest.raises(CommunicationError, match=words):
@@ -502,7 +506,7 @@ def test_what_makes_no_sense_is_refused_by_name_before_anything_is_sent() -> Non
 
 
 def late_for_the_barrier() -> None:
-    from windlass import collectives as comm
+    from windlass.compat import collectives as comm
 
     if comm.get_rank() != 2:
         comm.monitored_barrier(timeout=timedelta(seconds=0.3), wait_all_ranks=True)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.dist.harness import run_ranks
-from windlass.collectives.bandwidth import calc_bw_log, convert_size, trimmed_mean
+from windlass.comm.collective_bandwidth import calc_bw_log, convert_size, trimmed_mean
 
 BYTES, MILLISECONDS = 1_000_000, 8.0  # one Gbit/s
 
@@ -38,7 +38,7 @@ def test_sizes_and_means() -> None:
 
 
 def count_calls() -> dict[str, Any]:
-    from windlass import collectives as comm
+    from windlass.compat import collectives as comm
 
     rank, size = comm.get_rank(), comm.get_world_size()
     log = comm.comms_logger
@@ -112,7 +112,7 @@ def test_calls_are_counted_by_name_and_size() -> None:
 
 def train_logged(transport: str) -> dict[str, Any]:
     import windlass
-    from windlass import collectives as comm
+    from windlass.compat import collectives as comm
 
     comm.comms_logger.reset_data()
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))

@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 
 from tests.dist.harness import run_ranks
 from windlass.base.errors import ConfigError
-from windlass.config.source import read
+from windlass.config.config_source import read_source
 
 CONFIGS = Path(__file__).resolve().parents[3] / "shared" / "compat" / "configs"
 NO_BATCH = "neither train_batch_size nor train_micro_batch_size_per_gpu is given"
@@ -39,9 +39,9 @@ def attempt(config: Any) -> str:
 
 def attempt_on(model: nn.Module, config: Any) -> str:
     """As `attempt`, of a model that is made."""
-    from windlass.compat.initialize import initialize
+    from windlass.compat.deepspeed_initialize import initialize
 
-    data = config if isinstance(config, dict) else read(config).data
+    data = config if isinstance(config, dict) else read_source(config).data
     optimizer = None if "optimizer" in data else torch.optim.AdamW(model.parameters(), lr=1e-3)
     try:
         engine = initialize(model=model, model_parameters=model.parameters(), optimizer=optimizer, config=config)[0]
@@ -62,7 +62,7 @@ def attempts(folder: str) -> dict[str, tuple[str, str]]:
     """Each file as it is, and with a batch size."""
     found = {}
     for name in AS_THEY_ARE:
-        data = dict(read(str(CONFIGS / f"{name}.json")).data)
+        data = dict(read_source(str(CONFIGS / f"{name}.json")).data)
         for key in ("train_batch_size", "gradient_accumulation_steps"):
             data.pop(key, None)
         zero = data.get("zero_optimization", {})
@@ -112,7 +112,7 @@ def settle() -> dict[str, str]:
 
 def born() -> str:
     """A model made under `zero.Init` with such a configuration."""
-    from windlass.compat.partition import Init
+    from windlass.compat.partition_parameters import Init
 
     with Init(config_dict_or_path={"train_micro_batch_size_per_gpu": 2, **SETTLED["two rates"], "no.such": 1}):
         model = nn.Linear(4, 4)
@@ -130,7 +130,7 @@ def test_what_deepspeed_settles_by_itself_trains() -> None:
 
 def rates() -> list[float]:
     """Of each update, where the two rates differ."""
-    from windlass.compat.initialize import initialize
+    from windlass.compat.deepspeed_initialize import initialize
 
     model = nn.Linear(4, 4)
     config = {"train_micro_batch_size_per_gpu": 2, **SETTLED["two rates"]}
@@ -150,7 +150,7 @@ def test_the_schedules_rate_wins() -> None:
 
 def half_made(stage: int) -> tuple[str, bool]:
     """What `initialize` says that fails late, and whether the model is a plain one again."""
-    from windlass.compat.initialize import initialize
+    from windlass.compat.deepspeed_initialize import initialize
 
     model, before = nn.Linear(4, 4), torch.ones(2, 4)
     expected = model(before)
@@ -175,7 +175,7 @@ def test_what_initialize_raises_late_is_what_is_told(stage: int) -> None:
 
 def decays() -> list[float]:
     """By type and `torch_adam`, where the configuration names none."""
-    from windlass.compat.initialize import initialize
+    from windlass.compat.deepspeed_initialize import initialize
 
     found = []
     for kind in ("Adam", "AdamW"):
@@ -205,7 +205,7 @@ class Numbers(Dataset[torch.Tensor]):
 
 def order(folder: str) -> list[list[list[float]]]:
     """What the loader gives: twice, in the next epoch, and after a checkpoint of a place inside one."""
-    from windlass.compat.initialize import initialize
+    from windlass.compat.deepspeed_initialize import initialize
 
     model = nn.Linear(1, 1)
     config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "Adam", "params": {"lr": 1e-3}}}
@@ -247,7 +247,7 @@ def test_the_loader_begins_where_scripts_expect_it(tmp_path: Path) -> None:
 
 def autocasts() -> dict[tuple[bool, bool], bool]:
     """Whether autocast reaches the model, by what the script has put around the engine and what the section says."""
-    from windlass.compat.initialize import initialize
+    from windlass.compat.deepspeed_initialize import initialize
 
     class Told(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -277,9 +277,9 @@ def test_autocast_is_the_configurations() -> None:
 
 def monitored(folder: str) -> list[str]:
     """A script's own numbers, and the engine's."""
-    from windlass.compat.configuration import DeepSpeedConfig
-    from windlass.compat.initialize import initialize
-    from windlass.compat.monitors import MonitorMaster
+    from windlass.compat.deepspeed_config import DeepSpeedConfig
+    from windlass.compat.deepspeed_initialize import initialize
+    from windlass.compat.monitor_writers import MonitorMaster
 
     section = {"enabled": True, "output_path": folder, "job_name": "run"}
     config = {"train_micro_batch_size_per_gpu": 2, "csv_monitor": section}

@@ -35,7 +35,7 @@ def _config(stage: int, **others: Any) -> dict[str, Any]:
 
 
 def _engine(stage: int, **others: Any) -> Any:
-    from windlass.compat.initialize import initialize
+    from windlass.compat.deepspeed_initialize import initialize
 
     net = _net()
     return initialize(model=net, model_parameters=net.parameters(), config=_config(stage, **others))[0]
@@ -83,8 +83,8 @@ def test_every_member_that_clients_use_is_there() -> None:
 
 
 def _manners(stage: int) -> None:
-    from windlass.compat.initialize import initialize
-    from windlass.compat.refusal import NotBuiltError
+    from windlass.compat.deepspeed_initialize import initialize
+    from windlass.compat.not_built import NotBuiltError
 
     net = _net()
     config = _config(stage, gradient_accumulation_steps=2, steps_per_print=float("inf"), **{"my.dotted": 1})
@@ -111,7 +111,7 @@ def _manners(stage: int) -> None:
     assert engine.get_global_grad_norm().item() > 0
     engine.set_gradient_accumulation_boundary(False)
     assert not engine.is_gradient_accumulation_boundary()
-    engine.progress.override = None
+    engine.progress.boundary_override = None
     if stage >= 2:
         with pytest.raises(AssertionError, match="no_sync"), engine.no_sync():
             raise RuntimeError("not reached")
@@ -161,8 +161,8 @@ def test_an_optimizer_that_is_stepped_by_hand_leaves_the_schedule_alone(stage: i
 
 def _asked_around_a_step(stage: int) -> list[float]:
     from windlass.base.log import logger as own_logger
-    from windlass.compat.initialize import initialize
-    from windlass.compat.messages import logger
+    from windlass.compat.deepspeed_initialize import initialize
+    from windlass.compat.rank_logging import logger
 
     said, net = io.StringIO(), _net()
     handler, levels = logging.StreamHandler(said), (logger.level, own_logger.level)
@@ -197,7 +197,7 @@ def test_what_clients_ask_around_a_step(stage: int) -> None:
 
 
 def _runs_only(folder: str) -> float:
-    from windlass.compat.initialize import initialize
+    from windlass.compat.deepspeed_initialize import initialize
     from windlass.zero import GatheredParameters
 
     config = {key: value for key, value in _config(3).items() if key not in ("optimizer", "scheduler")}
@@ -228,16 +228,16 @@ def test_an_engine_that_trains_nothing_has_hooks_to_take_off(tmp_path: Path) -> 
 
 
 def _refused() -> list[str]:
-    from windlass.compat.entry import State
-    from windlass.compat.refusal import NotBuiltError
-    from windlass.compat.tables.members import MEMBERS
+    from windlass.compat.not_built import NotBuiltError
+    from windlass.compat.stand_in_entry import NameStatus
+    from windlass.compat.tables.member_notes import MEMBER_NOTES
 
     engine = _engine(3)
     owners = {"engine": engine, "optimizer": engine.optimizer, "parameter": next(engine.module.parameters())}
     silent = []
-    for name, entry in MEMBERS.items():
+    for name, entry in MEMBER_NOTES.items():
         owner, _, own = name.partition(".")
-        if entry.state is State.REFUSED:
+        if entry.status is NameStatus.REFUSED:
             try:
                 getattr(owners[owner], own)()
                 silent.append(name)
@@ -272,9 +272,9 @@ def test_the_batch_can_change_between_steps() -> None:
     net = _net()
     optimizer = torch.optim.Adam(net.parameters())
     x = torch.arange(12.0).view(2, 6) / 12
-    from windlass.optim import schedules
+    from windlass.optim import scheduler_factory
 
-    schedule = schedules.build("WarmupLR", {"warmup_max_lr": 1e-2, "warmup_num_steps": 4}, optimizer)
+    schedule = scheduler_factory.build_scheduler("WarmupLR", {"warmup_max_lr": 1e-2, "warmup_num_steps": 4}, optimizer)
     for _ in range(2):
         net(x).square().mean().backward()
         torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
@@ -306,7 +306,7 @@ def test_compiled_in_place(stage: int) -> None:
 
 
 def _gathered_by_hand() -> None:
-    from windlass.compat.status import ZeroParamStatus
+    from windlass.compat.zero_param_status import ZeroParamStatus
 
     engine = _engine(3)
     weight = engine.module[0].weight
@@ -344,7 +344,7 @@ def test_parameters_gathered_by_hand() -> None:
 def _wrong(what: str) -> None:
     from types import SimpleNamespace
 
-    from windlass.compat.initialize import initialize
+    from windlass.compat.deepspeed_initialize import initialize
 
     net = _net()
     if what == "two":

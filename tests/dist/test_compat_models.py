@@ -31,7 +31,7 @@ def config(stage: int) -> dict[str, Any]:
 
 
 def engine_of(net: nn.Module, stage: int, **others: Any) -> Any:
-    from windlass.compat.initialize import initialize
+    from windlass.compat.deepspeed_initialize import initialize
 
     return initialize(model=net, config={**config(stage), **others})[0]
 
@@ -41,8 +41,8 @@ ADAM = {"type": "AdamW", "params": {"lr": 1e-2}}
 
 def reads(born: bool) -> dict[str, Any]:
     """Names on one rank, values on all, what is refused."""
-    from windlass.base.errors import ReleasedParameterError
-    from windlass.compat.partition import Init
+    from windlass.base.errors import ShardedParameterError
+    from windlass.compat.partition_parameters import Init
 
     with Init(config_dict_or_path={**config(3), "strange": 1, "aio": {"odd": 2}}, enabled=born):
         net = model()
@@ -57,7 +57,7 @@ def reads(born: bool) -> dict[str, Any]:
     found["plain"] = {type(value) for value in found["values"].values()} == {Tensor}
     first, found["refused"] = next(iter(states.values())), 0
     for change in (lambda: first.zero_(), lambda: first.__setitem__(0, 1.0), lambda: pickle.dumps(first)):
-        with pytest.raises(ReleasedParameterError, match="GatheredParameters"):
+        with pytest.raises(ShardedParameterError, match="GatheredParameters"):
             change()
         found["refused"] += 1
     return found
@@ -98,8 +98,8 @@ def test_gathering_what_is_gathered_is_a_runtime_error() -> None:
 
 def born_alone() -> None:
     """On one rank, under a configuration of 16 bits."""
-    from windlass.compat.partition import Init
-    from windlass.compat.status import ZeroParamStatus
+    from windlass.compat.partition_parameters import Init
+    from windlass.compat.zero_param_status import ZeroParamStatus
     from windlass.zero import GatheredParameters
 
     with Init(config_dict_or_path={**config(3), "bf16": {"enabled": True}}):
@@ -122,8 +122,8 @@ def test_parameters_born_on_one_rank_are_as_deepspeeds() -> None:
 
 def masters(born: bool) -> list[tuple[Tensor, torch.dtype]]:
     """Master weights and compute dtypes of a model in bf16, whose head is built outside of `zero.Init`."""
-    from windlass.compat.partition import Init
-    from windlass.compat.whole_values import safe_get_full_fp32_param
+    from windlass.compat.partition_parameters import Init
+    from windlass.compat.tensor_fragment_api import safe_get_full_fp32_param
 
     low = {"bf16": {"enabled": True}}
     torch.manual_seed(0)
@@ -155,7 +155,7 @@ def test_master_weights_start_from_what_zero_init_made(born: bool) -> None:
 
 def moved() -> dict[str, Any]:
     """`cpu()` and `to(device)` between steps; what a cast does."""
-    from windlass.base.errors import ReleasedParameterError
+    from windlass.base.errors import ShardedParameterError
 
     net = model()
     engine = engine_of(net, 3, optimizer=ADAM)
@@ -170,7 +170,7 @@ def moved() -> dict[str, Any]:
         net.to(torch.float32)
     errors = []
     for change in (lambda: net.to(torch.float64), lambda: net[0].weight.to("cpu", copy=True)):
-        with pytest.raises(ReleasedParameterError) as caught:
+        with pytest.raises(ShardedParameterError) as caught:
             change()
         errors.append(str(caught.value))
     engine.destroy()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tests.dist.harness import run_ranks
-from tests.dist.parallel_laws import llama
+from tests.dist.parallel_runs import llama
 from tests.oracle import relative_error
 
 STEPS, ROWS, WIDTH, LR = 4, 6, 8, 0.1
@@ -23,9 +23,9 @@ Tensors = dict[str, Tensor]
 
 def ds(name: str) -> Any:
     """What `deepspeed.<name>` is; the module itself would stay imported in the processes of all tests."""
-    from windlass.compat.names import NAMES
+    from windlass.compat.stand_in_names import STAND_IN_NAMES
 
-    return NAMES[f"deepspeed.{name}"].resolve(f"deepspeed.{name}")
+    return STAND_IN_NAMES[f"deepspeed.{name}"].resolve(f"deepspeed.{name}")
 
 
 def config(stage: int, **more: Any) -> dict[str, Any]:

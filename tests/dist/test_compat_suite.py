@@ -26,7 +26,7 @@ def _config(stage: int, **others: Any) -> dict[str, Any]:
 
 
 def _bad_step(stages: list[int]) -> None:
-    from windlass.compat.initialize import initialize
+    from windlass.compat.deepspeed_initialize import initialize
     from windlass.zero import full_param
 
     for stage in stages:
@@ -54,8 +54,8 @@ def test_a_step_whose_gradient_is_not_finite_is_skipped() -> None:
 
 
 def _nothing_to_train() -> None:
-    from windlass.compat.generation import unwrap_model_for_generation
-    from windlass.compat.initialize import initialize
+    from windlass.compat.deepspeed_initialize import initialize
+    from windlass.compat.unwrap_for_generation import unwrap_model_for_generation
 
     config = _config(3)
     del config["optimizer"]
@@ -78,9 +78,9 @@ def test_an_engine_of_stage_3_without_an_optimizer_has_the_manager_of_parameters
 
 
 def _born_alone() -> None:
-    from windlass.compat.initialize import initialize
-    from windlass.compat.partition import Init
-    from windlass.compat.status import ZeroParamStatus
+    from windlass.compat.deepspeed_initialize import initialize
+    from windlass.compat.partition_parameters import Init
+    from windlass.compat.zero_param_status import ZeroParamStatus
     from windlass.zero import GatheredParameters
 
     plain = _net()
@@ -116,7 +116,7 @@ def test_init_on_one_rank_cuts_as_on_several() -> None:
 
 
 def _scales() -> None:
-    from windlass.compat.initialize import initialize
+    from windlass.compat.deepspeed_initialize import initialize
 
     # torch_adam is in the wrong place, where DeepSpeed does not look
     adam = {"type": "Adam", "params": {"lr": 1e-2}, "torch_adam": True}
@@ -142,15 +142,15 @@ def test_the_optimizer_tells_the_loss_scale() -> None:
 
 
 def _masters_by_group(stages: list[int]) -> None:
-    from windlass.compat.initialize import initialize
+    from windlass.compat.deepspeed_initialize import initialize
     from windlass.zero import full_param
 
     for stage in stages:
         net = _net()
-        groups = [{"params": [p for p in net.parameters() if p.dim() == dim]} for dim in (2, 1)]
+        parallel_groups = [{"params": [p for p in net.parameters() if p.dim() == dim]} for dim in (2, 1)]
         config = _config(stage, bf16={"enabled": True})
         config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
-        engine, optimizer, _, _ = initialize(model=net, model_parameters=groups, config=config)
+        engine, optimizer, _, _ = initialize(model=net, model_parameters=parallel_groups, config=config)
         engine.backward(engine(torch.ones(2, 6).bfloat16()).float().square().mean())
         engine.step()
         assert hasattr(optimizer, "single_partition_of_fp32_groups") == (stage < 3)
@@ -173,22 +173,22 @@ def test_the_optimizer_shows_master_weights_by_group() -> None:
 
 def _read_apart() -> None:
     import windlass
-    from windlass.base.errors import ReleasedParameterError
-    from windlass.compat.initialize import initialize
-    from windlass.compat.partition import Init
+    from windlass.base.errors import ShardedParameterError
+    from windlass.compat.deepspeed_initialize import initialize
+    from windlass.compat.partition_parameters import Init
 
     for born in (False, True):
         with Init(config_dict_or_path=_config(3), enabled=born):
             net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
         engine = initialize(model=net, config=_config(3))[0] if not born else None
         found = net.state_dict()
-        with pytest.raises(ReleasedParameterError, match=r"rank 0: .*, rank 1: .*; save"):
+        with pytest.raises(ShardedParameterError, match=r"rank 0: .*, rank 1: .*; save"):
             found[f"{dist.get_rank()}.weight"].sum()
         assert found["0.weight"].sum() == windlass.zero.full_param(net[0].weight).sum()  # the law holds again
         if engine is not None:
             engine.destroy()
     own = windlass.initialize(model=_net(), config=_config(3))[0]
-    with pytest.raises(ReleasedParameterError):  # an engine of windlass' own lends no names
+    with pytest.raises(ShardedParameterError):  # an engine of windlass' own lends no names
         own.module.state_dict()
     own.destroy()
 
@@ -199,10 +199,10 @@ def test_ranks_that_read_different_parameters_are_told() -> None:
 
 
 def _built_beside_names() -> dict[str, list[str]]:
-    from tests.dist.test_init import AWKWARD, all_differences
-    from windlass.compat import parameters
+    from tests.dist.test_sharded_init import AWKWARD, all_differences
+    from windlass.compat import parameter_attributes
 
-    parameters.install()
+    parameter_attributes.install_parameter_attributes()
     return all_differences([*AWKWARD, "weight_norm"], True)
 
 
@@ -213,11 +213,11 @@ def test_models_are_built_under_init_as_without_the_stand_in() -> None:
 
 
 def _coalesced(stages: list[int]) -> None:
-    from windlass.compat import optimizer_kinds as kinds
-    from windlass.compat.initialize import initialize
-    from windlass.compat.leaves import get_z3_leaf_modules
-    from windlass.compat.messages import logger
-    from windlass.compat.refusal import NotBuiltError
+    from windlass.compat import optimizer_classes as kinds
+    from windlass.compat.deepspeed_initialize import initialize
+    from windlass.compat.not_built import NotBuiltError
+    from windlass.compat.rank_logging import logger
+    from windlass.compat.z3_leaf_modules import get_z3_leaf_modules
     from windlass.zero import full_param
 
     batches = torch.randn(3, 2, 6, generator=torch.Generator().manual_seed(1 + dist.get_rank()))
@@ -238,8 +238,8 @@ def _coalesced(stages: list[int]) -> None:
             engine.step()
             assert engine.global_steps == 1
             ends.append([full_param(parameter).clone() for parameter in engine.module.parameters()])
-            groups = optimizer.fp16_groups if stage == 3 else optimizer.bit16_groups
-            assert [list(map(id, group)) for group in groups] == [list(map(id, engine.module.parameters()))]
+            parallel_groups = optimizer.fp16_groups if stage == 3 else optimizer.bit16_groups
+            assert [list(map(id, group)) for group in parallel_groups] == [list(map(id, engine.module.parameters()))]
             assert list(optimizer.averaged_gradients) == [0] and len(optimizer.averaged_gradients[0]) == 4
             assert isinstance(optimizer, kinds.ZeROOptimizer) and not isinstance(optimizer, kinds.BF16_Optimizer)
             assert isinstance(optimizer, kinds.DeepSpeedZeroOptimizer_Stage3) == (stage == 3)
@@ -280,7 +280,7 @@ def test_coalesced_backwards_equal_backwards_one_by_one() -> None:
 
 
 def _scattered() -> None:
-    from windlass.compat.coalesced import reduce_scatter_coalesced
+    from windlass.compat.coalesced_collectives import reduce_scatter_coalesced
 
     rank, ranks = dist.get_rank(), dist.get_world_size()
     tensors = [torch.arange(size, dtype=torch.float32).view(shape) for size, shape in ((6, (2, 3)), (3, (3,)), (1, ()))]
@@ -297,8 +297,8 @@ def test_reduce_scatter_of_several_tensors() -> None:
 
 
 def _group_views(stages: list[int]) -> None:
-    from windlass.compat.initialize import initialize
-    from windlass.compat.whole_values import safe_get_local_grad, safe_set_local_grad
+    from windlass.compat.deepspeed_initialize import initialize
+    from windlass.compat.tensor_fragment_api import safe_get_local_grad, safe_set_local_grad
 
     rank, ranks = dist.get_rank(), dist.get_world_size()
     batches = torch.randn(ranks, 2, 2, 6, generator=torch.Generator().manual_seed(3))
@@ -306,19 +306,19 @@ def _group_views(stages: list[int]) -> None:
     for batch in batches.flatten(0, 1):
         (plain(batch).square().mean() / 2 / ranks).backward()
     grads = [parameter.grad for parameter in plain.parameters()]
-    norms = [torch.cat([g.reshape(-1) for g in part]).norm() for part in (grads[:2], grads[2:])]
+    norm_functions = [torch.cat([g.reshape(-1) for g in part]).norm() for part in (grads[:2], grads[2:])]
     for stage in stages:
         net = _net()
         layers = list(net.children())
-        groups = [{"params": list(layer.parameters())} for layer in (layers[0], layers[2])]
+        parallel_groups = [{"params": list(layer.parameters())} for layer in (layers[0], layers[2])]
         config = _config(stage, gradient_accumulation_steps=2)
         config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
-        engine, optimizer, _, _ = initialize(model=net, model_parameters=groups, config=config)
+        engine, optimizer, _, _ = initialize(model=net, model_parameters=parallel_groups, config=config)
         for number, batch in enumerate(batches[rank]):
             engine.backward(engine(batch).square().mean())
             if number == 0:
                 engine.step()
-        torch.testing.assert_close(optimizer._get_norm_groups(), norms)
+        torch.testing.assert_close(optimizer._get_norm_groups(), norm_functions)
         if stage < 3:
             held = optimizer.accumulated_grads_in_cpu
             assert list(held) == [0, 1, 2, 3] and all(held[number].device.type == "cpu" for number in held)
@@ -331,7 +331,7 @@ def _group_views(stages: list[int]) -> None:
                 assert torch.equal(pieces[group][index], safe_get_local_grad(parameter).float())
         for parameter in layers[2].parameters():
             safe_set_local_grad(parameter, safe_get_local_grad(parameter) / 2)
-        wanted = [norms[0], norms[1] / 2]
+        wanted = [norm_functions[0], norm_functions[1] / 2]
         torch.testing.assert_close(optimizer._get_norm_groups(), wanted)
         engine.step()
         assert float(optimizer._global_grad_norm) == pytest.approx(float(torch.stack(wanted).norm()), rel=1e-5)
@@ -346,7 +346,7 @@ def test_the_optimizer_shows_gradients_and_their_norms_by_group() -> None:
 
 
 def _dtypes_kept() -> None:
-    from windlass.compat.initialize import initialize
+    from windlass.compat.deepspeed_initialize import initialize
 
     for stage in (0, 3):
         net = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))
@@ -369,7 +369,7 @@ def test_buffers_keep_their_dtype_beside_16_bit_parameters() -> None:
 
 
 def _set_by_hand() -> list[tuple[float, list[torch.Tensor]]]:
-    from windlass.compat.initialize import initialize
+    from windlass.compat.deepspeed_initialize import initialize
 
     ends = []
     for fp16 in (False, True):
@@ -412,9 +412,9 @@ def test_gradients_that_a_script_sets_at_stage_0_are_stepped() -> None:
 
 
 def _basic_optimizer() -> None:
-    from windlass.compat.initialize import initialize
-    from windlass.compat.optimizers.fused import FusedAdam, FusedLion
-    from windlass.engine.optimizer import ShardedOptimizer
+    from windlass.compat.deepspeed_initialize import initialize
+    from windlass.compat.optimizers.fused_optimizers import FusedAdam, FusedLion
+    from windlass.engine.sharded_optimizer import ShardedOptimizer
 
     x = torch.ones(2, 6)
     for kind, given in (("own", None), ("made", torch.optim.AdamW), ("named", "adam"), ("named", "lion")):
@@ -457,8 +457,8 @@ class _Counted(nn.Linear):
 
 
 def _one_stage() -> None:
-    from windlass.compat.initialize import initialize
-    from windlass.compat.pipeline import PipelineModule
+    from windlass.compat.deepspeed_initialize import initialize
+    from windlass.compat.deepspeed_pipeline import PipelineModule
 
     def engine_of(**section: Any) -> Any:
         layers = [torch.relu, torch.tanh, _Counted(6, 6), _Counted(6, 6)]
@@ -491,31 +491,31 @@ def test_a_pipeline_of_one_stage_computes_layers_again() -> None:
 
 
 def _experts_of_a_script() -> None:
-    from windlass.compat import groups, norms
+    from windlass.compat import norm_functions, parallel_groups
 
     rank, world = dist.get_rank(), dist.get_world_size()
-    groups._create_expert_and_data_parallel(2)
-    groups._create_expert_and_data_parallel(2)  # once is enough
-    groups._create_expert_and_data_parallel(world, use_data_before_expert_parallel_=True)
-    assert groups._get_expert_parallel_group_ranks("ep_size_2") == [rank // 2 * 2, rank // 2 * 2 + 1]
-    assert groups._get_expert_data_parallel_group_ranks("ep_size_2") == list(range(rank % 2, world, 2))
-    assert dist.get_process_group_ranks(groups._get_max_expert_parallel_group()) == list(range(world))
-    assert groups._get_max_expert_size_name() == f"ep_size_{world}"
+    parallel_groups._create_expert_and_data_parallel(2)
+    parallel_groups._create_expert_and_data_parallel(2)  # once is enough
+    parallel_groups._create_expert_and_data_parallel(world, use_data_before_expert_parallel_=True)
+    assert parallel_groups._get_expert_parallel_group_ranks("ep_size_2") == [rank // 2 * 2, rank // 2 * 2 + 1]
+    assert parallel_groups._get_expert_data_parallel_group_ranks("ep_size_2") == list(range(rank % 2, world, 2))
+    assert dist.get_process_group_ranks(parallel_groups._get_max_expert_parallel_group()) == list(range(world))
+    assert parallel_groups._get_max_expert_size_name() == f"ep_size_{world}"
     with pytest.raises(AssertionError, match="no multiple"):
-        groups._create_expert_and_data_parallel(3)
+        parallel_groups._create_expert_and_data_parallel(3)
     dense, expert = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
     dense.grad, expert.grad = torch.ones(1), torch.full((1,), float(rank + 1))
     expert.allreduce, expert.group_name = False, "ep_size_2"  # type: ignore[attr-defined]
-    norm = norms.clip_grad_norm_(iter([dense, expert]), max_norm=0.1)
+    norm = norm_functions.clip_grad_norm_(iter([dense, expert]), max_norm=0.1)
     first = rank // 2 * 2 + 1
     wanted = math.sqrt(1 + first**2 + (first + 1) ** 2)  # of the experts on both ranks
     assert norm.item() == pytest.approx(wanted) and dense.grad.item() == pytest.approx(0.1 / wanted)
     dense.grad = torch.ones(1)
     expert.grad = torch.full((1,), float(rank + 1))
-    assert norms.clip_grad_norm_([dense, expert], 0.1, math.inf).item() == first + 1
-    check, mine = norms.CheckOverflow([[dense, expert]]), [-1.0 if rank == 1 else 1.0]
+    assert norm_functions.clip_grad_norm_([dense, expert], 0.1, math.inf).item() == first + 1
+    check, mine = norm_functions.CheckOverflow([[dense, expert]]), [-1.0 if rank == 1 else 1.0]
     assert check.check_using_norm(mine, reduce_overflow=False), "ranks that share experts skip a step together"
-    assert norms.CheckOverflow([[dense]]).check_using_norm(mine, reduce_overflow=False) == (rank == 1)
+    assert norm_functions.CheckOverflow([[dense]]).check_using_norm(mine, reduce_overflow=False) == (rank == 1)
 
 
 def test_a_script_makes_groups_of_experts() -> None:

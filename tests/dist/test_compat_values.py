@@ -31,14 +31,14 @@ def loss_of(output: Tensor) -> Tensor:
 
 
 def make(kind: str, parameters: Any) -> torch.optim.Optimizer:
-    from windlass.compat.optimizers import fused, host
+    from windlass.compat.optimizers import deepspeed_cpu_optimizers, fused_optimizers
 
     makers: dict[str, Callable[..., torch.optim.Optimizer]] = {
-        "FusedAdam": lambda p: fused.FusedAdam(p, lr=1e-2, weight_decay=0.1, adam_w_mode=False),
-        "DeepSpeedCPUAdam": lambda p: host.DeepSpeedCPUAdam(p, lr=1e-2, weight_decay=0.1),
-        "FusedLion": lambda p: fused.FusedLion(p, lr=1e-3, weight_decay=0.1),
-        "DeepSpeedCPUAdagrad": lambda p: host.DeepSpeedCPUAdagrad(p, lr=1e-2),
-        "FusedLamb": lambda p: fused.FusedLamb(p, lr=1e-2),
+        "FusedAdam": lambda p: fused_optimizers.FusedAdam(p, lr=1e-2, weight_decay=0.1, adam_w_mode=False),
+        "DeepSpeedCPUAdam": lambda p: deepspeed_cpu_optimizers.DeepSpeedCPUAdam(p, lr=1e-2, weight_decay=0.1),
+        "FusedLion": lambda p: fused_optimizers.FusedLion(p, lr=1e-3, weight_decay=0.1),
+        "DeepSpeedCPUAdagrad": lambda p: deepspeed_cpu_optimizers.DeepSpeedCPUAdagrad(p, lr=1e-2),
+        "FusedLamb": lambda p: fused_optimizers.FusedLamb(p, lr=1e-2),
     }
     return makers[kind](parameters)
 
@@ -61,7 +61,7 @@ def trained(stage: int, kind: str) -> dict[str, Any]:
     import torch.distributed as dist
 
     import windlass
-    from windlass.compat import whole_values as whole
+    from windlass.compat import tensor_fragment_api as whole
 
     net = model()
     optimizer = make(kind, [p for p in net.parameters() if p.requires_grad])
@@ -131,7 +131,7 @@ def edited(stage: int) -> dict[str, Any]:
     import torch.distributed as dist
 
     import windlass
-    from windlass.compat import whole_values as whole
+    from windlass.compat import tensor_fragment_api as whole
 
     net = model()
     optimizer = make("FusedAdam", [p for p in net.parameters() if p.requires_grad])
@@ -173,7 +173,7 @@ def test_values_can_be_set(stage: int) -> None:
 
 
 def test_a_parameter_without_an_engine() -> None:
-    from windlass.compat import whole_values as whole
+    from windlass.compat import tensor_fragment_api as whole
 
     layer = nn.Linear(2, 2)
     assert whole.safe_get_full_fp32_param(layer.weight) is None

@@ -15,28 +15,28 @@ import torch
 from torch import Tensor, nn
 
 from tests import oracle
+from tests.dist.equivalence_runs import FP32_BOUND, RankTrace, Setting, complaints, ds_config, train_rank
 from tests.dist.harness import run_ranks
-from tests.dist.laws import FP32_BOUND, RankTrace, Setting, complaints, ds_config, train_rank
 from tests.models import ZOO, Batch, Checkpointed, LoraBlock, Specimen, lora, mlp, mse, rows
 from tests.oracle import Recipe, Trace
 from tests.pairwise import pairwise
-from windlass.config import composition, load
-from windlass.config.composition import AXES
-from windlass.optim.by_name import build
+from windlass.config import feature_matrix, load_config
+from windlass.config.feature_matrix import FEATURES
+from windlass.optim.optimizer_factory import build_optimizer
 
 Row = dict[str, str]
 Backward = Callable[..., None]
 
 OFFERED = {
-    axis: [name for name, value in values.items() if not value.unbuilt and not value.needs]
-    for axis, values in AXES.items()
+    axis: [name for name, value in values.items() if not value.not_built_reason and not value.requirement]
+    for axis, values in FEATURES.items()
 }
-ROWS = pairwise(OFFERED, lambda row: not composition.refused(row))
+ROWS = pairwise(OFFERED, lambda row: not feature_matrix.unsupported_pairs(row))
 
 # eps well above the rounding of a 16-bit gradient, which both divide by its own size
 OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
     "elementwise": ("AdamW", {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-4}),
-    "whole": ("Lamb", {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-4}),
+    "whole_parameter": ("Lamb", {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-4}),
 }
 SECTIONS: dict[str, dict[str, Any]] = {
     "fp32": {},
@@ -142,7 +142,7 @@ def setting_of(row: Row) -> Setting:
 def homes_of(row: Row) -> list[tuple[str, Any]]:
     """The offload sections that the row asks for."""
     devices = {"host": {"device": "cpu"}, "nvme": {"device": "nvme", "nvme_path": gettempdir()}}
-    sections = {"offload_optimizer": row["state_home"], "offload_param": row["param_home"]}
+    sections = {"offload_optimizer": row["state_tier"], "offload_param": row["param_tier"]}
     found: dict[str, dict[str, Any]] = {n: dict(devices[home]) for n, home in sections.items() if home != "device"}
     if row["update"] == "delayed":
         found["offload_optimizer"]["delayed_update"] = True
@@ -151,11 +151,11 @@ def homes_of(row: Row) -> list[tuple[str, Any]]:
 
 def described(row: Row) -> Row:
     """What the matrix makes of the configuration that the engine is given for this row."""
-    config = load(ds_config(recipe_of(row), setting_of(row)))
+    config = load_config(ds_config(recipe_of(row), setting_of(row)))
     facts = {axis: row[axis] for axis in ("adapters", "backward")}
     if row["checkpointing"] not in KEPT:
         facts["checkpointing"] = row["checkpointing"]
-    return composition.describe(config, **facts)
+    return feature_matrix.describe_features(config, **facts)
 
 
 def train_row(row: Row) -> RankTrace:
@@ -185,7 +185,7 @@ def _expected(adapters: str, checkpointing: str, under_autocast: bool, recipe: R
     subject = specimen_of({"adapters": adapters, "checkpointing": checkpointing})
     if under_autocast:
         subject = replace(subject, train=autocast)
-    return oracle.train(subject, recipe, partial(build, recipe.optimizer, dict(recipe.optimizer_params)))
+    return oracle.train(subject, recipe, partial(build_optimizer, recipe.optimizer, dict(recipe.optimizer_params)))
 
 
 def first_losses(losses: list[list[float]]) -> Tensor:
@@ -225,4 +225,4 @@ def test_a_row_is_what_its_configuration_says(row: Row) -> None:
 
 
 def test_the_rows_reach_every_pair_that_works() -> None:
-    assert not composition.uncovered([described(row) for row in ROWS])
+    assert not feature_matrix.uncovered_pairs([described(row) for row in ROWS])

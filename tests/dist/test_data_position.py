@@ -81,9 +81,9 @@ def epochs(engine: Any) -> Iterator[Any]:
 
 def again(engine: Any) -> Iterator[Any]:
     """As scripts that count steps do."""
-    from windlass.data.loader import RepeatingLoader
+    from windlass.data.resumable_loaders import CyclingLoader
 
-    return RepeatingLoader(engine.training_dataloader)
+    return CyclingLoader(engine.training_dataloader)
 
 
 WAYS = {"epochs": epochs, "again": again}

@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.dist.equivalence_runs import ADAMW, Setting, ds_config, specimen, start, whole_params
 from tests.dist.harness import run_ranks
-from tests.dist.laws import ADAMW, Setting, ds_config, specimen, start, whole_params
 from tests.dist.test_offload import LATE, homes
 from tests.models import Place
 from tests.oracle import Recipe
@@ -72,7 +72,7 @@ class Breaker:
     """Breaks the disk of one rank, and mends it."""
 
     def __init__(self, engine: Any) -> None:
-        self.disk = engine._sharded.homes.disk
+        self.disk = engine._sharded.tiers.disk
         self._whole = self.disk._mover._engine
 
     def smash(self, how: str) -> None:
@@ -99,7 +99,7 @@ def begin(
 ) -> tuple[Any, Any]:
     subject = specimen("four_blocks")
     cut = (("stage3_max_reuse_distance", 0), ("mics_shard_size", among))
-    zero = (*homes("nvme", param, folder, gradients=gradients), *cut)
+    zero = (*homes("nvme", param, folder, gradient_device=gradients), *cut)
     recipe = Recipe(
         accumulation=accumulation,
         optimizer=optimizer,
@@ -274,8 +274,8 @@ def test_a_write_that_fails_when_its_step_is_over_is_told_by_the_next(tmp_path: 
 
 
 def failing_save(folder: str) -> list[str]:
-    from windlass.engine import saving
-    from windlass.engine.fingerprint import fingerprint
+    from windlass.engine import engine_checkpoint
+    from windlass.engine.state_fingerprint import compute_fingerprint
 
     subject, engine = begin(folder)
     step(subject, engine, 0)
@@ -286,11 +286,11 @@ def failing_save(folder: str) -> list[str]:
     there = str(Path(folder, "saved").exists())
 
     def then_smash(*args: Any) -> Any:
-        taken = fingerprint(*args)
+        taken = compute_fingerprint(*args)
         breaker.smash("read")
         return taken
 
-    with mock.patch.object(saving, "fingerprint", then_smash):  # which reads all of it, too
+    with mock.patch.object(engine_checkpoint, "fingerprint", then_smash):  # which reads all of it, too
         said = attempt(lambda: engine.save_checkpoint(f"{folder}/saved"))
     breaker.mend()
     there += str(any(Path(folder, "saved").iterdir()))

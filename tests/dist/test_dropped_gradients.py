@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tests import oracle
+from tests.dist.equivalence_runs import SGD, Setting, ds_config, specimen, whole_params
 from tests.dist.harness import run_ranks
-from tests.dist.laws import SGD, Setting, ds_config, specimen, whole_params
 from tests.dist.test_offload import EMULATED, homes
 from tests.models import Place, adversarial
 from tests.oracle import Recipe, relative_error
@@ -144,7 +144,7 @@ def engines(
         skip: do not drop, but leave out what would be dropped.
     """
     import windlass
-    from windlass.compat.initialize import initialize
+    from windlass.compat.deepspeed_initialize import initialize
 
     subject, rank, found = specimen("tied"), dist.get_rank(), []
     for row in rows:
@@ -222,7 +222,7 @@ def test_a_delayed_update_steps_nothing_that_was_dropped(tmp_path: Any) -> None:
 
 def every_iteration(where: str, stage: int) -> list[dict[str, Tensor]]:
     """A script that calls zero_grad in every iteration while the stand-in accumulates; and one that does not."""
-    from windlass.compat.initialize import initialize
+    from windlass.compat.deepspeed_initialize import initialize
 
     subject, found = specimen("tied"), []
     for calls in (True, False):
@@ -253,7 +253,7 @@ def test_the_stand_in_accumulates_over_a_zero_grad_in_every_iteration(where: str
 
 def adversaries(stages: tuple[int, int], door: str, stand_in: bool) -> tuple[list[list[float]], dict[str, Tensor]]:
     import windlass
-    from windlass.compat.initialize import initialize
+    from windlass.compat.deepspeed_initialize import initialize
 
     models, sides = adversarial.pair(), []
     started = []
@@ -342,7 +342,7 @@ def test_a_gradient_that_is_touched_raises_and_names_what_to_call(stage: int) ->
 
 def as_deepspeed(stage: int) -> None:
     """The stand-in's `.grad` is None after a backward, but for stage 0, where DeepSpeed has one and this raises."""
-    from windlass.compat.initialize import initialize
+    from windlass.compat.deepspeed_initialize import initialize
 
     subject = specimen("tied")
     engine = initialize(model=oracle.build(subject, 0), config=ds_config(Recipe(), Setting(stage=stage)))[0]
@@ -596,7 +596,7 @@ def test_a_change_that_the_release_would_lose_is_an_error(transport: str) -> Non
 def dropped_of_experts(stage: int) -> list[float]:
     """How far parameters are, through each door, from those of a run without what was dropped."""
     import windlass
-    from tests.dist.parallel_laws import MODELS, VOCABULARY
+    from tests.dist.parallel_runs import MODELS, VOCABULARY
 
     doors = {
         "skip": lambda engine, optimizer: None,

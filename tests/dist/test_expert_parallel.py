@@ -14,12 +14,18 @@ from torch import Tensor, nn
 from tests.dist.harness import run_ranks
 from tests.hf_experts import FAMILIES, language
 from tests.oracle import relative_error
-from windlass.comm.axis import Axis
-from windlass.comm.grid import Grid
 from windlass.comm.mesh import build_mesh
-from windlass.parallel.experts import MoE, StackedMLP, apply_expert_parallel, expert_parameters, update_balance
-from windlass.parallel.experts.volume import bytes_received
-from windlass.parallel.placement import placement_of, spread
+from windlass.comm.mesh_axis import MeshAxis
+from windlass.comm.mesh_shape import MeshShape
+from windlass.parallel.experts import (
+    MixtureOfExperts,
+    StackedMLP,
+    apply_expert_parallel,
+    expert_parameters,
+    update_router_biases,
+)
+from windlass.parallel.experts.dispatch_volume import count_dispatch_bytes
+from windlass.parallel.placement import compute_shard_range, get_placement
 
 BOUND = 1e-5
 Grads = dict[str, Tensor]
@@ -84,18 +90,18 @@ def build(family: str, change: str) -> nn.Module:
 # -------------------------------------------------------------------------------------------------- what a rank does
 
 
-def see(model: nn.Module, axis: Axis, rank: int) -> Seen:
+def see(model: nn.Module, axis: MeshAxis, rank: int) -> Seen:
     """Spread a model, run it forward and backward on the rank's tokens."""
     apply_expert_parallel(model, axis)
     axis.traffic.reset()
     loss = model(**language(rank)).loss
     loss.backward()
-    where = {name: placement_of(parameter).ranges[0][0] for name, parameter in expert_parameters(model)}
+    where = {name: get_placement(parameter).ranges[0][0] for name, parameter in expert_parameters(model)}
     grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return Seen(loss.item(), grads, dict(where), axis.traffic.bytes_moved["all_to_all"])
 
 
-def see_all(grid: Grid, cases: list[tuple[str, str]]) -> list[Seen]:
+def see_all(grid: MeshShape, cases: list[tuple[str, str]]) -> list[Seen]:
     mesh = build_mesh(grid)
     rank = mesh.world.ranks[mesh.world.index]
     return [see(build(*case), mesh.ep, rank) for case in cases]
@@ -162,14 +168,14 @@ def hold(seen: list[Seen], family: str, change: str, ranks: int) -> None:
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_models_of_transformers_equal_one_process(ranks: int) -> None:
     cases = [(family, "as_it_is") for family in FAMILIES]
-    by_rank = run_ranks(see_all, ranks, Grid(ep=ranks), cases, timeout=180)
+    by_rank = run_ranks(see_all, ranks, MeshShape(ep=ranks), cases, timeout=180)
     for number, (family, change) in enumerate(cases):
         hold([seen[number] for seen in by_rank], family, change, ranks)
 
 
 def test_experts_over_some_data_ranks_alone() -> None:
     cases = [("mixtral", "as_it_is"), ("olmoe", "as_it_is")]
-    for grid in (Grid(dp_shard=2, ep=2), Grid(ep=2, sp=2)):
+    for grid in (MeshShape(dp_shard=2, ep=2), MeshShape(ep=2, sp=2)):
         by_rank = run_ranks(see_all, 4, grid, cases, timeout=120)
         for number, (family, change) in enumerate(cases):
             hold([seen[number] for seen in by_rank], family, change, 4)
@@ -178,7 +184,7 @@ def test_experts_over_some_data_ranks_alone() -> None:
 def test_ranks_whose_experts_nobody_chooses() -> None:
     """One rank has all the work, the other none, forward and backward; its experts' gradients are zeros."""
     cases = [(family, "one_sided") for family in ("mixtral", "qwen3_moe", "dbrx", "gpt_oss")]
-    by_rank = run_ranks(see_all, 2, Grid(ep=2), cases, timeout=120)
+    by_rank = run_ranks(see_all, 2, MeshShape(ep=2), cases, timeout=120)
     for number, (family, change) in enumerate(cases):
         seen = [one[number] for one in by_rank]
         hold(seen, family, change, 2)
@@ -190,7 +196,7 @@ def test_ranks_whose_experts_nobody_chooses() -> None:
 @pytest.mark.parametrize("change", ["recomputed", "recomputed_reentrant", "only_experts", "frozen_experts"])
 def test_recomputed_and_partly_frozen_models(change: str) -> None:
     cases = [("mixtral", change), ("dbrx", change)]
-    by_rank = run_ranks(see_all, 3, Grid(ep=3), cases, timeout=120)
+    by_rank = run_ranks(see_all, 3, MeshShape(ep=3), cases, timeout=120)
     for number, (family, _) in enumerate(cases):
         hold([seen[number] for seen in by_rank], family, change, 3)
 
@@ -198,17 +204,17 @@ def test_recomputed_and_partly_frozen_models(change: str) -> None:
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_bytes_are_those_of_the_formula(ranks: int) -> None:
     cases = [(family, "as_it_is") for family in ("mixtral", "deepseek_v3", "olmoe")]
-    by_rank = run_ranks(see_all, ranks, Grid(ep=ranks), cases, timeout=120)
+    by_rank = run_ranks(see_all, ranks, MeshShape(ep=ranks), cases, timeout=120)
     for number, (family, change) in enumerate(cases):
         _, _, chosen = expected(family, change, ranks)
         assert len(chosen) == 2
         for rank, seen in enumerate(by_rank):
-            spans = [spread(len(chosen[0][0]), ranks, one) for one in range(ranks)]
-            wanted = sum(bytes_received(layer, spans, rank, hidden=16, itemsize=4) for layer in chosen)
+            spans = [compute_shard_range(len(chosen[0][0]), ranks, one) for one in range(ranks)]
+            wanted = sum(count_dispatch_bytes(layer, spans, rank, hidden=16, itemsize=4) for layer in chosen)
             assert seen[number].received == wanted, (family, rank)
 
 
-def half(grid: Grid) -> tuple[float, float, bool]:
+def half(grid: MeshShape) -> tuple[float, float, bool]:
     mesh = build_mesh(grid)
     rank = mesh.world.ranks[mesh.world.index]
     wanted = FAMILIES["mixtral"].build()(**language(rank)).loss.item()
@@ -221,7 +227,7 @@ def half(grid: Grid) -> tuple[float, float, bool]:
 
 
 def test_bf16_stays_near() -> None:
-    for found, wanted, sound in run_ranks(half, 2, Grid(ep=2), timeout=120):
+    for found, wanted, sound in run_ranks(half, 2, MeshShape(ep=2), timeout=120):
         assert sound and abs(found - wanted) < 0.05 * abs(wanted)
 
 
@@ -254,8 +260,8 @@ class Net(nn.Module):
             return nn.Sequential(nn.Linear(HIDDEN, 12), nn.GELU(), nn.Linear(12, HIDDEN))
 
         self.first, self.last = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, 1)
-        self.narrow = MoE(HIDDEN, expert(EXPERTS - 1), EXPERTS - 1, **words)
-        self.wide = MoE(HIDDEN, expert(EXPERTS), EXPERTS, **words)
+        self.narrow = MixtureOfExperts(HIDDEN, expert(EXPERTS - 1), EXPERTS - 1, **words)
+        self.wide = MixtureOfExperts(HIDDEN, expert(EXPERTS), EXPERTS, **words)
 
     def forward(self, tokens: Tensor) -> Tensor:
         hidden = self.first(tokens)
@@ -279,7 +285,7 @@ def tokens_of(rank: int, lengths: list[int]) -> Tensor:
     return torch.randn(lengths[rank], HIDDEN, generator=torch.Generator().manual_seed(50 + rank))
 
 
-def see_layers(grid: Grid, lengths: list[int], skewed: bool) -> list[tuple[float, Grads, list[list[float]]]]:
+def see_layers(grid: MeshShape, lengths: list[int], skewed: bool) -> list[tuple[float, Grads, list[list[float]]]]:
     """For each kind of layer: loss, this rank's gradients, and its biases after a step's balancing."""
     mesh = build_mesh(grid)
     rank, found = mesh.world.ranks[mesh.world.index], []
@@ -290,7 +296,7 @@ def see_layers(grid: Grid, lengths: list[int], skewed: bool) -> list[tuple[float
         loss = model(tokens_of(rank, lengths))
         loss.backward()
         assert all(parameter.grad is not None for parameter in model.parameters())
-        update_balance(model, [Axis("data", mesh.dense.data)])
+        update_router_biases(model, [MeshAxis("data", mesh.dense.data)])
         grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         found.append((loss.item(), grads, biases(model)))
     return found
@@ -307,12 +313,12 @@ def expect_layers(words: dict[str, Any], lengths: list[int], skewed: bool) -> tu
         loss = model(tokens_of(rank, lengths))
         (loss / len(lengths)).backward()
         losses.append(loss.item())
-    update_balance(model, [])
+    update_router_biases(model, [])
     grads = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
     return losses, grads, biases(model)
 
 
-def added_up(seen: list[Any], grid: Grid, wanted: Grads) -> Grads:
+def added_up(seen: list[Any], grid: MeshShape, wanted: Grads) -> Grads:
     """Whole gradients of the mean of all ranks' losses. What is cut by rows comes in the order of ranks along ep."""
     found: Grads = {}
     for rank, (_, grads, _) in enumerate(seen):
@@ -321,7 +327,7 @@ def added_up(seen: list[Any], grid: Grid, wanted: Grads) -> Grads:
             part = torch.zeros_like(wanted[name])
             start, stop = 0, len(wanted[name])
             if grad.shape != wanted[name].shape:
-                start, stop = spread(stop, grid.ep, first)
+                start, stop = compute_shard_range(stop, grid.ep, first)
             part[start:stop] = grad / grid.world
             found[name] = found.get(name, torch.zeros(())) + part
     return found
@@ -330,15 +336,15 @@ def added_up(seen: list[Any], grid: Grid, wanted: Grads) -> Grads:
 @pytest.mark.parametrize(
     ("grid", "lengths", "skewed"),
     [
-        (Grid(ep=2), [9, 14], False),
-        (Grid(ep=3), [9, 14, 4], False),
-        (Grid(ep=4), [9, 14, 4, 7], False),
-        (Grid(dp_shard=2, ep=2), [9, 14, 4, 7], False),
-        (Grid(ep=2), [9, 0], False),  # a rank without a token
-        (Grid(ep=4), [9, 14, 4, 7], True),  # ranks without a row
+        (MeshShape(ep=2), [9, 14], False),
+        (MeshShape(ep=3), [9, 14, 4], False),
+        (MeshShape(ep=4), [9, 14, 4, 7], False),
+        (MeshShape(dp_shard=2, ep=2), [9, 14, 4, 7], False),
+        (MeshShape(ep=2), [9, 0], False),  # a rank without a token
+        (MeshShape(ep=4), [9, 14, 4, 7], True),  # ranks without a row
     ],
 )
-def test_layers_of_users_equal_one_process(grid: Grid, lengths: list[int], skewed: bool) -> None:
+def test_layers_of_users_equal_one_process(grid: MeshShape, lengths: list[int], skewed: bool) -> None:
     by_rank = run_ranks(see_layers, grid.world, grid, lengths, skewed, timeout=120)
     for number, (kind, words) in enumerate(LAYERS.items()):
         losses, wanted, moved = expect_layers(words, lengths, skewed)

@@ -11,15 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from tests import oracle
+from tests.dist.equivalence_runs import Setting, backward_of, ds_config
 from tests.dist.harness import run_ranks
-from tests.dist.laws import Setting, backward_of, ds_config
 from tests.hf_experts import FAMILIES, language
 from tests.models import Place, Specimen
 from tests.models.specimen import WIDTH, mse, rows
 from tests.oracle import Recipe, Trace, relative_error
-from windlass.comm.grid import Grid
 from windlass.comm.mesh import build_mesh
-from windlass.parallel.experts import MoE, StackedMLP, apply_expert_parallel
+from windlass.comm.mesh_shape import MeshShape
+from windlass.parallel.experts import MixtureOfExperts, StackedMLP, apply_expert_parallel
 
 BOUND = 1e-5
 STEPS = 3
@@ -31,9 +31,11 @@ class Mixed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         expert = nn.Sequential(nn.Linear(WIDTH, 24), nn.Tanh(), nn.Linear(24, WIDTH))
-        self.sparse = MoE(WIDTH, expert, 8, k=1, drop_tokens=False)
-        self.full = MoE(WIDTH, expert, 3, k=2, capacity_factor=0.8, min_capacity=1, use_residual=True, **_STILL)
-        self.stacked = MoE(WIDTH, StackedMLP(WIDTH, 12, 5), 5, k=3, drop_tokens=False)
+        self.sparse = MixtureOfExperts(WIDTH, expert, 8, k=1, drop_tokens=False)
+        self.full = MixtureOfExperts(
+            WIDTH, expert, 3, k=2, capacity_factor=0.8, min_capacity=1, use_residual=True, **_STILL
+        )
+        self.stacked = MixtureOfExperts(WIDTH, StackedMLP(WIDTH, 12, 5), 5, k=3, drop_tokens=False)
         self.head = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
@@ -63,7 +65,7 @@ SPECIMENS: dict[str, Specimen] = {
 }
 
 
-def train(name: str, grid: Grid, settings: list[Setting]) -> list[Trace]:
+def train(name: str, grid: MeshShape, settings: list[Setting]) -> list[Trace]:
     """Under each setting in turn: losses of this rank, norms, and the whole model after the last step, on rank 0."""
     import windlass
 
@@ -97,15 +99,15 @@ def expected(name: str, ranks: int) -> Trace:
 @pytest.mark.parametrize(
     ("name", "grid"),
     [
-        ("mixed", Grid(dp_shard=2)),
-        ("mixed", Grid(ep=3)),
-        ("mixed", Grid(dp_shard=2, ep=2)),
-        ("mixtral", Grid(ep=2)),
-        ("mixtral", Grid(dp_shard=2, ep=2)),
-        ("deepseek_v3", Grid(ep=4)),
+        ("mixed", MeshShape(dp_shard=2)),
+        ("mixed", MeshShape(ep=3)),
+        ("mixed", MeshShape(dp_shard=2, ep=2)),
+        ("mixtral", MeshShape(ep=2)),
+        ("mixtral", MeshShape(dp_shard=2, ep=2)),
+        ("deepseek_v3", MeshShape(ep=4)),
     ],
 )
-def test_mixtures_train_under_every_stage(name: str, grid: Grid) -> None:
+def test_mixtures_train_under_every_stage(name: str, grid: MeshShape) -> None:
     settings = [Setting(stage=stage) for stage in range(4)]
     by_rank = run_ranks(train, grid.world, name, grid, settings, transport="gloo", timeout=240)
     wanted = expected(name, grid.world)

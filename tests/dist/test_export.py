@@ -57,12 +57,12 @@ def trained(folder: str, stage: int, precision: str) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(("stage", "precision"), [(3, "bf16"), (1, "fp16"), (3, "fp32")])
 def test_the_export_is_the_gathered_model(stage: int, precision: str, tmp_path: Path) -> None:
-    from windlass.checkpoint import tags
-    from windlass.checkpoint.export import export
+    from windlass.checkpoint import list_tags
+    from windlass.checkpoint.safetensors_export import export_safetensors
 
     wanted = run_ranks(trained, 2, str(tmp_path / "run"), stage, precision)[0]
-    assert tags(tmp_path / "run") == ["global_step3", "global_step4"], "checkpoint.keep_last"
-    found = export(tmp_path / "run", tmp_path / "out")
+    assert list_tags(tmp_path / "run") == ["global_step3", "global_step4"], "checkpoint.keep_last"
+    found = export_safetensors(tmp_path / "run", tmp_path / "out")
     written = load_file(tmp_path / "out" / "model.safetensors")
     assert found.tied == {"head.weight": "embed.weight"}
     assert set(written) == set(wanted) - {"head.weight"}

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.dist.equivalence_runs import Setting, ds_config, hold_all, specimen, start, whole_params
 from tests.dist.harness import run_ranks
-from tests.dist.laws import Setting, ds_config, hold_all, specimen, start, whole_params
 from tests.models import Place, cast
 from tests.oracle import Recipe, relative_error
 
@@ -187,7 +187,7 @@ def ends_of_backward(stage: int, plain: bool, precision: str) -> list[int]:
     engine = start(subject, {**ds_config(recipe, Setting(stage=stage)), **dict(more)})
     dtype = torch.float16 if precision == "fp16" else torch.float32
     counts = []
-    ended = engine._sharded.gradients.end_backward
+    ended = engine._sharded.reducer.end_backward
 
     def counted() -> None:
         counts[-1] += 1

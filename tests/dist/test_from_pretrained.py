@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from tests.dist.harness import RankError, run_ranks
-from tests.dist.test_init import cut_at_once, fresh_ranks, hugging_face, whole
+from tests.dist.test_sharded_init import cut_at_once, fresh_ranks, hugging_face, whole
 
 transformers = pytest.importorskip("transformers")
 
@@ -193,7 +193,7 @@ def test_a_directory_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 def trained(directory: str, sharded: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
     import windlass
-    from windlass.zero.access import Released
+    from windlass.zero.core.sharded_parameter import ShardedParameter
 
     config = {
         "train_micro_batch_size_per_gpu": 2,
@@ -202,7 +202,7 @@ def trained(directory: str, sharded: bool) -> tuple[list[float], dict[str, torch
     }
     if sharded:
         model = windlass.from_pretrained(auto("gpt2"), directory, config=config)
-        assert isinstance(model.transformer.wte.weight, Released)
+        assert isinstance(model.transformer.wte.weight, ShardedParameter)
     else:
         model = auto("gpt2").from_pretrained(directory)
     engine = windlass.initialize(model=model, config=config)[0]
@@ -231,7 +231,7 @@ def test_it_trains_as_a_model_that_was_loaded_whole(tmp_path: Path, transport: s
 def peak_of_load(directory: str) -> dict[str, float]:
     """Peak rise of proportional memory, in MB, from the files to an engine."""
     import windlass
-    from windlass.cli.benches.memory import MemoryWatch
+    from windlass.cli.benches.memory_sampler import MemorySampler
 
     config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
     nn.Linear(2, 2)
@@ -240,9 +240,9 @@ def peak_of_load(directory: str) -> dict[str, float]:
     small = Path(directory).parent / "small"
     windlass.from_pretrained(auto("llama"), str(small), config=config)  # what is imported once
     torch.distributed.barrier()
-    watch = MemoryWatch(torch.device("cpu"))
+    watch = MemorySampler(torch.device("cpu"))
     model = windlass.from_pretrained(auto("llama"), directory, config=config)
-    loaded = watch.peak()
+    loaded = watch.peak_bytes()
     engine = windlass.initialize(model=model, config=config)[0]
     peak = watch.stop()
     sizes = [p.numel() * 4 for p in model.parameters()]

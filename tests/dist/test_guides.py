@@ -157,11 +157,12 @@ def accelerates(name: str) -> list[float]:
 @pytest.mark.parametrize("name", ["kept", "windlass"])
 def test_accelerate_alone_with_the_stand_in_and_left_behind_have_the_same_losses(name: str) -> None:
     pytest.importorskip("accelerate")
-    from windlass.compat.place import FOLDER
+    from windlass.compat.stand_in_path import STAND_IN_FOLDER
 
     plain = [sum(step) for step in zip(*_fresh("Accelerate", {}), strict=True)]
     ours = [
-        sum(step) for step in zip(*_fresh(name, {"PYTHONPATH": str(FOLDER)} if name == "kept" else {}), strict=True)
+        sum(step)
+        for step in zip(*_fresh(name, {"PYTHONPATH": str(STAND_IN_FOLDER)} if name == "kept" else {}), strict=True)
     ]
     assert len(plain) == 6 and ours == pytest.approx(plain, abs=1e-5)
 

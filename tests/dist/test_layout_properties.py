@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-windlass_layout = pytest.importorskip("windlass.zero.layout", reason="needs the package under test")
-Layout, layout_of = windlass_layout.Layout, windlass_layout.layout_of
+windlass_layout = pytest.importorskip("windlass.zero.core.unit_layout", reason="needs the package under test")
+Layout, layout_of = windlass_layout.UnitLayout, windlass_layout.layout_of
 
 RANKS = st.integers(1, 1024)
 NUMELS = st.lists(st.one_of(st.integers(0, 3), st.integers(0, 5000), st.integers(0, 10**9)), min_size=0, max_size=24)

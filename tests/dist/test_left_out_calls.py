@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tests.dist.harness import run_ranks
-from tests.dist.parallel_laws import MODELS, VOCABULARY
+from tests.dist.parallel_runs import MODELS, VOCABULARY
 from windlass.base.errors import WindlassError
 
 FAULTY = 1

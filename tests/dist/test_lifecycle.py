@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from tests import oracle
+from tests.dist.equivalence_runs import Setting, ds_config, specimen, start, whole_params
 from tests.dist.harness import run_ranks
-from tests.dist.laws import Setting, ds_config, specimen, start, whole_params
 from tests.models import Place
 from tests.oracle import Recipe, relative_error
 

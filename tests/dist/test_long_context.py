@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tests.dist.harness import run_ranks
 from tests.dist.test_sequence_parallel import axis_of_all, batch, build, check_close
-from windlass.parallel.kept import Keeper
+from windlass.parallel.saved_tensor_offload import SavedTensorOffloader
 
 # every parameter is released, nothing is gathered ahead, and no unit is kept for a later use
 STRICT = {"stage3_prefetch_bucket_size": 0, "stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}
@@ -56,7 +56,7 @@ def trains(
 ) -> None:
     """Train under the engine, and hold losses and parameters against plain training."""
     import windlass
-    from windlass.parallel.sequence.apply import apply_sequence_parallel
+    from windlass.parallel.sequence.apply_sequence_parallel import apply_sequence_parallel
     from windlass.parallel.sequence.long_context import apply_long_context
 
     given = [batch(kind, length) for kind, length in batches]
@@ -85,10 +85,10 @@ HOST = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu
 @pytest.mark.parametrize(
     ("name", "how", "long"),
     [
-        ("llama", {"kind": "ulysses"}, PARTS),
-        ("llama", {"kind": "ring"}, None),
-        ("gpt2", {"kind": "ring"}, {**PARTS, "recompute": False}),
-        ("gpt2", {"kind": "ulysses"}, {"tiled_mlp": False, "tiled_loss": True}),
+        ("llama", {"sp_mode": "ulysses"}, PARTS),
+        ("llama", {"sp_mode": "ring"}, None),
+        ("gpt2", {"sp_mode": "ring"}, {**PARTS, "recompute": False}),
+        ("gpt2", {"sp_mode": "ulysses"}, {"tiled_mlp": False, "tiled_loss": True}),
         ("llama", None, PARTS),
         ("gpt2", None, {**PARTS, "recompute": False}),
     ],
@@ -99,11 +99,11 @@ def test_stages(stage: int, name: str, how: dict[str, Any] | None, long: dict[st
 
 @pytest.mark.parametrize("transport", ["gloo", "shm"])
 def test_parameters_and_optimizer_in_host_memory(transport: str) -> None:
-    run_ranks(trains, 2, "llama", 3, HOST, {"kind": "ring"}, PARTS, transport=transport)
+    run_ranks(trains, 2, "llama", 3, HOST, {"sp_mode": "ring"}, PARTS, transport=transport)
 
 
 def test_four_ranks() -> None:
-    how = {"kind": "ulysses+ring", "ulysses_degree": 2}
+    how = {"sp_mode": "ulysses+ring", "ulysses_degree": 2}
     run_ranks(trains, 4, "llama", 3, STRICT, how, PARTS)
 
 
@@ -111,15 +111,15 @@ def kept_elsewhere(home: str, folder: str) -> int:
     """Train on longer sequences with inputs of layers at another home; how many bytes went there."""
     long: dict[str, Any] = {**PARTS, "offload": home, **({"nvme_path": folder} if home == "nvme" else {})}
     moved: list[int] = []
-    keep = Keeper._keep
+    keep = SavedTensorOffloader._offload
 
-    def counted(self: Keeper, *args: Any) -> Any:
+    def counted(self: SavedTensorOffloader, *args: Any) -> Any:
         kept = keep(self, *args)
         moved.append(kept.nbytes)
         return kept
 
-    with patch.object(Keeper, "_keep", counted):
-        trains("llama", 3, STRICT, {"kind": "ring"}, long, [("packed", 63), ("plain", 64)])
+    with patch.object(SavedTensorOffloader, "_keep", counted):
+        trains("llama", 3, STRICT, {"sp_mode": "ring"}, long, [("packed", 63), ("plain", 64)])
     return sum(moved)
 
 

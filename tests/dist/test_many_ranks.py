@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from tests.dist.elastic import LATE, Layout, Row, save_and_go_on, take_up
-from tests.dist.elastic import complaints as resumed_complaints
+from tests.dist.elastic_runs import LATE, Layout, Row, save_and_go_on, take_up
+from tests.dist.elastic_runs import complaints as resumed_complaints
+from tests.dist.equivalence_runs import Setting, complaints, expected, train_rank, train_rank_in_turn
 from tests.dist.harness import Pool
-from tests.dist.laws import Setting, complaints, expected, train_rank, train_rank_in_turn
 from tests.oracle import Recipe
 
 pytestmark = pytest.mark.slow

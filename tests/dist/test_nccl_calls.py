@@ -6,16 +6,16 @@ from unittest import mock
 
 import pytest
 
+from tests.dist.equivalence_runs import RankTrace, Setting, complaints, expected, train_rank
 from tests.dist.harness import run_ranks
-from tests.dist.laws import RankTrace, Setting, complaints, expected, train_rank
 from tests.oracle import Recipe
 
 
 def through_nccl_calls(name: str, recipe: Recipe, setting: Setting) -> RankTrace:
-    from windlass.comm import choose
-    from windlass.comm.wire import NcclTransport
+    from windlass.comm import choose_transport
+    from windlass.comm.wire_transport import NcclTransport
 
-    with mock.patch.object(choose, "GlooTransport", NcclTransport):
+    with mock.patch.object(choose_transport, "GlooTransport", NcclTransport):
         return train_rank(name, recipe, setting)
 
 

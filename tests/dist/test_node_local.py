@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 import windlass
+from tests.dist.equivalence_runs import whole_params
 from tests.dist.harness import run_ranks
-from tests.dist.laws import whole_params
 from tests.models import Place, mlp, rows
 from windlass.base.errors import CheckpointError
 

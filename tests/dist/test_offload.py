@@ -10,8 +10,7 @@ import torch
 
 import windlass
 from tests import oracle
-from tests.dist.harness import run_ranks
-from tests.dist.laws import (
+from tests.dist.equivalence_runs import (
     ADAMW,
     RankTrace,
     Setting,
@@ -24,6 +23,7 @@ from tests.dist.laws import (
     train_rank_in_turn,
     whole_params,
 )
+from tests.dist.harness import run_ranks
 from tests.models import Place, cast
 from tests.oracle import Recipe, relative_error
 from tests.strangers import Foreign
@@ -119,7 +119,7 @@ def test_homes_agree_bitwise(transport: str, tmp_path: Any) -> None:
     recipe = Recipe(ranks=2, accumulation=2, steps=4, optimizer="AdamW", optimizer_params=ADAMW)
     settings = [Setting(stage=3, transport=transport, zero=homes(a, b, tmp_path)) for a, b in
                 [("none", "none"), ("cpu", "none"), ("cpu", "cpu"), ("nvme", "nvme")]]  # fmt: skip
-    settings.append(Setting(stage=3, transport=transport, zero=homes("nvme", "nvme", tmp_path, gradients="nvme")))
+    settings.append(Setting(stage=3, transport=transport, zero=homes("nvme", "nvme", tmp_path, gradient_device="nvme")))
     settings.append(Setting(stage=3, transport=transport, zero=homes("cpu", "none", tmp_path, ratio=0.4)))
     settings.append(
         Setting(stage=3, transport=transport, zero=(*homes("nvme", "cpu", tmp_path), ("sub_group_size", 1500)))
@@ -131,22 +131,22 @@ def test_homes_agree_bitwise(transport: str, tmp_path: Any) -> None:
 
 def bytes_of(folder: str, state: str, param: str) -> dict[str, Any]:
     """What a model takes on the emulated device, at rest and at most, and where its slots are."""
-    from windlass.base import memory
+    from windlass.base import device_memory
 
     subject = specimen("four_blocks")
     setting = Setting(stage=3, zero=(*homes(state, param, folder), ("stage3_max_reuse_distance", 0)))
     engine = start(subject, ds_config(Recipe(optimizer="AdamW", optimizer_params=ADAMW), setting))
-    place = memory.arena()
+    place = device_memory.emulated_device_memory()
     assert place is not None
     place.peak = place.used  # this process may have emulated before
     for step in range(2):
-        memory.transfers.reset()
+        device_memory.copy_counters.reset()
         subject.train(engine, subject.batch(Place(step, 0, torch.distributed.get_rank())), engine.backward)
         engine.step()
     report = engine.report()
     numel = sum(unit["elements"] for unit in report["units"])
     found = {"rest": place.used, "peak": place.peak, "slots": report["slots"], "numel": numel}
-    found |= {"to_device": memory.transfers.to_device, "to_host": memory.transfers.to_host}
+    found |= {"to_device": device_memory.copy_counters.to_device, "to_host": device_memory.copy_counters.to_host}
     engine.destroy()
     found["after"] = place.used
     return found
@@ -185,12 +185,12 @@ def test_a_full_device_says_what_did_not_fit() -> None:
 
 def park_between_steps(stage: int, parks: bool) -> RankTrace:
     """Train; between steps everything leaves the device and comes back."""
-    from windlass.base import memory
+    from windlass.base import device_memory
 
     subject = specimen("mlp")
     recipe = Recipe(optimizer="AdamW", optimizer_params=ADAMW, steps=3, precision="bf16")
     engine = start(subject, ds_config(recipe, Setting(stage=stage)))
-    place = memory.arena()
+    place = device_memory.emulated_device_memory()
     assert place is not None
     trace = RankTrace()
     for step in range(recipe.steps):
@@ -221,24 +221,24 @@ def test_states_leave_the_device_and_come_back(stage: int) -> None:
 def disk_bytes(folder: str, gradients: str) -> tuple[float, float]:
     """Bytes of disk traffic an element of this rank's share, in one step in bf16: with memory for new parameters to
     stay until the next forward, and without."""
-    from windlass.zero import masters
+    from windlass.zero.update.elementwise_update import master_weights
 
     subject = specimen("four_blocks")
     recipe = Recipe(optimizer="AdamW", optimizer_params=ADAMW, precision="bf16")
-    knobs = (*homes("nvme", "nvme", folder, gradients=gradients), ("stage3_max_reuse_distance", 0))
+    knobs = (*homes("nvme", "nvme", folder, gradient_device=gradients), ("stage3_max_reuse_distance", 0))
     engine = start(subject, ds_config(recipe, Setting(stage=3, zero=knobs)))
-    disk, staging = engine._sharded.homes.disk, engine._sharded.homes.staging
-    kept, moved = masters._KEPT, []
+    disk, staging = engine._sharded.tiers.disk, engine._sharded.tiers.staging
+    kept, moved = master_weights._KEPT, []
     for step in range(4):
         staging.settle()
-        masters._KEPT = kept if step < 2 else 2.0
+        master_weights._KEPT = kept if step < 2 else 2.0
         disk.achieved(reset=True)
         batch = cast(subject.batch(Place(step, 0, torch.distributed.get_rank())), recipe.dtype)
         subject.train(engine, batch, engine.backward)
         engine.step()
         staging.settle()  # the last writes go on after the step
         moved.append(disk.achieved().disk_read_bytes + disk.achieved().disk_write_bytes)
-    masters._KEPT = kept
+    master_weights._KEPT = kept
     numel = sum(unit["elements"] for unit in engine.report()["units"])
     engine.destroy()
     scale = torch.distributed.get_world_size() / numel
@@ -459,9 +459,9 @@ def half_a_step(state: str, stage: int, folder: str) -> bool:
         engine.step()
     del inner.step
     engine.zero_grad()
-    masters, computed = whole_params(engine.module), engine.full_state_dict()
+    master_weights, computed = whole_params(engine.module), engine.full_state_dict()
     engine.destroy()
-    return all(torch.equal(masters[name], computed[name]) for name in masters)
+    return all(torch.equal(master_weights[name], computed[name]) for name in master_weights)
 
 
 @pytest.mark.parametrize(("state", "stage"), [("cpu", 1), ("cpu", 2), ("nvme", 2)])
@@ -564,7 +564,7 @@ def without_memory(failing: int) -> tuple[list[int], float]:
         setting = Setting(stage=3, zero=homes("cpu", "cpu", ""))
         engine = windlass.initialize(model=model, config=ds_config(Recipe(), setting))[0]
         transport, batch = engine._sharded.transport, specimen("four_blocks").batch(Place(0, 0, 0))
-        occupy, left = transport.occupy, [failing]
+        occupy, left = transport.allocate_memory, [failing]
 
         def full(buffer: Any, occupy: Any = occupy, left: list[int] = left) -> None:
             left[0] -= 1
@@ -573,10 +573,10 @@ def without_memory(failing: int) -> tuple[list[int], float]:
             occupy(buffer)
 
         if fails:
-            transport.occupy = full
+            transport.allocate_memory = full
             with pytest.raises(torch.OutOfMemoryError):
                 engine.backward(engine(**batch))
-            transport.occupy = occupy
+            transport.allocate_memory = occupy
             engine.zero_grad()
         for _ in range(2):
             engine.backward(engine(**batch))

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.dist.equivalence_runs import ADAMW, Setting, ds_config, specimen, start
 from tests.dist.harness import run_ranks
-from tests.dist.laws import ADAMW, Setting, ds_config, specimen, start
 from tests.dist.test_offload import LATE, homes
 from tests.models import Place
 from tests.oracle import Recipe
@@ -59,9 +59,9 @@ class Live(TorchDispatchMode):
     @contextmanager
     def counting(self) -> Iterator[None]:
         """Count inside."""
-        from windlass.storage import tier
+        from windlass.storage import disk_tier
 
-        real = tier.aligned_buffer
+        real = disk_tier.aligned_buffer
 
         def counted(nbytes: int) -> tuple[torch.Tensor, object]:
             tensor, owner = real(nbytes)
@@ -70,13 +70,13 @@ class Live(TorchDispatchMode):
             self._look()
             return tensor, owner
 
-        with mock.patch.object(tier, "aligned_buffer", counted), self:
+        with mock.patch.object(disk_tier, "aligned_buffer", counted), self:
             yield
 
 
 def engine_on_disk(folder: str) -> Any:
     zero = (
-        *homes("nvme", "nvme", folder, gradients="nvme"),
+        *homes("nvme", "nvme", folder, gradient_device="nvme"),
         ("sub_group_size", SUB_GROUP),
         ("stage3_gather_16bit_weights_on_model_save", True),
     )

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from tests import oracle
+from tests.dist.equivalence_runs import ADAMW, Setting, ds_config, specimen, whole_params
 from tests.dist.harness import run_ranks
-from tests.dist.laws import ADAMW, Setting, ds_config, specimen, whole_params
 from tests.dist.test_offload import LATE, homes
 from tests.models import Place, cast
 from tests.oracle import Recipe, relative_error
@@ -124,12 +124,12 @@ def steps(engine: Any, case: Case, first: int, last: int) -> list[float]:
 
 def snapshot(engine: Any) -> dict[str, Any]:
     """Whole masters and optimizer states, and all that is counted."""
-    from windlass.zero.wholes import whole_states
+    from windlass.zero.access.full_values import full_states
 
     found: dict[str, Any] = {f"param {name}": value for name, value in whole_params(engine.module).items()}
     for name, parameter in engine.module.named_parameters():
         if parameter.requires_grad:
-            found |= {f"{key} {name}": torch.as_tensor(value) for key, value in whole_states(parameter).items()}
+            found |= {f"{key} {name}": torch.as_tensor(value) for key, value in full_states(parameter).items()}
     found["counts"] = torch.tensor([engine.global_steps, engine.micro_steps, engine.loss_scale(), *engine.get_lr()])
     return found
 
@@ -205,7 +205,7 @@ SAME = [
     at(2, "nvme", "none", *SMALL),
     at(3, "cpu", "cpu"),
     at(3, "nvme", "nvme", *SMALL),
-    at(3, "nvme", "none", gradients="nvme"),
+    at(3, "nvme", "none", gradient_device="nvme"),
     at(3, "cpu", "none", ratio=0.5),
 ]
 

@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 import windlass
 from tests import oracle
+from tests.dist.equivalence_runs import Setting, ds_config, hold_all, specimen, whole_params
 from tests.dist.harness import RankError, run_ranks
-from tests.dist.laws import Setting, ds_config, hold_all, specimen, whole_params
 from tests.models import Place, cast
 from tests.oracle import Recipe, relative_error
 from tests.strangers import Foreign
@@ -58,14 +58,14 @@ OWN: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", OWN)
 def test_own_optimizers_equal_themselves_in_one_process(name: str, precision: str) -> None:
     """LAMB's norms and Muon's matrices need whole parameters wherever the cuts fall."""
-    from windlass.optim.by_name import build
+    from windlass.optim.optimizer_factory import build_optimizer
 
     def factory(masters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
         heads = [parameter_name.startswith("head.") for parameter_name, _ in specimen("mlp").build().named_parameters()]
         for master, head in zip(masters, heads, strict=True):
             if name == "Muon" and head:
                 master.use_muon = False  # type: ignore[attr-defined]  # a head is no hidden matrix
-        return build(name, OWN[name], masters)
+        return build_optimizer(name, OWN[name], masters)
 
     recipe = recipe_for(name, OWN[name], precision=precision)
     hold_all("mlp", recipe, STAGES, wanted=oracle.train(specimen("mlp"), recipe, factory))

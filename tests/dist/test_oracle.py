@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from tests import oracle
+from tests.dist.equivalence_runs import FP32_BOUND, SGD, RankTrace, adamw, complaints, expected, specimen
 from tests.dist.harness import run_ranks
-from tests.dist.laws import FP32_BOUND, SGD, RankTrace, adamw, complaints, expected, specimen
 from tests.models import Place
 from tests.oracle import Recipe, relative_error
 

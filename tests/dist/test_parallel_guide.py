@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.dist.harness import RankError, run_ranks
-from tests.dist.parallel_laws import VOCABULARY, build
+from tests.dist.parallel_runs import VOCABULARY, build
 from tests.dist.test_guides import GUIDES, ROOT, programs
 
 SAMPLES, LENGTH, CLIP = 16, 13, 1.0
@@ -274,7 +274,7 @@ def own_layers() -> tuple[tuple[int, int], list[float]]:
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_layers_of_ones_own_train_as_the_whole(world: int) -> None:
-    from windlass.comm.axis import alone as lonely
+    from windlass.comm.mesh_axis import single_rank_axis as lonely
 
     names: dict[str, Any] = {}
     exec(program("layers of your own").split("\nwindlass.init_distributed")[0], names)
@@ -303,10 +303,10 @@ def _alone(model: nn.Module, loss_of: Any, readers: int) -> list[list[float]]:
 
 def own_experts(name: str) -> tuple[str, int, list[float], int]:
     import windlass
-    from windlass.parallel.experts import families
+    from windlass.parallel.experts import expert_modules
 
     registered = "register_experts(" in program(name)
-    before, refused = dict(families._known), ""
+    before, refused = dict(expert_modules._registry), ""
     names: dict[str, Any] = {}
     exec(program(name).split("\nregister_experts(")[0], names)
     if registered:
@@ -318,9 +318,9 @@ def own_experts(name: str) -> tuple[str, int, list[float], int]:
     try:
         engine, *_ = windlass.initialize(model=names["Model"](), config=configs()["experts"])
     finally:
-        families._known.clear()
-        families._known.update(before)
-    count, number = engine.readers
+        expert_modules._registry.clear()
+        expert_modules._registry.update(before)
+    count, number = engine.data_loading_ranks
     here = sum(p.numel() for n, p in engine.module.named_parameters() if "experts" in n)
     losses = []
     for step in range(3):
@@ -361,7 +361,7 @@ def own_loader(tag: str, kind: str, change: tuple[str, str]) -> tuple[tuple[int,
         engine.backward(engine(**batch).loss)
         engine.step()
         seen += batch["input_ids"].tolist()
-    return engine.readers, seen
+    return engine.data_loading_ranks, seen
 
 
 @pytest.mark.parametrize(("tag", "kind", "readers"), [("tensor", "llama", 1), ("experts", "mixtral", 2)])
@@ -419,7 +419,13 @@ def test_a_checkpoint_of_one_layout_goes_on_in_another(tmp_path: Path) -> None:
 
 
 def test_the_formulas_are_those_of_the_source() -> None:
-    from windlass.parallel.volumes import Work, data_volumes, expert_volumes, pipeline_volumes, tensor_volumes
+    from windlass.parallel.comm_volumes import (
+        StepWorkload,
+        compute_data_parallel_volumes,
+        compute_expert_parallel_volumes,
+        compute_pipeline_volumes,
+        compute_tensor_parallel_volumes,
+    )
 
     said: dict[str, Any] = {}
     exec(program("bytes that a rank receives in a step"), said)
@@ -429,21 +435,29 @@ def test_the_formulas_are_those_of_the_source() -> None:
 
     size, tokens, hidden, layers = 7 * 2**20, 2**12, 2**9, 6
     for stage in range(4):
-        work = Work(tokens, micro_batches=3, stage=stage)
-        assert total(data_volumes("data", size, 8, 1, work)) == said["zero"](size, 8, 3, stage)
-    part = [v for v in data_volumes("data", size, 32, 4, Work(tokens, stage=3)) if v.operation == "replicate"]
+        work = StepWorkload(tokens, micro_batches=3, zero_stage=stage)
+        assert total(compute_data_parallel_volumes("data", size, 8, 1, work)) == said["zero"](size, 8, 3, stage)
+    part = [
+        v
+        for v in compute_data_parallel_volumes("data", size, 32, 4, StepWorkload(tokens, zero_stage=3))
+        if v.operation == "replicate"
+    ]
     assert total(part) == said["copies"](size, 8, 4)
-    work, shared = Work(tokens, micro_batches=3), tokens * hidden * 2
-    assert total(tensor_volumes(layers, shared, tokens, 4, work)) == said["tensor"](layers, tokens, hidden, 4, 3)
-    assert total(pipeline_volumes(shared, 4, work, False, False)) == said["pipeline"](tokens, hidden, 3)
+    work, shared = StepWorkload(tokens, micro_batches=3), tokens * hidden * 2
+    assert total(compute_tensor_parallel_volumes(layers, shared, tokens, 4, work)) == said["tensor"](
+        layers, tokens, hidden, 4, 3
+    )
+    assert total(compute_pipeline_volumes(shared, 4, work, False, False)) == said["pipeline"](tokens, hidden, 3)
     rows = tokens * 2
-    assert total(expert_volumes(layers, rows, hidden, 4, work)) == said["experts"](layers, tokens, 2, hidden, 4, 3)
+    assert total(compute_expert_parallel_volumes(layers, rows, hidden, 4, work)) == said["experts"](
+        layers, tokens, 2, hidden, 4, 3
+    )
 
 
 @pytest.mark.parametrize("keys", [16, 4, 1])
 def test_the_formulas_of_attention_are_those_of_the_source(keys: int) -> None:
+    from windlass.parallel.comm_volumes import StepWorkload, compute_sequence_parallel_volumes
     from windlass.parallel.model_shape import ModelShape
-    from windlass.parallel.volumes import Work, sequence_volumes
 
     said: dict[str, Any] = {}
     exec(program("bytes that a rank receives in a step"), said)
@@ -453,7 +467,9 @@ def test_the_formulas_of_attention_are_those_of_the_source(keys: int) -> None:
             (0, said["ulysses"](6, 2**12, 16, keys, 32, ranks, 3)),
             (1, said["ring"](6, 2**12, keys, 32, ranks, 3)),
         ):
-            found = sequence_volumes(shape, 6, ranks, 1, Work(2**12, micro_batches=3, ulysses=ways))
+            found = compute_sequence_parallel_volumes(
+                shape, 6, ranks, 1, StepWorkload(2**12, micro_batches=3, ulysses_degree=ways)
+            )
             assert sum(volume.nbytes for volume in found) == wanted
 
 

@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 
 from tests.dist.harness import RankError, run_ranks
-from tests.dist.pipelines import (
+from tests.dist.pipeline_models import (
     WIDTH,
     Seen,
     Setting,
@@ -21,9 +21,9 @@ from tests.dist.pipelines import (
     unlike,
 )
 from tests.oracle import relative_error
-from windlass.comm.grid import Grid
+from windlass.comm.mesh_shape import MeshShape
+from windlass.parallel.comm_volumes import StepWorkload, compute_step_volumes
 from windlass.parallel.model_shape import from_transformers
-from windlass.parallel.volumes import Work, volumes
 
 BOUND = 1e-6
 _expected = cache(expected)
@@ -97,9 +97,13 @@ def test_logits_of_routers_go_along_as_the_formula_says(setting: Setting) -> Non
     found = [one[0].moved for one in run_ranks(steps, 2, "mixtral", [setting], True)]
     tokens = sum(text(micro)["input_ids"].numel() for micro in range(4))
     shape = from_transformers(transformer("mixtral").config.to_dict())
-    work = Work(tokens, activation_bytes=4, chunks=setting.each)  # as if in one micro-batch
+    work = StepWorkload(tokens, activation_bytes=4, virtual_stages=setting.each)  # as if in one micro-batch
     for pipe, moved in enumerate(found):
-        said = {one.what: one.nbytes for one in volumes(shape, Grid(pp=2), work, pipe) if one.axis == "pp"}
+        said = {
+            one.tensors: one.nbytes
+            for one in compute_step_volumes(shape, MeshShape(pp=2), work, pipe)
+            if one.axis == "pp"
+        }
         logits, back = said.get("logits of routers", 0), said.get("gradients of logits of routers", 0)
         assert bool(logits) == (pipe == 1 or setting.each == 2) and bool(back) == (pipe == 0 or setting.each == 2)
         assert moved.get("activations", 0) == said.get("activations", 0) + logits

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.dist.engines_of_pipelines import (
+from tests.dist.harness import RankError, run_ranks
+from tests.dist.pipeline_engine_runs import (
     FAULTS,
     Came,
     Case,
@@ -24,7 +25,6 @@ from tests.dist.engines_of_pipelines import (
     unfreeze,
     unfrozen_alone,
 )
-from tests.dist.harness import RankError, run_ranks
 from tests.oracle import relative_error
 
 BOUND = 1e-5

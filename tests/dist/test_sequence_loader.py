@@ -49,17 +49,17 @@ class Batches:
 
 def loaded(from_first: bool) -> None:
     """A model trains on parts as it does on whole batches, and a part keeps nothing else in memory."""
-    from windlass.parallel.sequence.apply import apply_sequence_parallel, sequence_parallel_of
-    from windlass.parallel.sequence.loader import ShardedLoader
+    from windlass.parallel.sequence.apply_sequence_parallel import apply_sequence_parallel, sequence_parallel_of
+    from windlass.parallel.sequence.sequence_sharded_loader import SequenceShardedLoader
 
     axis = axis_of_all()
     plain = build("llama")
     model = build("llama")
-    apply_sequence_parallel(model, axis, kind="ring")
+    apply_sequence_parallel(model, axis, sp_mode="ring")
     sequence = sequence_parallel_of(model)
     assert sequence is not None
     batches = Batches(CASES) if not from_first or axis.index == 0 else None
-    loader = ShardedLoader(batches, sequence, from_first=from_first)
+    loader = SequenceShardedLoader(batches, sequence, broadcast_from_first=from_first)
     seen = 0
     for (kind, length), part in zip(CASES, loader, strict=True):
         tokens = part["input_ids"].shape[1]
@@ -102,7 +102,7 @@ def registered(
     kinds: tuple[tuple[str, int], ...] = (("packed", 12), ("answers", 13)),
 ) -> None:
     """As a Trainer does it: each rank's batch in turn, over all; losses of parts weighed by their counts."""
-    from windlass.parallel.exchanges import gather
+    from windlass.parallel.autograd_collectives import all_gather
     from windlass.parallel.sequence.ulysses_sp import UlyssesSPAttentionHF, UlyssesSPDataLoaderAdapter
 
     model, plain = build(name), build(name)
@@ -138,7 +138,7 @@ def registered(
         if world == 2:  # as transformers does it; on gloo the backward of that knows no groups but the whole world
             losses = torch.stack(torch.distributed.nn.functional.all_gather(own, group=group))
         else:
-            losses = gather(own.view(1), mpu.sp, 0)
+            losses = all_gather(own.view(1), mpu.sp, 0)
         counts = mpu.sp.all_gather((part["shift_labels"] != -100).sum().view(1))
         loss = (losses * counts).sum() / counts.sum()
         loss.backward()

@@ -116,10 +116,10 @@ def loss_and_gradients(model: Any, given: dict[str, Any]) -> tuple[Tensor, dict[
 
 def axis_of_all(name: str = "sp") -> Any:
     """All ranks along one axis."""
-    from windlass.comm.grid import Grid
     from windlass.comm.mesh import build_mesh
+    from windlass.comm.mesh_shape import MeshShape
 
-    return build_mesh(Grid(**{name: torch.distributed.get_world_size()})).axes[name]
+    return build_mesh(MeshShape(**{name: torch.distributed.get_world_size()})).axes[name]
 
 
 def check_close(found: Tensor, wanted: Tensor, name: str, bound: float = BOUND) -> None:
@@ -130,7 +130,7 @@ def check_close(found: Tensor, wanted: Tensor, name: str, bound: float = BOUND) 
 
 def law(way: str, cases: list[tuple[str, dict[str, Any], str, int]]) -> None:
     """The loss is that of one process on every rank, and the mean of the gradients over them too."""
-    from windlass.parallel.sequence.apply import apply_sequence_parallel
+    from windlass.parallel.sequence.apply_sequence_parallel import apply_sequence_parallel
 
     axis = axis_of_all()
     for name, changes, kind, length in cases:
@@ -154,11 +154,11 @@ def check_mean(
 
 
 WAYS: dict[str, dict[str, Any]] = {
-    "ulysses": {"kind": "ulysses"},
-    "ring": {"kind": "ring"},
-    "ring, unbalanced": {"kind": "ring", "balanced": False},
-    "both": {"kind": "ulysses+ring", "ulysses_degree": 2},
-    "both, unbalanced": {"kind": "ulysses+ring", "ulysses_degree": 2, "balanced": False},
+    "ulysses": {"sp_mode": "ulysses"},
+    "ring": {"sp_mode": "ring"},
+    "ring, unbalanced": {"sp_mode": "ring", "balanced": False},
+    "both": {"sp_mode": "ulysses+ring", "ulysses_degree": 2},
+    "both, unbalanced": {"sp_mode": "ulysses+ring", "ulysses_degree": 2, "balanced": False},
 }
 BATCHES = ("plain", "packed", "left", "right", "holes", "answers")
 ON = [(2, "ulysses"), (2, "ring"), (3, "ulysses"), (3, "ring"), (4, "ring, unbalanced"), (4, "both")]
@@ -217,13 +217,13 @@ def whole_with_dropout(name: str, changes: dict[str, Any], given: dict[str, Any]
     """One process, which drops the weights that ranks drop."""
     from transformers import AttentionInterface
 
-    from windlass.parallel.sequence.dropout import Dropout, seed_of
-    from windlass.parallel.sequence.tiles import Tile
+    from windlass.parallel.sequence.attention_dropout import AttentionDropout, combine_seeds
+    from windlass.parallel.sequence.attention_tiles import Tile
 
     model = build(name, **changes)
     numbers = {id(module): number for number, module in enumerate(model.modules())}
     torch.manual_seed(9)
-    seed = seed_of(int(torch.randint(2**31 - 1, (1,))), 0)
+    seed = combine_seeds(int(torch.randint(2**31 - 1, (1,))), 0)
 
     def attend(
         module: Any,
@@ -241,7 +241,9 @@ def whole_with_dropout(name: str, changes: dict[str, Any], given: dict[str, Any]
         later = torch.ones(length, length, dtype=torch.bool).triu(1)
         weights = scores.masked_fill(later, -torch.inf).softmax(-1)
         tile = Tile((0, samples), (0, length), (0, length), "band", 0, 0)
-        factors = Dropout(dropout, seed_of(seed, numbers[id(module)])).factors(heads, tile, query.device)
+        factors = AttentionDropout(dropout, combine_seeds(seed, numbers[id(module)])).weight_factors(
+            heads, tile, query.device
+        )
         assert 0.05 < float((factors == 0).float().mean()) < 0.6
         return ((weights * factors) @ value).transpose(1, 2), None
 
@@ -252,7 +254,7 @@ def whole_with_dropout(name: str, changes: dict[str, Any], given: dict[str, Any]
 
 def dropping(way: str, recompute: bool) -> None:
     """Ranks drop what one process does, each layer and each forward something else."""
-    from windlass.parallel.sequence.apply import apply_sequence_parallel
+    from windlass.parallel.sequence.apply_sequence_parallel import apply_sequence_parallel
 
     axis = axis_of_all()
     for name, changes in (
@@ -286,7 +288,7 @@ def test_ranks_drop_the_weights_that_one_process_drops(world: int, way: str, rec
 
 def bytes_of(way: str, name: str, changes: dict[str, Any], length: int) -> dict[str, int]:
     """The bytes that a step moved along sp."""
-    from windlass.parallel.sequence.apply import apply_sequence_parallel
+    from windlass.parallel.sequence.apply_sequence_parallel import apply_sequence_parallel
 
     axis = axis_of_all()
     model = build(name, **changes)
@@ -354,7 +356,7 @@ def test_both_together_move_what_each_moves_among_its_own() -> None:
 
 def outputs(way: str) -> None:
     """Without labels outputs are whole and in order, and a loss made of them descends as it does in one process."""
-    from windlass.parallel.sequence.apply import apply_sequence_parallel
+    from windlass.parallel.sequence.apply_sequence_parallel import apply_sequence_parallel
 
     axis = axis_of_all()
     for name, kind, length in (
@@ -387,12 +389,12 @@ def test_without_labels_outputs_are_whole(world: int, way: str) -> None:
 
 def other_calls() -> None:
     """Positional arguments, embeddings in the place of ids, counts of items, generation, evaluation, recomputation."""
-    from windlass.parallel.sequence.apply import apply_sequence_parallel
+    from windlass.parallel.sequence.apply_sequence_parallel import apply_sequence_parallel
 
     axis = axis_of_all()
     given = batch("answers", 13)
     plain, model = build("llama"), build("llama")
-    apply_sequence_parallel(model, axis, kind="ring")
+    apply_sequence_parallel(model, axis, sp_mode="ring")
     ids, labels = given["input_ids"], given["labels"]
     check_close(model(ids, labels=labels).loss, plain(ids, labels=labels).loss, "positional")
     embedded = plain.get_input_embeddings()(ids).detach()
@@ -419,7 +421,7 @@ def other_calls() -> None:
     assert torch.equal(*made)
     for reentrant in (False, True):
         again = build("llama")
-        apply_sequence_parallel(again, axis, kind="ring")
+        apply_sequence_parallel(again, axis, sp_mode="ring")
         again.activation_checkpointing_enable({"use_reentrant": reentrant})
         again.enable_input_require_grads()
         found, gradients = loss_and_gradients(again, dict(given))
@@ -434,11 +436,11 @@ def test_calls_of_other_kinds() -> None:
 
 def interleaved() -> None:
     """Two forwards of other lengths before their backwards: each backward recomputes what its forward saw."""
-    from windlass.parallel.sequence.apply import apply_sequence_parallel
+    from windlass.parallel.sequence.apply_sequence_parallel import apply_sequence_parallel
 
     axis = axis_of_all()
     plain, model = build("llama"), build("llama")
-    apply_sequence_parallel(model, axis, kind="ring")
+    apply_sequence_parallel(model, axis, sp_mode="ring")
     for one in (plain, model):
         one.train()
         one.activation_checkpointing_enable({"use_reentrant": False})
@@ -458,7 +460,7 @@ def test_forwards_that_wait_for_their_backwards() -> None:
 
 def sixteen_bits(way: str) -> None:
     """bf16 is as near to fp32 as bf16 in one process."""
-    from windlass.parallel.sequence.apply import apply_sequence_parallel
+    from windlass.parallel.sequence.apply_sequence_parallel import apply_sequence_parallel
 
     axis = axis_of_all()
     exact, expected = loss_and_gradients(build("llama"), batch("packed", 13))
@@ -478,7 +480,7 @@ def adapters() -> None:
     """A model in peft's wrapper: only the adapter gets gradients."""
     import peft
 
-    from windlass.parallel.sequence.apply import apply_sequence_parallel, sequence_parallel_of
+    from windlass.parallel.sequence.apply_sequence_parallel import apply_sequence_parallel, sequence_parallel_of
 
     axis = axis_of_all()
     models = []
@@ -509,7 +511,7 @@ def refused() -> list[str]:
     import transformers as hf
 
     from windlass.base.errors import WindlassError
-    from windlass.parallel.sequence.apply import apply_sequence_parallel
+    from windlass.parallel.sequence.apply_sequence_parallel import apply_sequence_parallel
 
     axis = axis_of_all()
     said = []
@@ -527,9 +529,9 @@ def refused() -> list[str]:
         return model
 
     tell(lambda: apply(torch.nn.Linear(2, 2)))
-    tell(lambda: apply(build("llama"), kind="stripes"))
-    tell(lambda: apply(build("llama"), kind="ulysses+ring", ulysses_degree=3))
-    tell(lambda: apply(build("llama"), kind="ring", ulysses_degree=2))
+    tell(lambda: apply(build("llama"), sp_mode="stripes"))
+    tell(lambda: apply(build("llama"), sp_mode="ulysses+ring", ulysses_degree=3))
+    tell(lambda: apply(build("llama"), sp_mode="ring", ulysses_degree=2))
     t5 = hf.T5Config(vocab_size=40, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
     tell(lambda: apply(hf.T5ForConditionalGeneration(t5)))
     bloom = hf.BloomConfig(vocab_size=40, hidden_size=16, n_layer=1, n_head=2)
@@ -594,9 +596,9 @@ def test_what_can_not_be_cut_is_told() -> None:
 
 
 def test_an_axis_of_one_rank_changes_nothing() -> None:
-    from windlass.comm.axis import alone
-    from windlass.parallel.sequence.apply import apply_sequence_parallel, sequence_parallel_of
+    from windlass.comm.mesh_axis import single_rank_axis
+    from windlass.parallel.sequence.apply_sequence_parallel import apply_sequence_parallel, sequence_parallel_of
 
     model = build("llama")
-    apply_sequence_parallel(model, alone("sp"))
+    apply_sequence_parallel(model, single_rank_axis("sp"))
     assert sequence_parallel_of(model) is None and model.config._attn_implementation == "sdpa"

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from tests.causal_models import CAUSAL, VOCABULARY, language
 from tests.dist.harness import RankError, run_ranks
-from tests.dist.tensor_cases import (
+from tests.dist.tensor_parallel_runs import (
     EXACT,
     NORMS,
     pair,
@@ -19,12 +19,12 @@ from tests.dist.tensor_cases import (
 )
 from tests.oracle import relative_error
 from windlass.parallel.tensor import (
-    cut_logits,
-    step_bytes,
-    token_losses,
-    vocabulary_of,
+    count_step_bytes,
+    get_sharded_vocabulary,
+    keep_logits_sharded,
+    vocab_parallel_cross_entropy,
 )
-from windlass.parallel.tensor.sequence_norms import find_stacks
+from windlass.parallel.tensor.layer_stacks import find_layer_stacks
 
 NOISY = {"olmo2": 4e-5, "qwen3_next": 4e-5}  # what rounding becomes in their norms; see the law in 64 bits
 
@@ -98,16 +98,18 @@ def moved_and_foretold(name: str, options: dict[str, Any]) -> tuple[dict[str, in
     model.config.output_router_logits = False
     axis.traffic.reset()
     model(**language(0)).loss.backward()
-    stacks = find_stacks(model, plan) if options.get("sequence_norms") else None
+    stacks = find_layer_stacks(model, plan) if options.get("sequence_norms") else None
     config = model.config
     chosen = config.num_experts_per_tok if name in ("mixtral", "gpt_oss") else 0
-    foretold = step_bytes(
-        plan, axis.index, batch=2, tokens=7, hidden=config.hidden_size, itemsize=4, chosen=chosen, stacks=stacks
+    foretold = count_step_bytes(
+        plan, axis.index, batch=2, tokens=7, hidden=config.hidden_size, itemsize=4, top_k=chosen, stacks=stacks
     )
     return dict(axis.traffic.bytes_moved), dict(foretold)
 
 
-@pytest.mark.parametrize(("options", "ranks"), [({}, 2), ({}, 3), (NORMS, 2), (NORMS, 3), ({"overlap_chunks": 2}, 2)])
+@pytest.mark.parametrize(
+    ("options", "ranks"), [({}, 2), ({}, 3), (NORMS, 2), (NORMS, 3), ({"tp_overlap_chunks": 2}, 2)]
+)
 @pytest.mark.parametrize("name", ["llama", "gpt2", "phi3", "mixtral", "olmo2"])
 def test_bytes_are_those_of_the_formula(name: str, options: dict[str, Any], ranks: int) -> None:
     for moved, foretold in run_ranks(moved_and_foretold, ranks, name, options):
@@ -139,7 +141,7 @@ def losses_of_parts(sizes: list[int], dtype: torch.dtype, z_loss: float) -> tupl
     (wanted * weights).sum().backward()
     start = sum(sizes[: axis.index])
     part = whole[:, start : start + sizes[axis.index]].clone().requires_grad_()
-    found = token_losses(part, labels, axis, sizes=sizes, ignore_index=-1, z_loss=z_loss)
+    found = vocab_parallel_cross_entropy(part, labels, axis, sizes=sizes, ignore_index=-1, z_loss=z_loss)
     (found * weights).sum().backward()
     assert part.grad is not None and part.grad.dtype == dtype and plain.grad is not None
     assert float(found[2]) == 0 and not part.grad[7].any()
@@ -160,7 +162,7 @@ def test_losses_of_parts_are_those_of_the_whole(sizes: list[int], dtype: str, z_
 
 
 def wrong_label() -> None:
-    token_losses(torch.zeros(2, 3), torch.tensor([0, 6]), tensor_axis())
+    vocab_parallel_cross_entropy(torch.zeros(2, 3), torch.tensor([0, 6]), tensor_axis())
 
 
 def test_a_label_outside_of_the_vocabulary_is_refused() -> None:
@@ -182,18 +184,18 @@ def logits_and_losses(name: str) -> dict[str, Any]:
     plain, model, axis, _ = pair(name, {}, {})
     batch = language(1)
     seen: dict[str, Any] = {"part": model(**batch).logits.shape[-1]}
-    vocabulary = vocabulary_of(model)
+    vocabulary = get_sharded_vocabulary(model)
     assert vocabulary is not None
     items = torch.tensor(5)
     with torch.no_grad():
         seen["items"] = float(
             model(**batch, num_items_in_batch=items).loss - plain(**batch, num_items_in_batch=items).loss
         )
-        with cut_logits(model):
+        with keep_logits_sharded(model):
             cut = model(input_ids=batch["input_ids"]).logits
         seen["cut"] = cut.shape[-1]
         wanted = plain(**batch)
-        seen["together"] = float((vocabulary.whole(cut) - wanted.logits).abs().max())
+        seen["together"] = float((vocabulary.gather_logits(cut) - wanted.logits).abs().max())
         found = model.eval()(**batch)
     seen["whole"] = found.logits.shape[-1]
     seen["evaluated"] = abs(float(found.loss - wanted.loss))

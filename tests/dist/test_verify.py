@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 from tests import oracle
+from tests.dist.equivalence_runs import SGD, Setting, adamw, ds_config, specimen
 from tests.dist.harness import RankError
-from tests.dist.laws import SGD, Setting, adamw, ds_config, specimen
 from tests.dist.test_offload import LATE, homes
-from tests.dist.verified import verify, verify_training
+from tests.dist.verified_runs import verify, verify_training
 from tests.hf_models import HF_ZOO
 from tests.models import ZOO, Place
 from tests.oracle import Recipe

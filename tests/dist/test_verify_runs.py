@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests import oracle
+from tests.dist.equivalence_runs import Setting, ds_config, specimen
 from tests.dist.harness import RankError
-from tests.dist.laws import Setting, ds_config, specimen
-from tests.dist.test_engines import built, joint_loss
+from tests.dist.test_multiple_engines import built, joint_loss
 from tests.dist.test_verify import ADAMW, assert_equal
-from tests.dist.verified import verify_training
+from tests.dist.verified_runs import verify_training
 from tests.models import Place, mse, rows
 from tests.models.plain import Regressor
 from tests.models.specimen import WIDTH

@@ -15,13 +15,13 @@ import windlass
 from tests.deepspeed_writer import Trained
 from tests.fuzz.mutations import Reader, as_text
 from windlass.base.errors import WindlassError
-from windlass.checkpoint import FlatShard, SavedState, read_full, read_outline, read_plain, save
-from windlass.checkpoint.catalogue import look
+from windlass.checkpoint import FlatShard, SavedState, read_full, read_meta_tensors, read_plain, save
+from windlass.checkpoint.checkpoint_listing import list_checkpoints
 from windlass.checkpoint.consolidated import get_fp32_state_dict_from_zero_checkpoint
-from windlass.checkpoint.export import export
-from windlass.checkpoint.stored import Stored
-from windlass.checkpoint.tensor_file import TensorFileWriter
-from windlass.checkpoint.to_windlass import to_windlass
+from windlass.checkpoint.safetensors_export import export_safetensors
+from windlass.checkpoint.safetensors_file import TensorFileWriter
+from windlass.checkpoint.stored_checkpoint import StoredCheckpoint
+from windlass.checkpoint.to_windlass import convert_to_windlass
 
 SHAPES = {"up.weight": (4, 6), "up.bias": (4,), "head": (3, 2, 2), "scale": (), "none": (0, 3)}
 
@@ -72,12 +72,12 @@ def save_windlass(directory: Path) -> None:
 
 def _in_columns(path: Path, name: str, value: torch.Tensor) -> None:
     """Store one tensor in a file of its own, as two boxes of columns."""
-    from windlass.checkpoint.tensor_file import Entry
+    from windlass.checkpoint.safetensors_file import TensorEntry
 
     half = value.shape[1] // 2
     parts = {f"{name}@0,{at}": value[:, at : at + half].contiguous() for at in (0, half)}
     file_name = "rank_00001.safetensors"
-    entries = {entry: Entry(part.dtype, tuple(part.shape)) for entry, part in parts.items()}
+    entries = {entry: TensorEntry(part.dtype, tuple(part.shape)) for entry, part in parts.items()}
     with TensorFileWriter(path / file_name, entries) as file:
         sums = {entry: file.write(entry, part) for entry, part in parts.items()}
     fields = json.loads((path / "checkpoint.json").read_text())
@@ -131,12 +131,12 @@ def readers(directory: Path, out: Path) -> dict[str, Reader]:
         from safetensors.torch import load_file
 
         shutil.rmtree(out, ignore_errors=True)
-        export(directory, out)
+        export_safetensors(directory, out)
         return dict(load_file(out / "model.safetensors"))
 
     def converted() -> dict[str, torch.Tensor]:
         shutil.rmtree(out, ignore_errors=True)
-        return dict(read_full(to_windlass(directory / "t", out / "t").parent, "t"))
+        return dict(read_full(convert_to_windlass(directory / "t", out / "t").parent, "t"))
 
     def plain() -> dict[str, torch.Tensor]:
         found = windlass.read_checkpoint(directory)
@@ -145,20 +145,20 @@ def readers(directory: Path, out: Path) -> dict[str, Reader]:
         return {name: value for name, value in found.model_state_dict().items() if isinstance(value, torch.Tensor)}
 
     def spans() -> dict[str, torch.Tensor]:
-        with Stored(directory) as stored:
+        with StoredCheckpoint(directory) as stored:
             for name in stored.names():
-                numel = stored.described(name).numel()
-                list(stored.span(name, numel // 3, numel))
-                list(stored.parts(name, 5))
+                numel = stored.meta_tensor(name).numel()
+                list(stored.iter_span(name, numel // 3, numel))
+                list(stored.iter_parts(name, 5))
         return {}
 
     def listed() -> dict[str, torch.Tensor]:
-        look(directory, verify=True)
+        list_checkpoints(directory, verify=True)
         return {}
 
     def told() -> dict[str, torch.Tensor]:
         read_plain(directory)
-        read_outline(directory)
+        read_meta_tensors(directory)
         return {}
 
     return {

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from tests.fuzz.checkpoints import index_text, one_of, readers, save_windlass, seeds_of
 from tests.fuzz.mutations import BYTES, as_text, fuzz, other_values
-from windlass.zero.born_files import header
+from windlass.zero.sharded_init.weight_files import header
 
 
 def _changed(draw: random.Random, good: bytes) -> bytes:

@@ -17,11 +17,11 @@ from typer.testing import CliRunner
 from tests.fuzz.mutations import LONG, time_limit
 from tests.fuzz.texts import examples, mutants, outcome, peak_memory
 from windlass.base.errors import ConfigError, WindlassError
-from windlass.base.text import nearest, printable
+from windlass.base.text import escape_unprintable, nearest_name
 from windlass.cli.check import check
-from windlass.config import load, loading, parameters
-from windlass.config.source import read
-from windlass.config.table import TRAINING, rows
+from windlass.config import config_loading, load_config, parameter_tables
+from windlass.config.config_source import read_source
+from windlass.config.key_table import TRAINING_CONFIG, config_keys
 
 app = typer.Typer()
 app.command()(check)
@@ -48,7 +48,7 @@ SEEDS = [
 def run(path: Path) -> str:
     result = CliRunner().invoke(app, [str(path)], catch_exceptions=False)
     assert result.exit_code in (0, 1)
-    assert result.output == printable(result.output), result.output
+    assert result.output == escape_unprintable(result.output), result.output
     return result.output
 
 
@@ -57,7 +57,7 @@ def test_mutations_of_a_file(tmp_path: Path) -> None:
     for data in mutants(SEEDS, 300):
         path.write_bytes(data)
         printed = outcome(run, path)
-        loaded = outcome(load, path)
+        loaded = outcome(load_config, path)
         try:
             strict = json.loads(data)
         except (ValueError, RecursionError):
@@ -65,7 +65,7 @@ def test_mutations_of_a_file(tmp_path: Path) -> None:
             continue
         if not isinstance(loaded, WindlassError):
             assert loaded.raw == strict or _unequal_to_itself(strict), data  # nothing was read differently
-            assert not isinstance(outcome(load, base64.urlsafe_b64encode(data).decode()), WindlassError), data
+            assert not isinstance(outcome(load_config, base64.urlsafe_b64encode(data).decode()), WindlassError), data
 
 
 def _unequal_to_itself(data: Any) -> bool:
@@ -78,9 +78,9 @@ plain = st.recursive(
     max_leaves=6,
 )
 names = st.one_of(
-    st.sampled_from(sorted({row.path.split(".")[0] for row in rows() if row.root == TRAINING})), st.text()
+    st.sampled_from(sorted({row.path.split(".")[0] for row in config_keys() if row.root == TRAINING_CONFIG})), st.text()
 )
-inner_names = st.sampled_from(sorted({step for row in rows() for step in row.path.split(".")}))
+inner_names = st.sampled_from(sorted({step for row in config_keys() for step in row.path.split(".")}))
 
 
 @settings(
@@ -92,7 +92,7 @@ inner_names = st.sampled_from(sorted({step for row in rows() for step in row.pat
 @given(st.dictionaries(names, st.one_of(plain, st.dictionaries(inner_names, plain, max_size=3)), max_size=4))
 def test_any_dictionary(config: dict[str, Any]) -> None:
     before = repr(config)
-    outcome(lambda given: load(given).refusals(), config)
+    outcome(lambda given: load_config(given).refusals(), config)
     assert repr(config) == before  # the caller's own dict is as it was
 
 
@@ -122,9 +122,9 @@ def test_any_dictionary(config: dict[str, Any]) -> None:
 def test_texts_that_cost_much(tmp_path: Path, text: str) -> None:
     path = tmp_path / "ds.json"
     path.write_text(text)
-    assert isinstance(outcome(load, path), ConfigError)
+    assert isinstance(outcome(load_config, path), ConfigError)
     outcome(run, path)
-    assert peak_memory(read, path) < 16 * len(text) + 2**22
+    assert peak_memory(read_source, path) < 16 * len(text) + 2**22
 
 
 @pytest.mark.parametrize("section", [None, "zero_optimization", "optimizer"])
@@ -135,23 +135,23 @@ def test_5000_unknown_keys_are_one_short_message(section: str | None, monkeypatc
     def counted(name: str, known: Iterable[str]) -> str | None:
         nonlocal searched
         searched += 1
-        return nearest(name, known)
+        return nearest_name(name, known)
 
-    for module in (loading, parameters):
-        monkeypatch.setattr(module, "nearest", counted)
+    for module in (config_loading, parameter_tables):
+        monkeypatch.setattr(module, "nearest_name", counted)
     unknown: dict[str, Any] = {f"zero_optimisation_{number}": number for number in range(5000)}
     if section == "optimizer":
         unknown = {"type": "AdamW", "params": unknown}
     with pytest.raises(ConfigError, match="has no such parameter|nearest is") as caught, time_limit():
-        load({section: unknown} if section else unknown)
+        load_config({section: unknown} if section else unknown)
     assert "5000 problems" in str(caught.value).replace(",", "") and "and 4,900 more" in str(caught.value)
-    assert 0 < searched <= loading.MOST_HINTS + parameters.MOST_HINTS
+    assert 0 < searched <= config_loading.MAX_HINTS + parameter_tables.MAX_PARAMETER_HINTS
 
 
 def test_a_dictionary_that_contains_itself_is_refused() -> None:
     config: dict[str, Any] = {}
     config["zero_optimization"] = config
     with pytest.raises(ConfigError, match="contains itself"):
-        load(config)
+        load_config(config)
     with pytest.raises(ConfigError, match=r"the key 3, a int"):
-        load({"zero_optimization": {3: 1}})
+        load_config({"zero_optimization": {3: 1}})

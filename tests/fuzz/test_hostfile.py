@@ -15,14 +15,20 @@ from hypothesis import strategies as st
 
 from tests.fuzz.mutations import LONG
 from tests.fuzz.texts import examples, mutants, outcome
+from windlass.base.bounded_input import MAX_RANKS_PER_HOST
 from windlass.base.errors import WindlassError
-from windlass.base.limits import MOST_RANKS_OF_A_HOST
 from windlass.comm.slurm import expand_counts, expand_hosts
-from windlass.launch.channel import _parse
-from windlass.launch.devices import parse_numbers
-from windlass.launch.flags import parse, parser_of_run
-from windlass.launch.hosts import HostError, decode_world_info, encode_world_info, fetch_hostfile, parse_resource_filter
-from windlass.launch.request import hosts_of
+from windlass.launch.agent_channel import _parse_line
+from windlass.launch.hostfile import (
+    HostError,
+    decode_world_info,
+    encode_world_info,
+    fetch_hostfile,
+    parse_resource_filter,
+)
+from windlass.launch.launch_flags import build_run_parser, parse_flags
+from windlass.launch.plan_from_flags import hosts_from_args
+from windlass.launch.visible_devices import parse_numbers
 
 SEEDS = [
     b"worker-0 slots=4\nworker-1 slots=2 # more\n\n# a comment\nuser@10.0.0.7 slots=8\n",
@@ -47,7 +53,7 @@ def test_mutations_of_a_hostfile(tmp_path: Path) -> None:
         lines = [line.strip() for line in text.splitlines() if line.strip() and not line.strip().startswith("#")]
         said = [re.match(r"(\S+)\s+slots=(\d+)", line) for line in lines]
         assert found == {one[1]: int(one[2]) for one in said if one}, data
-        assert len(found) == len(lines) and all(0 <= slots <= MOST_RANKS_OF_A_HOST for slots in found.values())
+        assert len(found) == len(lines) and all(0 <= slots <= MAX_RANKS_PER_HOST for slots in found.values())
 
 
 @pytest.mark.parametrize("slots", ["99999999999999999999", "9" * 5000, "4097", "٣"])
@@ -86,7 +92,7 @@ def test_mutations_of_messages() -> None:
         outcome(decode_world_info, data.decode("latin-1"))
     for data in mutants([b'\x1ewindlass {"end": [0, 1], "text": "x"}'], 500):
         if b"\n" not in data:
-            outcome(_parse, data)
+            outcome(_parse_line, data)
 
 
 NUMERIC = ["--nproc", "--num_gpus", "--nnodes", "--num_nodes", "--node_rank", "--master_port", "--ssh_port"]
@@ -115,12 +121,12 @@ def test_numbers_of_the_command_line(flag: str, monkeypatch: pytest.MonkeyPatch)
         said = io.StringIO()
         args: argparse.Namespace | None = None
         with contextlib.redirect_stderr(said), contextlib.suppress(SystemExit):
-            args = parse(parser_of_run(), [f"{flag}={value}", "x.py"])
+            args = parse_flags(build_run_parser(), [f"{flag}={value}", "x.py"])
         assert len(said.getvalue()) < 20_000
         if args is None:
             assert flag in said.getvalue()
             continue
-        found: Any = outcome(hosts_of, args)
+        found: Any = outcome(hosts_from_args, args)
         if not isinstance(found, WindlassError):
             assert sum(len(host.slots) for host in found[0]) <= 2**20
         for number in (args.grace, args.monitor_interval):

@@ -15,13 +15,13 @@ import pytest
 
 from tests.fuzz.texts import mutants, outcome, peak_memory
 from windlass.base.errors import DataError, WindlassError
-from windlass.cli.training.model import declared_vocab
-from windlass.cli.training.plan import Plan, read_plan
-from windlass.data import formats
+from windlass.cli.training.model_builder import declared_vocab_size
+from windlass.cli.training.training_plan import TrainingPlan, read_plan
+from windlass.data import document_formats
 from windlass.data.token_file import TokenWriter, open_tokens
 from windlass.data.tokenizer import load_tokenizer, train_tokenizer
-from windlass.from_pretrained import _files_of
-from windlass.parallel.model_shape import shape_of
+from windlass.from_pretrained import _files_in_index
+from windlass.parallel.model_shape import parse_model_shape
 
 
 @pytest.fixture(scope="module")
@@ -100,13 +100,16 @@ def _documents(read: Callable[[str, str], Any]) -> Callable[[Path], Any]:
 
 
 CORPORA: dict[str, tuple[Callable[[Path], Any], list[bytes]]] = {
-    "x.jsonl": (_documents(formats.read_lines), [b'{"text": "some"}\n"more"\n{"text": "\\u00e9", "other": [1, {}]}\n']),
+    "x.jsonl": (
+        _documents(document_formats.read_lines),
+        [b'{"text": "some"}\n"more"\n{"text": "\\u00e9", "other": [1, {}]}\n'],
+    ),
     "x.json": (
-        _documents(formats.read_json),
+        _documents(document_formats.read_json),
         [b'[{"text": "some"}, "more", {"text": "other"}]', b'{"text": "some"}\n'],
     ),
-    "x.txt": (lambda path: list(formats.read_text(str(path))), [b"some text\nmore \xc3\xa9\n"]),
-    "y.jsonl.gz": (_documents(formats.read_lines), [gzip.compress(b'{"text": "some"}\n' * 9, mtime=0)]),
+    "x.txt": (lambda path: list(document_formats.read_text(str(path))), [b"some text\nmore \xc3\xa9\n"]),
+    "y.jsonl.gz": (_documents(document_formats.read_lines), [gzip.compress(b'{"text": "some"}\n' * 9, mtime=0)]),
 }
 
 
@@ -115,9 +118,9 @@ def test_mutations_of_a_corpus(name: str, tmp_path: Path) -> None:
     read, seeds = CORPORA[name]
 
     def use(path: Path) -> None:
-        formats.is_text(path)
-        formats.holds_records(path)
-        with contextlib.suppress(*formats.UNREADABLE):  # told of by the corpus, with the file's name
+        document_formats.is_text(path)
+        document_formats.has_records(path)
+        with contextlib.suppress(*document_formats.READ_ERRORS):  # told of by the corpus, with the file's name
             for text in read(path):
                 text.encode()
 
@@ -127,12 +130,12 @@ def test_mutations_of_a_corpus(name: str, tmp_path: Path) -> None:
         outcome(use, path)
 
 
-PLAN = Plan("out", {}, "tiny", ["x"], "tok", 1, 2, 3, 4, 5, 6, None, 7)
+PLAN = TrainingPlan("out", {}, "tiny", ["x"], "tok", 1, 2, 3, 4, 5, 6, None, 7)
 MODEL = {"model_type": "llama", "vocab_size": 9, "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
 RUNS: dict[str, tuple[Callable[[Path], Any], dict[str, Any]]] = {
     "run.json": (read_plan, asdict(PLAN)),
-    "config.json": (lambda path: (declared_vocab(str(path)), shape_of(str(path))), MODEL),
-    "model.safetensors.index.json": (_files_of, {"weight_map": {"a": "model-1.safetensors"}, "metadata": {}}),
+    "config.json": (lambda path: (declared_vocab_size(str(path)), parse_model_shape(str(path))), MODEL),
+    "model.safetensors.index.json": (_files_in_index, {"weight_map": {"a": "model-1.safetensors"}, "metadata": {}}),
 }
 
 
@@ -143,7 +146,7 @@ def test_mutations_of_json(name: str, tmp_path: Path) -> None:
     for data in mutants([json.dumps(seed).encode()], 400):
         path.write_bytes(data)
         found = outcome(read, path)
-        if isinstance(found, Plan):
+        if isinstance(found, TrainingPlan):
             assert {key: type(value) for key, value in asdict(found).items() if key != "prompt"} == {
                 key: type(value) for key, value in seed.items() if key != "prompt"
             }, data

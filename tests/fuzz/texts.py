@@ -16,7 +16,7 @@ from typing import Any
 
 from tests.fuzz.mutations import LONG, SECONDS, SEED, time_limit
 from windlass.base.errors import WindlassError
-from windlass.base.text import printable
+from windlass.base.text import escape_unprintable
 
 MOST_TEXT = 20_000
 SHARE = 0.02
@@ -91,7 +91,7 @@ def outcome(read: Callable[..., Any], *given: Any) -> Any:
             return read(*given)
     except WindlassError as error:
         text = str(error)
-        assert text == printable(text), (given, text)
+        assert text == escape_unprintable(text), (given, text)
         assert len(text) < MOST_TEXT, (repr(given)[:300], len(text), text[:300])
         return error
     except BaseException as error:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tests import oracle
-from tests.dist.laws import Setting, ds_config, specimen, whole_grads, whole_params
+from tests.dist.equivalence_runs import Setting, ds_config, specimen, whole_grads, whole_params
 from tests.models import ZOO, Batch, Place, Specimen, cast
 from tests.oracle import Recipe, Trace, relative_error
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from tests.deepspeed_maker import SAVED_AT, STEPS
 from tests.dist.harness import _free_port, run_ranks
-from tests.dist.test_deepspeed_files import CLIENT, engine_for, steps
+from tests.dist.test_deepspeed_resume import CLIENT, engine_for, steps
 
 pytestmark = [
     pytest.mark.peer,

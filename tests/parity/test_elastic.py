@@ -1,4 +1,4 @@
-"""The full product behind the covering array of tests/dist/test_elastic.py: every layout taken up in every other."""
+"""The full product behind the covering array of tests/dist/test_elastic_resume.py: every layout taken up in every other."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.dist.elastic import LAYOUTS, Layout, Row, hold
+from tests.dist.elastic_runs import LAYOUTS, Layout, Row, hold
 
 pytestmark = pytest.mark.slow
 

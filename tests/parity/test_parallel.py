@@ -7,7 +7,7 @@ from itertools import combinations
 
 import pytest
 
-from tests.dist.parallel_laws import Case, check
+from tests.dist.parallel_runs import Case, check
 
 AXES = [("tp", ""), ("pp", ""), ("sp", "ulysses"), ("sp", "ring"), ("ep", "")]
 ALONE = [(axis,) for axis in AXES]

@@ -1,4 +1,4 @@
-"""The full product behind the covering array of tests/dist/test_laws.py.
+"""The full product behind the covering array of tests/dist/test_training_equivalence.py.
 
 `make parity` runs every combination of model, stage, optimizer, accumulation, precision, overlap and way of going
 backward (5,000 cases), each at one pair of ranks and transport, which rotates; PARITY=everything runs them at all.
@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from tests.dist.cases import FACTORS, HF_FACTORS, allowed, name_of, recipe_of, setting_of
-from tests.dist.laws import hold
+from tests.dist.equivalence_cases import FACTORS, HF_FACTORS, allowed, name_of, recipe_of, setting_of
+from tests.dist.equivalence_runs import hold
 
 pytestmark = pytest.mark.slow
 

@@ -15,13 +15,13 @@ from safetensors.torch import load_file
 from tests.unit.checkpoint.test_consolidated import made
 from windlass.base.errors import CheckpointError
 from windlass.checkpoint import SavedState, save
-from windlass.checkpoint.scripts import SCRIPTS, write_scripts
+from windlass.checkpoint.recovery_scripts import SCRIPTS, write_recovery_scripts
 
 STATE = SavedState(tensors={"x": torch.ones(3)})
 WRITER = """
 import sys, time
 from pathlib import Path
-from windlass.checkpoint.draft import Draft
+from windlass.checkpoint.staging_checkpoint import Draft
 kept = Draft(Path(sys.argv[1]), "t")
 (kept.path / "rank_00000.safetensors").write_text("half")
 print(kept.path.name, flush=True)
@@ -48,9 +48,9 @@ def test_a_draft_is_left_alone_while_its_writer_lives(tmp_path: Path) -> None:
 
 def test_the_script_beside_a_checkpoint_runs(tmp_path: Path) -> None:
     weights = made(tmp_path, own=True)
-    write_scripts(tmp_path)
+    write_recovery_scripts(tmp_path)
     before = (tmp_path / "zero_to_fp32.py").stat().st_mtime_ns
-    write_scripts(tmp_path)
+    write_recovery_scripts(tmp_path)
     assert (tmp_path / "zero_to_fp32.py").stat().st_mtime_ns == before, "what is there is left alone"
     assert all(os.access(tmp_path / name, os.X_OK) for name in SCRIPTS)
     root = str(Path(__file__).resolve().parents[2])
@@ -68,7 +68,7 @@ def test_the_script_beside_a_checkpoint_runs(tmp_path: Path) -> None:
 _RISE = """
 import sys, torch
 from pathlib import Path
-from windlass.checkpoint.export import export
+from windlass.checkpoint.safetensors_export import export
 import windlass.cli.export
 def peak():
     return next(int(l.split()[1]) << 10 for l in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in l)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.process.faulty import TIMEOUT_S
-from windlass.base.process import ENDED_BY_WATCHDOG
+from tests.process.hanging_runs import TIMEOUT_S
+from windlass.base.processes import WATCHDOG_EXIT_CODE
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="asks Linux's /proc who is stopped")
 
@@ -30,7 +30,7 @@ class Rank:
 def run(folder: Path, faults: list[str], transport: str, faulty: int) -> dict[str, list[Rank]]:
     """All of `faults` at once, each in a run of its own; the ranks of each."""
     names = [f"{fault}:{transport}:{faulty}" for fault in faults]
-    command = [sys.executable, "-m", "tests.process.faulty", str(folder), *names]
+    command = [sys.executable, "-m", "tests.process.hanging_runs", str(folder), *names]
     subprocess.run(command, check=True, timeout=280)
     return {fault: [_rank(folder / name, rank) for rank in (0, 1)] for fault, name in zip(faults, names, strict=True)}
 
@@ -66,7 +66,7 @@ def check(fault: str, ranks: list[Rank], transport: str, faulty: int) -> None:
         assert re.search(rf"alive +\d+ s  outside the engine +- +{LINE}time\.sleep\(SLOW_S\)", table[str(faulty)])
     else:
         assert not any("finished" in rank.text for rank in ranks)
-        assert ranks[well].code == ENDED_BY_WATCHDOG, ranks
+        assert ranks[well].code == WATCHDOG_EXIT_CODE, ranks
         operation = r"(gather|reduce|barrier|step|forward|agreed order: [^(]+?|a collective along tp)( \(\w+\))?"
         where = r"\S+\.py:\d+ in \w+: " if fault == "caught" else LINE  # in a layer of transformers
         assert re.search(rf"{operation} +(-|\d\.weight.*\(\d\)) +{where}\w", table[str(well)]), table
@@ -74,14 +74,14 @@ def check(fault: str, ranks: list[Rank], transport: str, faulty: int) -> None:
         assert "a collective failed on ranks 0-1: " in headline
         assert "ranks wait for each other in different places" in headline and f"rank {faulty} is at" in headline
         assert re.search(rf"save +- +{LINE}engine\.save_checkpoint", table[str(faulty)]), table
-        assert ranks[faulty].code == ENDED_BY_WATCHDOG
+        assert ranks[faulty].code == WATCHDOG_EXIT_CODE
     elif fault == "caught":
         assert "ranks are in different collectives and will never meet" in headline
         assert f"rank {faulty} has left theirs: its forward raised ValueError: no such token" in headline
-        assert "caught no such token" in ranks[faulty].text and ranks[faulty].code == ENDED_BY_WATCHDOG
+        assert "caught no such token" in ranks[faulty].text and ranks[faulty].code == WATCHDOG_EXIT_CODE
     elif fault in ("eval", "gather"):
         assert "ranks are in different collectives and will never meet" in headline
-        assert ranks[faulty].code == ENDED_BY_WATCHDOG
+        assert ranks[faulty].code == WATCHDOG_EXIT_CODE
         what = {
             "eval": r"forward without gradients \(evaluation\) +- +" + LINE + "engine.eval_batch",
             "gather": r"parameters gathered whole \(GatheredParameters\) +[\w.]+ \(\d+\) +" + LINE + "with windlass",
@@ -92,7 +92,7 @@ def check(fault: str, ranks: list[Rank], transport: str, faulty: int) -> None:
         assert fault == "told" or "ValueError: one rank is unwell" in ranks[faulty].text
         assert told.text.index("ValueError: one rank is unwell") < told.text.index("hang report:")
         assert "RuntimeError" not in told.text.partition("hang report:")[0], "its own error goes before the cause"
-        assert ranks[faulty].code == 1 or (told is ranks[faulty] and ranks[faulty].code == ENDED_BY_WATCHDOG)
+        assert ranks[faulty].code == 1 or (told is ranks[faulty] and ranks[faulty].code == WATCHDOG_EXIT_CODE)
         assert re.search(r"failed +\d+ s  outside the engine +- +" + LINE + "raise ValueError", table[str(faulty)])
     elif fault == "return":
         assert f"the program of rank {faulty} ended early, without an error, and rank {well} waits" in headline
@@ -105,7 +105,7 @@ def check(fault: str, ranks: list[Rank], transport: str, faulty: int) -> None:
     elif fault == "stop":
         assert f"for rank {faulty}, which is stopped (SIGSTOP; `kill -CONT` continues it)" in headline
         assert f"watchdog.timeout_s = {TIMEOUT_S['stop']:g} has passed" in headline
-        assert ranks[faulty].code in (1, ENDED_BY_WATCHDOG), "it was left behind"
+        assert ranks[faulty].code in (1, WATCHDOG_EXIT_CODE), "it was left behind"
 
 
 def test_each_fault_is_told_by_its_cause(tmp_path: Path) -> None:

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from windlass.config.loading import examine
+from windlass.config.config_loading import validate_config
 from windlass.launch import dry_run
-from windlass.launch.flags import parse, parser_of_run
+from windlass.launch.launch_flags import build_run_parser, parse_flags
 
 ROOT = Path(__file__).parents[2]
 GUIDES = sorted((ROOT / "docs" / "guides").glob("*.md"))
@@ -81,7 +81,7 @@ def test_links_lead_to_files_and_snippets_are_what_they_say(guide: Path) -> None
         if language == "python":
             ast.parse(code)
         if language == "json":
-            assert not examine(json.loads(code)).problems
+            assert not validate_config(json.loads(code)).problems
 
 
 @pytest.mark.parametrize("guide", GUIDES, ids=lambda path: path.stem)
@@ -99,8 +99,8 @@ def test_dry_runs_draw_what_is_printed(guide: Path) -> None:
     for session in re.findall(r"```console\n(\$ windlass run --dry-run.*?)\n```", guide.read_text(), re.DOTALL):
         command, drawing = session.split("\n", 1)
         text = io.StringIO()
-        flags = parse(parser_of_run(), command.removeprefix("$ windlass run ").split())
-        assert dry_run.show(flags, Console(file=text, width=120, soft_wrap=True)) == 0
+        flags = parse_flags(build_run_parser(), command.removeprefix("$ windlass run ").split())
+        assert dry_run.show_rank_map(flags, Console(file=text, width=120, soft_wrap=True)) == 0
         lines = [line.rstrip() for line in text.getvalue().splitlines()]
         assert [line.rstrip() for line in drawing.splitlines()] == lines
 

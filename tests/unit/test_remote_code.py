@@ -126,13 +126,13 @@ def strange(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[P
 
 
 def generated(folder: Path, **trust: bool) -> Any:
-    from windlass.cli.training.sample import continue_text
+    from windlass.cli.training.text_continuation import generate_continuation
 
-    return continue_text(folder, "def", max_new_tokens=2, **trust)
+    return generate_continuation(folder, "def", max_new_tokens=2, **trust)
 
 
 def trained(folder: Path, **trust: bool) -> Any:
-    from windlass.cli.training.model import build_model
+    from windlass.cli.training.model_builder import build_model
 
     return build_model(str(folder), 200, 8, 0, 0, **trust)
 
@@ -144,7 +144,7 @@ def initialised(folder: Path, **trust: bool) -> Any:
 
 
 def verified(folder: Path, **trust: bool) -> Any:
-    from windlass.verify.subject import build_model
+    from windlass.verify.named_model_training import build_model
 
     return build_model(str(folder), **trust)
 
@@ -209,7 +209,7 @@ def test_the_command_asks_nobody(strange: tuple[Path, Path], tmp_path: Path) -> 
 
 def test_a_data_set_s_script_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     datasets = pytest.importorskip("datasets")
-    from windlass.data.formats import read_hub
+    from windlass.data.document_formats import read_hub
 
     asked: list[Any] = []
 

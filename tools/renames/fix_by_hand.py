@@ -18,7 +18,7 @@ sub('windlass/parallel/sequence/sequence_attention.py',(r'\("_tiles", "band", "s
 sub('windlass/checkpoint/pickle_stand_ins.py',(r'\("attributes", "given"\)','("arguments", "attributes")'),(r'\("saved",\)','("state",)'))
 sub('windlass/zero/core/gradient_norm.py',(r'    vector = torch.cat\(\[total','    reduced = torch.cat([total'),(r'_reduce\(vector, 1','_reduce(reduced, 1'),(r'values = vector\.tolist','values = reduced.tolist'))
 for p in ('windlass/zero/access/full_values.py','windlass/compat/tensor_fragment_api.py'):
-    sub(p,(r'windlass\.zero\.core\.sharded_parameter import (full_values|shard_values)',r'windlass.zero.access import \1'))
+    sub(p,(r'windlass\.zero\.core\.sharded_parameter import (full_values|shard_values)',r'windlass.zero.core.sharded_parameter import \1'))
 sub('windlass/zero/access/full_values.py',(r'value\.global_shape','value.shape'))
 sub('windlass/engine/sharded_init_partition.py',(r'full\.global_shape','full.shape'))
 sub('windlass/verify/verification_session.py',(r'self\.job\.compared_steps','self.job.steps'))

@@ -48,7 +48,7 @@ keys = sorted(dotted, key=len, reverse=True)
 rx = re.compile(r"(?<![\w.])(" + "|".join(re.escape(k) for k in keys) + r")(?![\w])") if keys else None
 pk = sorted(paths, key=len, reverse=True)
 px = re.compile(r"(?<![\w/])((?:" + "|".join(re.escape(k) for k in pk) + r"))(?![\w])")
-# short forms in docs and comments: `zero/order`, tests/dist/test_x.py without prefix windlass/
+# short forms in docs and comments: `zero/core/collective_scheduler`, tests/dist/test_x.py without prefix windlass/
 short = {a.removeprefix("windlass/").removesuffix(".py"): b.removeprefix("windlass/").removesuffix(".py") for a, b in paths.items() if a.startswith("windlass/") and a.count("/") >= 2 and not a.endswith("__init__.py")}
 sx = re.compile(r"(?<![\w/.])(" + "|".join(re.escape(k) for k in sorted(short, key=len, reverse=True)) + r")(?=(\.py)?[`'\"\s,.;:)])(?!/)")
 for f in files:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from windlass.base.text import printable
+from windlass.base.text import escape_unprintable
 
 
 class WindlassError(Exception):
@@ -10,7 +10,7 @@ class WindlassError(Exception):
 
     def __str__(self) -> str:
         """Return the message in printable characters: names, keys and other hosts' output are quoted in it."""
-        return printable(super().__str__())
+        return escape_unprintable(super().__str__())
 
 
 class ConfigError(WindlassError, ValueError):
@@ -42,7 +42,7 @@ class PeerError(WindlassError, RuntimeError):
     """Another rank raised in what all ranks do together; the text has its rank, where it was, and its error."""
 
 
-class ReleasedParameterError(WindlassError, RuntimeError):
+class ShardedParameterError(WindlassError, RuntimeError):
     """A parameter whose values are spread over ranks was used where they are not gathered."""
 
 

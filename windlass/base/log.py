@@ -6,15 +6,15 @@ import logging
 import os
 
 from windlass.base.errors import ConfigError
-from windlass.base.text import printable
+from windlass.base.text import escape_unprintable
 
-VARIABLE = "WINDLASS_LOG_LEVEL"
-LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+LOG_LEVEL_VARIABLE = "WINDLASS_LOG_LEVEL"
+LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 logger = logging.getLogger("windlass")
 
 
-def set_level(name: str, source: str) -> None:
+def set_log_level(name: str, source: str) -> None:
     """Say nothing below this level from now on.
 
     Args:
@@ -25,43 +25,43 @@ def set_level(name: str, source: str) -> None:
         ConfigError: there is no such level.
     """
     level = name.strip().upper()
-    if level not in LEVELS:
-        raise ConfigError(f"{source} = {name!r} is no level; write one of {', '.join(LEVELS)}")
+    if level not in LOG_LEVELS:
+        raise ConfigError(f"{source} = {name!r} is no level; write one of {', '.join(LOG_LEVELS)}")
     logger.setLevel(level)
 
 
-def set_level_of_config(name: str | None) -> None:
+def set_config_log_level(name: str | None) -> None:
     """As `set_level` for a configuration's `log_level`, which the environment's variable goes before."""
-    if name is not None and not os.environ.get(VARIABLE):
-        set_level(name, "log_level")
+    if name is not None and not os.environ.get(LOG_LEVEL_VARIABLE):
+        set_log_level(name, "log_level")
 
 
 def _rank() -> int:
     return int(os.environ.get("RANK", "0") or 0)
 
 
-def _may_speak(record: logging.LogRecord) -> bool:
+def _is_logged_here(record: logging.LogRecord) -> bool:
     """What N ranks would say N times, warnings included, rank 0 says for all; an error may be one rank's own."""
     return _rank() == 0 or record.levelno >= logging.ERROR
 
 
-class _Formatter(logging.Formatter):
+class _RankFormatter(logging.Formatter):
     """Names the rank where it is not 0, and makes messages printable."""
 
     def format(self, record: logging.LogRecord) -> str:
         who = f"[rank {_rank()}] " if _rank() else ""
-        return f"windlass: {who}{printable(super().format(record))}"
+        return f"windlass: {who}{escape_unprintable(super().format(record))}"
 
 
-def _configure() -> None:
+def _configure_logger() -> None:
     if logger.handlers:
         return
     handler = logging.StreamHandler()
-    handler.setFormatter(_Formatter("%(message)s"))
-    handler.addFilter(_may_speak)
+    handler.setFormatter(_RankFormatter("%(message)s"))
+    handler.addFilter(_is_logged_here)
     logger.addHandler(handler)
-    set_level(os.environ.get(VARIABLE) or "INFO", VARIABLE)
+    set_log_level(os.environ.get(LOG_LEVEL_VARIABLE) or "INFO", LOG_LEVEL_VARIABLE)
     logger.propagate = False
 
 
-_configure()
+_configure_logger()

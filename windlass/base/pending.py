@@ -18,7 +18,7 @@ class Pending(Protocol):
         ...
 
 
-class Done:
+class CompletedPending:
     """Pending work that was finished when it was made."""
 
     def poll(self) -> bool:
@@ -28,10 +28,10 @@ class Done:
         return
 
 
-DONE = Done()
+DONE = CompletedPending()
 
 
-class Step:
+class FinishingPending:
     """Pending work in two halves: a condition that others fulfil, then something to do here, once.
 
     Args:
@@ -56,23 +56,23 @@ class Step:
             self._finish()
 
 
-class All:
+class AllPending:
     """Finished once all parts are."""
 
     def __init__(self, parts: list[Pending]) -> None:
-        self._parts = parts
+        self._unfinished = parts
 
     def poll(self) -> bool:
-        self._parts = [part for part in self._parts if not part.poll()]
-        return not self._parts
+        self._unfinished = [part for part in self._unfinished if not part.poll()]
+        return not self._unfinished
 
     def wait(self) -> None:
-        for part in self._parts:
+        for part in self._unfinished:
             part.wait()
-        self._parts = []
+        self._unfinished = []
 
 
-class Then:
+class ChainedPending:
     """Pending work after other pending work: `start` runs once the first is finished, and its result is waited for.
 
     Args:
@@ -81,27 +81,27 @@ class Then:
     """
 
     def __init__(self, first: Pending, start: Callable[[], Pending]) -> None:
-        self._now: Pending = first
-        self._start: Callable[[], Pending] | None = start
+        self._current: Pending = first
+        self._start_next: Callable[[], Pending] | None = start
 
     def poll(self) -> bool:
-        if not self._now.poll():
+        if not self._current.poll():
             return False
-        if self._start is not None:
-            self._advance()
-        return self._now.poll()
+        if self._start_next is not None:
+            self._start_second()
+        return self._current.poll()
 
-    def begin(self) -> None:
+    def wait_for_first(self) -> None:
         """Block until the first is finished and the rest has started."""
-        if self._start is not None:
-            self._now.wait()
-            self._advance()
+        if self._start_next is not None:
+            self._current.wait()
+            self._start_second()
 
     def wait(self) -> None:
-        self.begin()
-        self._now.wait()
+        self.wait_for_first()
+        self._current.wait()
 
-    def _advance(self) -> None:
-        start, self._start = self._start, None
+    def _start_second(self) -> None:
+        start, self._start_next = self._start_next, None
         assert start is not None
-        self._now = start()
+        self._current = start()

@@ -8,7 +8,7 @@ import stat
 from io import BufferedReader
 from pathlib import Path
 
-_KINDS = (
+_SPECIAL_KINDS = (
     (stat.S_ISDIR, "a directory"),
     (stat.S_ISFIFO, "a named pipe (FIFO)"),
     (stat.S_ISSOCK, "a socket"),
@@ -17,7 +17,7 @@ _KINDS = (
 )
 
 
-def open_regular(path: Path, within: Path | None = None) -> BufferedReader:
+def open_regular(path: Path, root: Path | None = None) -> BufferedReader:
     """Open the regular file `path` for reading.
 
     Args:
@@ -27,10 +27,10 @@ def open_regular(path: Path, within: Path | None = None) -> BufferedReader:
         OSError: it cannot be opened, is no regular file (a pipe is refused, never waited for), or is a link that leads
             out of `within`. `strerror` says which.
     """
-    real = path if within is None else inside(path, within)
+    real = path if root is None else resolve_within(path, root)
     _require_regular(os.stat(real).st_mode, path)  # first, since to open a device can have effects of its own
     flags = os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0)
-    descriptor = os.open(real, flags if within is None else flags | getattr(os, "O_NOFOLLOW", 0))
+    descriptor = os.open(real, flags if root is None else flags | getattr(os, "O_NOFOLLOW", 0))
     try:
         _require_regular(os.fstat(descriptor).st_mode, path)
         return open(descriptor, "rb")
@@ -39,21 +39,21 @@ def open_regular(path: Path, within: Path | None = None) -> BufferedReader:
         raise
 
 
-def read_regular(path: Path, within: Path | None = None) -> bytes:
+def read_regular(path: Path, root: Path | None = None) -> bytes:
     """The bytes of a regular file. Raises OSError as `open_regular` does."""
-    with open_regular(path, within) as file:
+    with open_regular(path, root) as file:
         return file.read()
 
 
-def inside(path: Path, within: Path) -> Path:
+def resolve_within(path: Path, root: Path) -> Path:
     """The file that `path` is, with all links resolved. Raises OSError where that lies outside of `within`."""
     real = Path(os.path.realpath(path))
-    if not real.is_relative_to(os.path.realpath(within)):
-        raise OSError(errno.ELOOP, f"it is a link to {real}, outside of {within}", str(path))
+    if not real.is_relative_to(os.path.realpath(root)):
+        raise OSError(errno.ELOOP, f"it is a link to {real}, outside of {root}", str(path))
     return real
 
 
 def _require_regular(mode: int, path: Path) -> None:
     if not stat.S_ISREG(mode):
-        kind = next((name for is_kind, name in _KINDS if is_kind(mode)), "a special file")
+        kind = next((name for is_kind, name in _SPECIAL_KINDS if is_kind(mode)), "a special file")
         raise OSError(errno.EINVAL, f"it is {kind}, not a regular file", str(path))

@@ -12,7 +12,7 @@ def needs_remote_code(error: BaseException) -> bool:
     return isinstance(error, ValueError) and "trust_remote_code" in str(error)
 
 
-def remote_code_refused(name: object) -> str:
+def remote_code_refusal(name: object) -> str:
     """Say that `name` needs its own code, and how the user allows that."""
     return (
         f"{name} brings Python code of its own, which is not run; read it, and if you trust it pass "

@@ -14,26 +14,26 @@ deepspeed_told and deepspeed_out (DeepSpeed's files beside ours), consolidated_f
 (`zero_to_fp32`), to_windlass (`ds_to_universal`), clones.
 """
 
-from windlass.checkpoint.directory import read_latest, tags
-from windlass.checkpoint.load import load
-from windlass.checkpoint.plain_torch import PlainCheckpoint, read_checkpoint
-from windlass.checkpoint.read import read_full, read_outline, read_plain
-from windlass.checkpoint.save import save
-from windlass.checkpoint.state import Drawer, FlatShard, LoadedState, Resting, SavedState
+from windlass.checkpoint.checkpoint_directory import list_tags, read_latest
+from windlass.checkpoint.checkpoint_load import load
+from windlass.checkpoint.checkpoint_save import save
+from windlass.checkpoint.checkpoint_state import FlatShard, LazyFlatTensor, LazyStorage, LoadedState, SavedState
+from windlass.checkpoint.read import read_full, read_meta_tensors, read_plain
+from windlass.checkpoint.torch_state_dicts import PlainCheckpoint, read_checkpoint
 
 __all__ = [
     "FlatShard",
     "LoadedState",
     "PlainCheckpoint",
-    "Drawer",
-    "Resting",
+    "LazyStorage",
+    "LazyFlatTensor",
     "SavedState",
     "load",
     "read_checkpoint",
     "read_full",
     "read_latest",
-    "read_outline",
+    "read_meta_tensors",
     "read_plain",
     "save",
-    "tags",
+    "list_tags",
 ]

@@ -20,17 +20,23 @@ from typing import Any
 import torch
 from torch import nn
 
+from windlass.base.broken_pipe import exit_quietly_on_broken_pipe
 from windlass.base.errors import CheckpointError, WindlassError
 from windlass.base.log import logger
-from windlass.base.output import while_read
-from windlass.checkpoint.consolidated_files import Weight, require_dtype, shard_bytes, write_weights
-from windlass.checkpoint.directory import LATEST, METADATA, is_checkpoint, is_deepspeed, read_latest
-from windlass.checkpoint.export import absent_from, dtype_in_use, tensors_of
-from windlass.checkpoint.stored import Stored
+from windlass.checkpoint.checkpoint_directory import (
+    INDEX_FILE,
+    LATEST,
+    is_checkpoint,
+    is_deepspeed_checkpoint,
+    read_latest,
+)
+from windlass.checkpoint.consolidated_files import StoredWeight, parse_output_dtype, parse_shard_size, write_weights
+from windlass.checkpoint.safetensors_export import missing_parameters, stored_names, stored_param_dtype
+from windlass.checkpoint.stored_checkpoint import StoredCheckpoint
 from windlass.checkpoint.torch_file import read_torch_file
 
 
-class NotZeroError(CheckpointError, ValueError):
+class NotZeroCheckpointError(CheckpointError, ValueError):
     """A file that is not what DeepSpeed's ZeRO writes, or no tag to look for."""
 
 
@@ -74,7 +80,7 @@ def get_model_state_file(checkpoint_dir: str | os.PathLike[str], zero_stage: int
 def get_checkpoint_files(checkpoint_dir: str | os.PathLike[str], glob_pattern: str) -> list[str]:
     """Files of a tag's directory, by the numbers in their names. Raises FileNotFoundError where there is none."""
     root = _require_directory(checkpoint_dir)
-    found = sorted((str(path) for path in root.glob(glob_pattern)), key=_by_numbers)
+    found = sorted((str(path) for path in root.glob(glob_pattern)), key=_natural_sort_key)
     if not found:
         raise FileNotFoundError(f"can't find {glob_pattern} files in the directory {str(root)!r}")
     return found
@@ -108,17 +114,17 @@ def get_fp32_state_dict_from_zero_checkpoint(
         FileNotFoundError: there is no such directory, or a file of DeepSpeed's is missing.
         CheckpointError: a file is damaged.
     """
-    path = _found(checkpoint_dir, tag)
+    path = _tag_directory(checkpoint_dir, tag)
     found: dict[str, Any] = OrderedDict()
-    for name, weight in _weights(path, exclude_frozen_parameters).items():
+    for name, weight in _stored_weights(path, exclude_frozen_parameters).items():
         # one object for all names of a tied parameter
         first = next((known for known in found if weight.name == known), None)
         if first is not None:
             found[name] = found[first]
         elif lazy_mode:
-            found[name] = LazyTensor(weight.dtype, torch.Size(weight.shape), weight.whole)
+            found[name] = LazyTensor(weight.dtype, torch.Size(weight.shape), weight.read_full)
         else:
-            found[name] = weight.whole()
+            found[name] = weight.read_full()
     return found
 
 
@@ -143,10 +149,10 @@ def convert_zero_checkpoint_to_state_dict(
         ValueError, FileNotFoundError, CheckpointError: as `get_fp32_state_dict_from_zero_checkpoint`; or a dtype or
             size that is none.
     """
-    chosen, most = require_dtype(dtype), shard_bytes(max_shard_size)
-    path = _found(checkpoint_dir, tag)
+    chosen, most = parse_output_dtype(dtype), parse_shard_size(max_shard_size)
+    path = _tag_directory(checkpoint_dir, tag)
     write_weights(
-        Path(output_dir), _weights(path, exclude_frozen_parameters), chosen, most, safetensors=safe_serialization
+        Path(output_dir), _stored_weights(path, exclude_frozen_parameters), chosen, most, safetensors=safe_serialization
     )
 
 
@@ -181,12 +187,12 @@ def load_state_dict_from_zero_checkpoint(
 
 def zero_to_fp32(argv: Sequence[str] | None = None, prog: str = "zero_to_fp32.py") -> int:
     """The command of that name; the exit code."""
-    return _command(prog, argv, with_dtype=False)
+    return _run_command(prog, argv, with_dtype=False)
 
 
 def zero_to_torch(argv: Sequence[str] | None = None, prog: str = "zero_to_torch.py") -> int:
     """The command of that name; the exit code."""
-    return _command(prog, argv, with_dtype=True)
+    return _run_command(prog, argv, with_dtype=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -194,8 +200,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return zero_to_fp32(argv)
 
 
-@while_read()
-def _command(prog: str, argv: Sequence[str] | None, *, with_dtype: bool) -> int:
+@exit_quietly_on_broken_pipe()
+def _run_command(prog: str, argv: Sequence[str] | None, *, with_dtype: bool) -> int:
     parser = argparse.ArgumentParser(prog, description="Write whole weights of a checkpoint.")
     parser.add_argument("checkpoint_dir", help="the directory that the checkpoints lie in, with `latest`")
     parser.add_argument("output_dir", help="where to write")
@@ -229,20 +235,20 @@ def _command(prog: str, argv: Sequence[str] | None, *, with_dtype: bool) -> int:
     return 0
 
 
-def _found(checkpoint_dir: str | os.PathLike[str], tag: str | None) -> Path:
+def _tag_directory(checkpoint_dir: str | os.PathLike[str], tag: str | None) -> Path:
     """The tag's directory."""
     root = Path(checkpoint_dir)
     tag = read_latest(root) if tag is None else tag
     if tag is None:
         if not root.is_dir():
-            raise NotZeroError(f"the directory {str(root)!r} does not exist")
-        whole = is_checkpoint(root) or is_deepspeed(root)
+            raise NotZeroCheckpointError(f"the directory {str(root)!r} does not exist")
+        whole = is_checkpoint(root) or is_deepspeed_checkpoint(root)
         hint = (
             f"{root} is a checkpoint itself: give its parent, and the tag {root.absolute().name!r}"
             if whole
             else "give a tag"
         )
-        raise NotZeroError(f"unable to find the file {LATEST!r} at {root / LATEST}; {hint}")
+        raise NotZeroCheckpointError(f"unable to find the file {LATEST!r} at {root / LATEST}; {hint}")
     return _require_directory(root / tag)
 
 
@@ -253,38 +259,38 @@ def _require_directory(path: str | os.PathLike[str]) -> Path:
     return root
 
 
-def _by_numbers(text: str) -> list[tuple[int, str]]:
+def _natural_sort_key(text: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", text)]
 
 
-def _weights(path: Path, exclude_frozen: bool) -> dict[str, Weight]:
+def _stored_weights(path: Path, exclude_frozen: bool) -> dict[str, StoredWeight]:
     """Parameters and buffers of a checkpoint by all their names."""
-    if not (path / METADATA).is_file():
+    if not (path / INDEX_FILE).is_file():
         _require_zero(path)
-    stored = Stored.at(path)
-    if absent := absent_from(stored) if not exclude_frozen else ():
+    stored = StoredCheckpoint.from_path(path)
+    if absent := missing_parameters(stored) if not exclude_frozen else ():
         logger.warning("%s holds trained parameters alone; absent: %s", path, ", ".join(absent))
-    held = tensors_of(stored)
-    trained = _trained(stored, held)
-    found: dict[str, Weight] = OrderedDict()
+    held = stored_names(stored)
+    trained = _trained_names(stored, held)
+    found: dict[str, StoredWeight] = OrderedDict()
     for name, where in sorted(held.items(), key=lambda item: item[1].startswith("param/")):
-        is_buffer, like = where.startswith("buffer/"), stored.described(where)
+        is_buffer, like = where.startswith("buffer/"), stored.meta_tensor(where)
         if exclude_frozen and not is_buffer and name not in trained:
             continue
         widened = like.is_floating_point() and (is_buffer or name in trained)
-        dtype = torch.float32 if widened else dtype_in_use(stored, where)
-        found[name] = Weight(name, dtype, tuple(like.shape), stored, where)
-    for alias, name in stored.said.get("tied", {}).items():
+        dtype = torch.float32 if widened else stored_param_dtype(stored, where)
+        found[name] = StoredWeight(name, dtype, tuple(like.shape), stored, where)
+    for alias, name in stored.engine_data.get("tied", {}).items():
         if name in found and alias not in found:
             found[alias] = found[name]
     return found
 
 
-def _trained(stored: Stored, held: Mapping[str, str]) -> set[str]:
+def _trained_names(stored: StoredCheckpoint, held: Mapping[str, str]) -> set[str]:
     """Names of the parameters that are trained; in checkpoints that do not say, those of the optimizer's groups."""
-    if (frozen := stored.said.get("frozen")) is not None:
+    if (frozen := stored.engine_data.get("frozen")) is not None:
         return set(held) - set(frozen)
-    return {name for group in stored.said.get("groups", []) for name in group["parameters"]}
+    return {name for group in stored.engine_data.get("groups", []) for name in group["parameters"]}
 
 
 def _require_zero(path: Path) -> None:
@@ -292,20 +298,20 @@ def _require_zero(path: Path) -> None:
     for file in get_model_state_files(path)[:1]:
         value = read_torch_file(Path(file))
         if not isinstance(value, dict) or "buffer_names" not in value:
-            raise NotZeroError(f"{file} is not a model state checkpoint of DeepSpeed's")
+            raise NotZeroCheckpointError(f"{file} is not a model state checkpoint of DeepSpeed's")
     files = get_optim_files(path)
     value = read_torch_file(Path(files[0]))
     inner = value.get("optimizer_state_dict") if isinstance(value, dict) else None
     if not isinstance(inner, dict) or not ({"zero_stage", "single_partition_of_fp32_groups"} & set(inner)):
-        raise NotZeroError(f"{files[0]} is not a zero checkpoint")
+        raise NotZeroCheckpointError(f"{files[0]} is not a zero checkpoint")
     said = inner.get("zero_stage", 1)
     stage = said if isinstance(said, int) else (getattr(said, "given", None) or (1,))[0]
     if stage not in (1, 2, 3):
-        raise NotZeroError(f"{files[0]}: unknown zero stage {stage}")
+        raise NotZeroCheckpointError(f"{files[0]}: unknown zero stage {stage}")
     count = inner.get("partition_count", len(files))
     ranks = max(count) if isinstance(count, list) else count
     if ranks != len(files):
-        raise NotZeroError(
+        raise NotZeroCheckpointError(
             f"{ranks} '*_optim_states.pt' files are expected in {path} and {len(files)} are there: some ranks did not "
             "save, or another checkpoint was written over"
         )

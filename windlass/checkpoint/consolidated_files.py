@@ -10,12 +10,12 @@ from pathlib import Path
 
 import torch
 
-from windlass.base.whole_file import temporary_beside
-from windlass.checkpoint.directory import disk_errors, require_space
-from windlass.checkpoint.pickled import Planned
-from windlass.checkpoint.stored import Stored
-from windlass.checkpoint.streamed_file import write_tensors
-from windlass.checkpoint.tensor_file import Entry
+from windlass.base.atomic_file import temporary_path_beside
+from windlass.checkpoint.checkpoint_directory import disk_errors, require_space
+from windlass.checkpoint.pickle_writer import PlannedTensor
+from windlass.checkpoint.safetensors_file import TensorEntry
+from windlass.checkpoint.stored_checkpoint import StoredCheckpoint
+from windlass.checkpoint.streamed_safetensors import stream_tensors
 from windlass.checkpoint.torch_file_writer import write_torch_file
 
 _DTYPES = {
@@ -31,7 +31,7 @@ _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
 @dataclass(frozen=True)
-class Weight:
+class StoredWeight:
     """A parameter or buffer that is to be read.
 
     Attributes:
@@ -43,20 +43,20 @@ class Weight:
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    stored: Stored
-    where: str
+    stored: StoredCheckpoint
+    stored_name: str
 
-    def whole(self) -> torch.Tensor:
+    def read_full(self) -> torch.Tensor:
         """All of it, on the CPU."""
         with self.stored:
-            return self.stored.whole(self.where).to(self.dtype)
+            return self.stored.read_full(self.stored_name).to(self.dtype)
 
     def dtype_as(self, dtype: torch.dtype) -> torch.dtype:
         """`dtype`, where it is of floating point."""
         return dtype if self.dtype.is_floating_point else self.dtype
 
 
-def require_dtype(dtype: torch.dtype | str) -> torch.dtype:
+def parse_output_dtype(dtype: torch.dtype | str) -> torch.dtype:
     """The dtype of that name. Raises ValueError for another than float32, float16 and bfloat16."""
     found = _DTYPES.get(dtype.removeprefix("torch.").lower()) if isinstance(dtype, str) else dtype
     if found not in _DTYPES.values():
@@ -65,7 +65,7 @@ def require_dtype(dtype: torch.dtype | str) -> torch.dtype:
     return found
 
 
-def shard_bytes(size: str | int | None) -> int | None:
+def parse_shard_size(size: str | int | None) -> int | None:
     """Bytes, from "5GB" (10^9), "2GiB" (2^30), a number, or None. Raises ValueError for anything else."""
     if size is None or isinstance(size, int):
         return size
@@ -77,7 +77,12 @@ def shard_bytes(size: str | int | None) -> int | None:
 
 
 def write_weights(
-    target: Path, weights: Mapping[str, Weight], dtype: torch.dtype, most: int | None, *, safetensors: bool
+    target: Path,
+    weights: Mapping[str, StoredWeight],
+    dtype: torch.dtype,
+    max_shard_bytes: int | None,
+    *,
+    safetensors: bool,
 ) -> None:
     """Writes them to the directory `target`; each file appears whole, the index of several last.
 
@@ -87,7 +92,7 @@ def write_weights(
         most: bytes of a file that holds more than one tensor.
     """
     stem, suffix = ("model", "safetensors") if safetensors else ("pytorch_model", "bin")
-    shards = _shards(weights, dtype, most)
+    shards = _split_into_files(weights, dtype, max_shard_bytes)
     total = sum(_nbytes(weight, dtype) for name, weight in weights.items() if weight.name == name)
     with disk_errors(target, total):
         target.mkdir(parents=True, exist_ok=True)
@@ -97,16 +102,16 @@ def write_weights(
     names = names if count > 1 else [f"{stem}.{suffix}"]
     write = _write_safetensors if safetensors else _write_torch
     for file_name, shard in zip(names, shards, strict=True):
-        _whole(target / file_name, lambda path, shard=shard: write(path, shard, dtype))  # type: ignore[misc]
+        _write_atomically(target / file_name, lambda path, shard=shard: write(path, shard, dtype))  # type: ignore[misc]
     if count > 1:
         of = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
         text = json.dumps({"metadata": {"total_size": total}, "weight_map": of}, indent=2, sort_keys=True) + "\n"
-        _whole(target / f"{stem}.{suffix}.index.json", lambda path: path.write_text(text, encoding="utf-8"))
+        _write_atomically(target / f"{stem}.{suffix}.index.json", lambda path: path.write_text(text, encoding="utf-8"))
 
 
-def _whole(path: Path, write: Callable[[Path], object]) -> None:
+def _write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     """A file that has its name once it is whole."""
-    temporary = temporary_beside(path)
+    temporary = temporary_path_beside(path)
     try:
         write(temporary)
         with disk_errors(path, 0):
@@ -115,42 +120,44 @@ def _whole(path: Path, write: Callable[[Path], object]) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def _write_safetensors(path: Path, shard: Mapping[str, Weight], dtype: torch.dtype) -> None:
+def _write_safetensors(path: Path, shard: Mapping[str, StoredWeight], dtype: torch.dtype) -> None:
     once = {name: weight for name, weight in shard.items() if weight.name == name}
-    entries = {name: Entry(weight.dtype_as(dtype), weight.shape) for name, weight in once.items()}
+    entries = {name: TensorEntry(weight.dtype_as(dtype), weight.shape) for name, weight in once.items()}
     entries = dict(sorted(entries.items(), key=lambda item: -item[1].dtype.itemsize))  # so that each is aligned
     tied = {name: weight.name for name, weight in shard.items() if weight.name != name}
-    write_tensors(path, entries, (_parts(once[name]) for name in entries), tied)
+    stream_tensors(path, entries, (_iter_parts(once[name]) for name in entries), tied)
 
 
-def _write_torch(path: Path, shard: Mapping[str, Weight], dtype: torch.dtype) -> None:
+def _write_torch(path: Path, shard: Mapping[str, StoredWeight], dtype: torch.dtype) -> None:
     planned = {
-        weight.name: Planned(weight.dtype_as(dtype), weight.shape, lambda weight=weight: _parts(weight))  # type: ignore[misc]
+        weight.name: PlannedTensor(weight.dtype_as(dtype), weight.shape, lambda weight=weight: _iter_parts(weight))  # type: ignore[misc]
         for weight in shard.values()
     }
     write_torch_file(path, {name: planned[weight.name] for name, weight in shard.items()})
 
 
-def _parts(weight: Weight) -> Iterator[torch.Tensor]:
+def _iter_parts(weight: StoredWeight) -> Iterator[torch.Tensor]:
     with weight.stored:
-        for part in weight.stored.parts(weight.where):
+        for part in weight.stored.iter_parts(weight.stored_name):
             yield part.to(weight.dtype)  # as it is given, whatever it is written in
 
 
-def _nbytes(weight: Weight, dtype: torch.dtype) -> int:
-    return Entry(weight.dtype_as(dtype), weight.shape).nbytes
+def _nbytes(weight: StoredWeight, dtype: torch.dtype) -> int:
+    return TensorEntry(weight.dtype_as(dtype), weight.shape).nbytes
 
 
-def _shards(weights: Mapping[str, Weight], dtype: torch.dtype, most: int | None) -> list[dict[str, Weight]]:
+def _split_into_files(
+    weights: Mapping[str, StoredWeight], dtype: torch.dtype, max_shard_bytes: int | None
+) -> list[dict[str, StoredWeight]]:
     """Neighbours together, as many as `most` bytes hold, and at least one; other names with the first."""
-    shards: list[dict[str, Weight]] = [{}]
+    shards: list[dict[str, StoredWeight]] = [{}]
     size, place = 0, dict[str, int]()
     for name, weight in weights.items():
         if weight.name in place:
             shards[place[weight.name]][name] = weight
             continue
         nbytes = _nbytes(weight, dtype)
-        if most is not None and shards[-1] and size + nbytes > most:
+        if max_shard_bytes is not None and shards[-1] and size + nbytes > max_shard_bytes:
             shards.append({})
             size = 0
         shards[-1][name] = weight

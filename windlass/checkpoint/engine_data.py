@@ -18,10 +18,10 @@ from pydantic import (
 )
 
 from windlass.base.errors import CheckpointError
-from windlass.checkpoint.index import Count, told_of
+from windlass.checkpoint.checkpoint_index import Count, validation_message
 
 
-def _numbers(values: dict[str, Any]) -> dict[str, Any]:
+def _check_hyperparameters(values: dict[str, Any]) -> dict[str, Any]:
     """Refuse hyper-parameters that no optimizer takes, by the names that all of them use."""
     for key in ("lr", "initial_lr", "max_lr", "min_lr", "weight_decay", "eps", "momentum", "step"):
         value = values.get(key, 0)
@@ -34,13 +34,13 @@ def _numbers(values: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
-def _span(span: tuple[int, int]) -> tuple[int, int]:
+def _check_span(span: tuple[int, int]) -> tuple[int, int]:
     if span[0] >= span[1]:
         raise ValueError("a span of elements that is empty")
     return span
 
 
-def _dtype(name: str) -> str:
+def _check_dtype_name(name: str) -> str:
     if not isinstance(getattr(torch, name, None) if name.isidentifier() else None, torch.dtype):
         raise ValueError("no dtype of torch")
     return name
@@ -49,56 +49,56 @@ def _dtype(name: str) -> str:
 _Finite = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 _Hash = Annotated[str, Field(strict=True, pattern=r"^[0-9a-f]{16}$")]
 _Kind = Annotated[str, Field(strict=True, pattern=r"^((pieces|whole) [a-z][a-z0-9_]*|(signed|unsigned) uint8|value)$")]
-_Dtype = Annotated[StrictStr, AfterValidator(_dtype)]
-_Span = Annotated[tuple[Count, Count], AfterValidator(_span)]
+_Dtype = Annotated[StrictStr, AfterValidator(_check_dtype_name)]
+_Span = Annotated[tuple[Count, Count], AfterValidator(_check_span)]
 
 
-class _Part(BaseModel):
+class _EngineDataModel(BaseModel):
     model_config = ConfigDict(extra="ignore", arbitrary_types_allowed=True)
 
 
-class _Counters(_Part):
+class _Counters(_EngineDataModel):
     micro_steps: Count
     global_steps: Count
     global_samples: Count
     skipped_steps: Count
 
 
-class _Layout(_Part):
+class _Layout(_EngineDataModel):
     stage: Annotated[int, Field(strict=True, ge=0, le=3)]
     ranks: Annotated[int, Field(strict=True, ge=1, lt=1 << 31)]
     axes: dict[StrictStr, Annotated[int, Field(strict=True, ge=1, lt=1 << 31)]] | None = None
     accumulation: Annotated[int, Field(strict=True, ge=1, lt=1 << 31)] | None = None
 
 
-class _Fingerprints(_Part):
+class _Fingerprints(_EngineDataModel):
     parameters: _Hash | None
     states: _Hash | None
 
 
-class _SavedGroup(_Part):
+class _SavedGroup(_EngineDataModel):
     parameters: list[StrictStr]
-    values: Annotated[dict[StrictStr, Any], AfterValidator(_numbers)]
+    values: Annotated[dict[StrictStr, Any], AfterValidator(_check_hyperparameters)]
 
 
-class _SavedScale(_Part):
+class _SavedScale(_EngineDataModel):
     scale: Annotated[float, Field(strict=True, allow_inf_nan=False, gt=0)]
     good_steps: Annotated[int, Field(strict=True, ge=-1, lt=1 << 63)] | None = None
     hysteresis_left: Annotated[int, Field(strict=True, lt=1 << 31, ge=0)] | None = None
 
     @model_validator(mode="after")
-    def _both(self) -> _SavedScale:
+    def _require_both_fields(self) -> _SavedScale:
         if (self.good_steps is None) != (self.hysteresis_left is None):
             raise ValueError("good_steps and hysteresis_left belong together")
         return self
 
 
-class _SavedAverage(_Part):
+class _SavedAverage(_EngineDataModel):
     decay: _Finite
     updates: Count
 
 
-class EngineData(_Part):
+class EngineData(_EngineDataModel):
     """All keys that windlass reads; a key that is not there was not saved."""
 
     engine: _Counters | None = None
@@ -127,7 +127,7 @@ _NULLABLE = frozenset({"fingerprint", "schedule", "data", "trainable_only", "abs
 _REQUIRED = ("engine", "layout", "groups", "loss_scale", "schedule", "client", "trainable_only")
 
 
-def require_engine_data(plain: Any, path: object, *, whole: bool = False) -> dict[str, Any]:
+def require_engine_data(plain: Any, path: object, *, require_all: bool = False) -> dict[str, Any]:
     """Check the plain data of a checkpoint, which is returned as it is.
 
     Args:
@@ -139,7 +139,7 @@ def require_engine_data(plain: Any, path: object, *, whole: bool = False) -> dic
     """
     if not isinstance(plain, Mapping):
         raise CheckpointError(f"{path}: its plain data is a {type(plain).__name__}, not a dictionary")
-    if whole and (lacks := [key for key in _REQUIRED if key not in plain]):
+    if require_all and (lacks := [key for key in _REQUIRED if key not in plain]):
         raise CheckpointError(f"{path} was saved by no engine: its plain data has no {lacks[0]!r}; use read_full")
     known = {key: value for key, value in plain.items() if key in EngineData.model_fields}
     none = next((key for key, value in known.items() if value is None and key not in _NULLABLE), None)
@@ -149,7 +149,7 @@ def require_engine_data(plain: Any, path: object, *, whole: bool = False) -> dic
         EngineData.model_validate(known)
     except ValidationError as error:
         raise CheckpointError(
-            f"{path} has plain data that no engine wrote: {told_of(error)}; load another checkpoint"
+            f"{path} has plain data that no engine wrote: {validation_message(error)}; load another checkpoint"
         ) from error
     _check_names(known, path)
     return dict(plain)

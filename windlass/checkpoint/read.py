@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from windlass.base.errors import CheckpointError
-from windlass.checkpoint.deepspeed_files import Order
-from windlass.checkpoint.stored import Stored, missing
+from windlass.checkpoint.deepspeed_index import ParameterOrder
+from windlass.checkpoint.stored_checkpoint import StoredCheckpoint, missing_names
 
 
 def read_full(
@@ -26,28 +26,28 @@ def read_full(
     Raises:
         CheckpointError: no such checkpoint or name, or a damaged file.
     """
-    stored = Stored(directory, tag)
+    stored = StoredCheckpoint(directory, tag)
     wanted = stored.names() if names is None else list(names)
-    if unknown := missing(stored, wanted):
+    if unknown := missing_names(stored, wanted):
         raise CheckpointError(f"{stored.path} holds no tensor named {', '.join(map(repr, unknown[:8]))}")
     return _whole_tensors(stored, wanted)
 
 
 def read_plain(directory: str | os.PathLike[str], tag: str | None = None) -> dict[str, Any]:
     """The plain data that all ranks share, with the tensors in it. Raises CheckpointError as `read_full` does."""
-    return Stored(directory, tag).plain
+    return StoredCheckpoint(directory, tag).plain
 
 
-def read_outline(
-    directory: str | os.PathLike[str], tag: str | None = None, order: Order | None = None
+def read_meta_tensors(
+    directory: str | os.PathLike[str], tag: str | None = None, parameter_order: ParameterOrder | None = None
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """The plain data, and every named tensor as one without memory (on the device `meta`) that has its shape and
     dtype. `order` is that of `load`. Raises CheckpointError as `read_full` does."""
-    stored = Stored(directory, tag, order)
+    stored = StoredCheckpoint(directory, tag, parameter_order)
     return stored.plain, stored.outline()
 
 
-def _whole_tensors(stored: Stored, names: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
+def _whole_tensors(stored: StoredCheckpoint, names: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
     with stored:
         for name in names:
-            yield name, stored.whole(name)
+            yield name, stored.read_full(name)

@@ -17,12 +17,14 @@ from pathlib import Path
 
 from windlass.base.errors import CheckpointError
 from windlass.base.log import logger
-from windlass.checkpoint.directory import read_latest, sync_directory, tags
+from windlass.checkpoint.checkpoint_directory import fsync_directory, list_tags, read_latest
 
 _DEFAULT = re.compile(r"^global_step\d+$")
 
 
-def retire(directory: str | os.PathLike[str], keep: int, saved: str, written: Collection[str]) -> list[str]:
+def remove_old_checkpoints(
+    directory: str | os.PathLike[str], keep_last: int, saved_tag: str, own_tags: Collection[str]
+) -> list[str]:
     """Removes the oldest checkpoints of a run beyond the last `keep`, and returns their tags. On one rank.
 
     What cannot be removed stays, and is told: the save itself was fine.
@@ -37,9 +39,9 @@ def retire(directory: str | os.PathLike[str], keep: int, saved: str, written: Co
     except CheckpointError as error:
         logger.warning("checkpoint.keep_last removed nothing: %s", error)
         return []
-    ours = [tag for tag in tags(root) if tag in written or _DEFAULT.match(tag)]
-    spared = {saved, latest}
-    spared.update([tag for tag in ours if tag not in spared][::-1][: max(0, keep - len(spared & set(ours)))])
+    ours = [tag for tag in list_tags(root) if tag in own_tags or _DEFAULT.match(tag)]
+    spared = {saved_tag, latest}
+    spared.update([tag for tag in ours if tag not in spared][::-1][: max(0, keep_last - len(spared & set(ours)))])
     gone = [tag for tag in ours if tag not in spared]
     for tag in gone:
         _remove(root, tag)
@@ -54,7 +56,7 @@ def _remove(root: Path, tag: str) -> None:
         if hidden.exists():
             shutil.rmtree(hidden)
         os.rename(root / tag, hidden)
-        sync_directory(root)
+        fsync_directory(root)
         shutil.rmtree(hidden)
     except OSError as error:
         logger.warning("the checkpoint %s could not be removed (%s); remove it by hand", root / tag, error)

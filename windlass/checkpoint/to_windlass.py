@@ -18,50 +18,52 @@ from typing import Any
 
 import torch
 
+from windlass.base.broken_pipe import exit_quietly_on_broken_pipe
 from windlass.base.errors import CheckpointError, WindlassError
 from windlass.base.log import logger
-from windlass.base.output import while_read
 from windlass.base.regular_file import open_regular
-from windlass.checkpoint.agree import Ranks
-from windlass.checkpoint.catalogue import verified
-from windlass.checkpoint.deepspeed_files import Order
-from windlass.checkpoint.directory import is_checkpoint, is_deepspeed, write_latest
-from windlass.checkpoint.draft import Draft
-from windlass.checkpoint.index import read_index
-from windlass.checkpoint.save import Begun
-from windlass.checkpoint.state import FlatShard, Resting, SavedState
-from windlass.checkpoint.stored import Stored
+from windlass.checkpoint.checkpoint_directory import is_checkpoint, is_deepspeed_checkpoint, write_latest
+from windlass.checkpoint.checkpoint_index import read_index
+from windlass.checkpoint.checkpoint_listing import find_damage
+from windlass.checkpoint.checkpoint_ranks import CheckpointRanks
+from windlass.checkpoint.checkpoint_save import CheckpointSave
+from windlass.checkpoint.checkpoint_state import FlatShard, LazyFlatTensor, SavedState
+from windlass.checkpoint.deepspeed_index import ParameterOrder
+from windlass.checkpoint.staging_checkpoint import StagingCheckpoint
+from windlass.checkpoint.stored_checkpoint import StoredCheckpoint
 
 LATEST_UNIVERSAL = "latest_universal"
 
 
-class _Tensor:
+class _StoredTensorStorage:
     """The drawer of one tensor of another checkpoint: in memory while it is open."""
 
-    stays = False
+    is_resident = False
 
-    def __init__(self, stored: Stored, name: str) -> None:
+    def __init__(self, stored: StoredCheckpoint, name: str) -> None:
         self._stored, self._name = stored, name
         self._values: torch.Tensor | None = None
 
     @contextmanager
     def open(self) -> Iterator[None]:
         """As `Drawer`."""
-        self._values = self._stored.whole(self._name).view(-1)
+        self._values = self._stored.read_full(self._name).view(-1)
         yield
         self._values = None
 
     def shard(self) -> FlatShard:
         """All of it."""
-        like = self._stored.described(self._name)
-        return FlatShard(self._name, tuple(like.shape), 0, Resting(like.numel(), like.dtype, self, self._get))
+        like = self._stored.meta_tensor(self._name)
+        return FlatShard(
+            self._name, tuple(like.shape), 0, LazyFlatTensor(like.numel(), like.dtype, self, self._loaded_values)
+        )
 
-    def _get(self) -> torch.Tensor:
+    def _loaded_values(self) -> torch.Tensor:
         assert self._values is not None
         return self._values
 
 
-def to_windlass(source: Path, target: Path, order: Order | None = None) -> Path:
+def convert_to_windlass(source: Path, target: Path, parameter_order: ParameterOrder | None = None) -> Path:
     """Writes the checkpoint in `source`, a tag's directory, as the windlass checkpoint `target`; whole or not at all.
 
     Memory: one tensor at a time.
@@ -74,20 +76,20 @@ def to_windlass(source: Path, target: Path, order: Order | None = None) -> Path:
         CheckpointError: there is no checkpoint in `source`, it is damaged, or `target` can't be written.
     """
     if is_checkpoint(source):
-        draft = Draft(target.parent, target.name)
+        draft = StagingCheckpoint(target.parent, target.name)
         try:
             _copy_files(source, draft.path)
-            if problem := verified(draft.path, read_index(draft.path)):
+            if problem := find_damage(draft.path, read_index(draft.path)):
                 raise CheckpointError(f"{source} was copied, and is damaged there: {problem}")
             return draft.commit()
         except BaseException:
             draft.discard()
             raise
-    if not is_deepspeed(source):
+    if not is_deepspeed_checkpoint(source):
         raise CheckpointError(f"{source} is no checkpoint's directory; give DIR/TAG, such as DIR/global_step100")
-    with Stored.at(source, order) as stored:
-        shards = [_Tensor(stored, name).shard() for name in stored.names()]
-        if order is None and stored.said["layout"]["stage"] == 0:
+    with StoredCheckpoint.from_path(source, parameter_order) as stored:
+        shards = [_StoredTensorStorage(stored, name).shard() for name in stored.names()]
+        if parameter_order is None and stored.engine_data["layout"]["stage"] == 0:
             logger.warning(
                 "%s has DeepSpeed's stage 0, which keeps optimizer states under numbers: they are not in %s. Load %s "
                 "itself to go on with them",
@@ -95,8 +97,10 @@ def to_windlass(source: Path, target: Path, order: Order | None = None) -> Path:
                 target,
                 source,
             )
-        ranks = Ranks(None, 0, 1, alone=True)
-        return Begun(target.parent, target.name, SavedState(shards, plain=stored.plain), ranks, False).finish(ranks)
+        ranks = CheckpointRanks(None, 0, 1, is_single_process=True)
+        return CheckpointSave(target.parent, target.name, SavedState(shards, plain=stored.plain), ranks, False).finish(
+            ranks
+        )
 
 
 def _copy_files(source: Path, target: Path) -> None:
@@ -115,7 +119,7 @@ def _copy_files(source: Path, target: Path) -> None:
             logger.warning("%s is not copied: %s", path, error.strerror)
 
 
-@while_read()
+@exit_quietly_on_broken_pipe()
 def main(argv: Any = None) -> int:
     """The command; the exit code.
 
@@ -150,7 +154,7 @@ def main(argv: Any = None) -> int:
 
 
 def _convert(source: Path, target: Path) -> None:
-    written = to_windlass(source, target.absolute())
+    written = convert_to_windlass(source, target.absolute())
     write_latest(written.parent, written.name, LATEST_UNIVERSAL)
     print(f"{written}: a windlass checkpoint, which load_checkpoint takes in any layout, as it takes {source} itself")
 

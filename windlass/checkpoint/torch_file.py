@@ -22,11 +22,18 @@ import torch
 
 from windlass.base.errors import CheckpointError
 from windlass.base.regular_file import open_regular
-from windlass.checkpoint.bag import Array, Bag, LossScaler, Namespace, NumpyType, ZeroStage
-from windlass.checkpoint.keys import Keys
-from windlass.checkpoint.tensor_file import TensorFile, bytes_of
-from windlass.checkpoint.unpickle import Budget, Inert, Unpickler
-from windlass.checkpoint.zip_records import NoArchiveError, Record, ZipError, ZipRecords
+from windlass.checkpoint.key_validation import KeyValidator
+from windlass.checkpoint.pickle_stand_ins import (
+    LossScalerStandIn,
+    NamespaceStandIn,
+    NumpyArrayStandIn,
+    NumpyDtypeStandIn,
+    PickleStandIn,
+    ZeroStageStandIn,
+)
+from windlass.checkpoint.safe_unpickler import AllowedFunction, MemoryBudget, SafeUnpickler
+from windlass.checkpoint.safetensors_file import TensorFile, tensor_bytes
+from windlass.checkpoint.zip_records import NotZipError, ZipError, ZipRecord, ZipRecords
 
 _STORAGES: dict[str, torch.dtype] = {
     "DoubleStorage": torch.float64,
@@ -53,7 +60,7 @@ class _Storage:
     """A record of the file, and its elements' type."""
 
     dtype: torch.dtype
-    record: Record
+    record: ZipRecord
 
     def __setstate__(self, state: Any) -> None:
         raise TypeError("a storage takes no state")
@@ -64,7 +71,7 @@ class StoredTensor:
     """A tensor that is in a file: from byte `begin` of `path` on, which is in `record`."""
 
     path: Path
-    record: Record
+    record: ZipRecord
     begin: int
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -91,7 +98,7 @@ class StoredTensor:
         return True
 
 
-def read_torch_file(path: Path, within: Path | None = None) -> Any:
+def read_torch_file(path: Path, root: Path | None = None) -> Any:
     """Read the plain data of a file that `torch.save` wrote, with a `StoredTensor` for each tensor.
 
     Memory: at most five times the size of the file (tensors of some elements are the worst), and some megabytes.
@@ -104,13 +111,13 @@ def read_torch_file(path: Path, within: Path | None = None) -> Any:
             nor plain data; nothing was called.
     """
     try:
-        with open_regular(path, path.parent if within is None else within) as file:
-            return _read(path, file)
+        with open_regular(path, path.parent if root is None else root) as file:
+            return _read_pickle(path, file)
     except CheckpointError:
         raise
     except OSError as error:
         raise CheckpointError(f"the checkpoint file {path} cannot be read: {error.strerror or error}") from error
-    except NoArchiveError as error:
+    except NotZipError as error:
         raise CheckpointError(
             f"{path} is damaged, or an old file of torch.save that is one pickle ({error}); load it with what wrote it "
             "and save it again"
@@ -123,48 +130,48 @@ def read_torch_file(path: Path, within: Path | None = None) -> Any:
         ) from error
 
 
-def _read(path: Path, file: BufferedReader) -> Any:
+def _read_pickle(path: Path, file: BufferedReader) -> Any:
     records = ZipRecords(file)
-    pickled, order = records.named("data.pkl"), records.named("byteorder")
+    pickled, order = records.get("data.pkl"), records.get("byteorder")
     if pickled is None:
         raise CheckpointError(f"{path} is no file of torch.save: it has no data.pkl")
     if order is not None and records.read(order, 16) != b"little":
         raise CheckpointError(f"{path} was written on a big-endian machine, which cannot be read here")
     text = records.read(pickled, _LONGEST_PICKLE)
-    budget = Budget(_FLOOR + _TIMES * path.stat().st_size)
-    tensors = _Tensors(path, records)
-    return Unpickler(text, budget, tensors.find, tensors.storage).load()
+    budget = MemoryBudget(_FLOOR + _TIMES * path.stat().st_size)
+    tensors = _PickleResolver(path, records)
+    return SafeUnpickler(text, budget, tensors.resolve_name, tensors.resolve_storage).load()
 
 
-def entry_within(tensor: StoredTensor, start: int, stop: int) -> str:
+def entry_of_elements(tensor: StoredTensor, start: int, stop: int) -> str:
     """The entry of a `TorchFile` that is elements `[start, stop)` of this tensor, flat."""
     size = tensor.dtype.itemsize
     return f"{tensor.begin + start * size}:{tensor.begin + stop * size}"
 
 
-def crc32_within(tensor: StoredTensor, start: int, stop: int) -> int | None:
+def crc32_of_elements(tensor: StoredTensor, start: int, stop: int) -> int | None:
     """The checksum of these elements, where they are all of a record; the file has none of a part."""
     size, record = tensor.dtype.itemsize, tensor.record
     whole = (tensor.begin + start * size, tensor.begin + stop * size) == (record.begin, record.end)
     return record.crc32 if whole else None
 
 
-def literal(tensor: torch.Tensor) -> str:
+def literal_entry(tensor: torch.Tensor) -> str:
     """An entry that is these very bytes, for what a file has as a plain number."""
-    return _LITERAL + bytes(bytes_of(tensor)).hex()
+    return _LITERAL + bytes(tensor_bytes(tensor)).hex()
 
 
 class TorchFile(TensorFile):
     """A file of `torch.save` as entries that are ranges of its bytes, each inside of one record, whose checksum it
     has."""
 
-    def span(self, entry: str) -> tuple[int, int]:
+    def byte_range(self, entry: str) -> tuple[int, int]:
         """As `TensorFile`."""
         if entry.startswith(_LITERAL):
             return 0, (len(entry) - len(_LITERAL)) // 2
         begin, _, end = entry.partition(":")
         first, last = int(begin), int(end)
-        if first < last and self._records.covering(first, last) is None:
+        if first < last and self._records.record_covering(first, last) is None:
             raise CheckpointError(f"the checkpoint file {self.path} is damaged: no record has its bytes {entry}")
         return first, last
 
@@ -176,23 +183,23 @@ class TorchFile(TensorFile):
         """As `TensorFile`."""
         if not entry.startswith(_LITERAL):
             return super().read_part(entry, offset, tensor)
-        raw = bytes_of(tensor)
+        raw = tensor_bytes(tensor)
         raw[:] = list(bytes.fromhex(entry[len(_LITERAL) :])[offset : offset + len(raw)])
         return raw
 
-    def require_sound(self, entry: str, crc32: int | None) -> None:
+    def verify_checksum(self, entry: str, crc32: int | None) -> None:
         """As `TensorFile`."""
         if not entry.startswith(_LITERAL):
-            super().require_sound(entry, crc32)
+            super().verify_checksum(entry, crc32)
 
-    def unsound(self) -> str:
+    def first_damaged_record(self) -> str:
         """The first record whose bytes are not those that its checksum is of; empty: none."""
         self._records = self._records_of(self._open())
-        return next((record.name for record in self._records if not self._records.is_sound(record)), "")
+        return next((record.name for record in self._records if not self._records.has_valid_crc32(record)), "")
 
-    def _summed(self, entry: str) -> tuple[int, int, int]:
-        begin, end = self.span(entry)
-        record = self._records.covering(begin, end)
+    def _checksum_range(self, entry: str) -> tuple[int, int, int]:
+        begin, end = self.byte_range(entry)
+        record = self._records.record_covering(begin, end)
         if record is None:  # it has no bytes
             return begin, end, 0
         return record.begin, record.end, record.crc32
@@ -207,27 +214,27 @@ class TorchFile(TensorFile):
             raise CheckpointError(f"the checkpoint file {self.path} is damaged: {error}; load another one") from error
 
 
-def damaged_record(path: Path) -> str:
+def find_damaged_record(path: Path) -> str:
     """The first record of a file of `torch.save` whose bytes are not those that its own checksum is of; empty: none."""
     file = TorchFile(path)
     with file:
-        return file.unsound()
+        return file.first_damaged_record()
 
 
-def open_tensors(path: Path) -> TensorFile:
+def open_tensor_file(path: Path) -> TensorFile:
     """The data file `path` for reading, of either kind."""
     return TorchFile(path) if path.suffix == ".pt" else TensorFile(path)
 
 
-class _Tensors:
+class _PickleResolver:
     """What the names and keys in one file's pickle stand for."""
 
     def __init__(self, path: Path, records: ZipRecords) -> None:
         self._path, self._records = path, records
         self._storages: dict[tuple[str, torch.dtype], _Storage] = {}
-        self._known = {**_KNOWN, ("torch._utils", "_rebuild_tensor_v2"): Inert(self._tensor)}
+        self._known = {**_KNOWN, ("torch._utils", "_rebuild_tensor_v2"): AllowedFunction(self._rebuild_tensor)}
 
-    def find(self, module: str, name: str) -> Any:
+    def resolve_name(self, module: str, name: str) -> Any:
         """What stands for a name here."""
         if module == "torch" and name in _STORAGES:
             return _STORAGES[name]
@@ -241,7 +248,7 @@ class _Tensors:
             "that object"
         )
 
-    def storage(self, key: Any) -> _Storage:
+    def resolve_storage(self, key: Any) -> _Storage:
         """A storage: `("storage", type, record, location, elements)`."""
         if type(key) is not tuple or len(key) != 5:
             raise ValueError("a storage without its type, record, place and size")
@@ -250,7 +257,7 @@ class _Tensors:
             raise CheckpointError(f"{self._path} is damaged: it has a storage of an unknown type")
         found = self._storages.get((name, dtype))
         if found is None:
-            record = self._records.named(f"data/{name}")
+            record = self._records.get(f"data/{name}")
             if record is None:
                 raise CheckpointError(f"{self._path} is damaged: it has no record of storage {name!r:.100}")
             found = self._storages[name, dtype] = _Storage(dtype, record)
@@ -258,7 +265,9 @@ class _Tensors:
             raise CheckpointError(f"{self._path} is damaged: the record of storage {name!r:.100} is too short")
         return found
 
-    def _tensor(self, budget: Budget, storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> StoredTensor:
+    def _rebuild_tensor(
+        self, budget: MemoryBudget, storage: Any, offset: Any, size: Any, stride: Any, *_: Any
+    ) -> StoredTensor:
         if not isinstance(storage, _Storage):
             raise TypeError("a tensor without storage")
         if type(size) is not tuple or type(stride) is not tuple or not len(size) == len(stride) <= _MOST_DIMS:
@@ -274,26 +283,26 @@ class _Tensors:
         return found
 
 
-def _from_type(budget: Budget, make: Any, kind: Any, args: Any, state: Any) -> Any:
-    if not isinstance(make, Inert) or type(args) is not tuple or len(args) > _MOST_DIMS:
+def _from_type(budget: MemoryBudget, make: Any, kind: Any, args: Any, state: Any) -> Any:
+    if not isinstance(make, AllowedFunction) or type(args) is not tuple or len(args) > _MOST_DIMS:
         raise TypeError("a tensor made by something else")
     return make.function(budget, *args)
 
 
-def _parameter(budget: Budget, data: Any, *_: Any) -> Any:
+def _parameter(budget: MemoryBudget, data: Any, *_: Any) -> Any:
     if not isinstance(data, StoredTensor):
         raise TypeError("a parameter without data")
     return data
 
 
-def _bytes(budget: Budget, text: Any = None, encoding: Any = None) -> bytes:
+def _bytes(budget: MemoryBudget, text: Any = None, encoding: Any = None) -> bytes:
     if type(text) is not str or encoding != "latin1":
         raise ValueError("bytes in another encoding")
     budget.charge(len(text) + 64)
     return bytes(text, "latin1")
 
 
-def _text(budget: Budget, *parts: Any) -> str:
+def _text(budget: MemoryBudget, *parts: Any) -> str:
     if not all(type(part) in (str, int) for part in parts):
         raise TypeError("a path or device of something else than texts")
     texts = [str(part) for part in parts]
@@ -301,33 +310,33 @@ def _text(budget: Budget, *parts: Any) -> str:
     return "/".join(texts).replace("//", "/")
 
 
-def _dictionary(budget: Budget, items: Any = ()) -> dict[Any, Any]:
+def _dictionary(budget: MemoryBudget, items: Any = ()) -> dict[Any, Any]:
     if items != () and items != []:
         raise TypeError("an ordered dictionary that is made from something")  # their items are set one by one
     budget.charge(64)
     return {}
 
 
-def _size(budget: Budget, numbers: Any = ()) -> tuple[Any, ...]:
+def _size(budget: MemoryBudget, numbers: Any = ()) -> tuple[Any, ...]:
     if not isinstance(numbers, (list, tuple)) or len(numbers) > _MOST_DIMS:
         raise ValueError("a size of something else than a few numbers")
     budget.charge(getsizeof(numbers))
     return tuple(numbers)
 
 
-def _set(budget: Budget, items: Any = ()) -> set[Any]:
+def _set(budget: MemoryBudget, items: Any = ()) -> set[Any]:
     if not isinstance(items, (list, tuple)):
         raise TypeError("a set of something else than a list")
-    keys = Keys()
+    keys = KeyValidator()
     for item in items:
         keys.require(item)
     budget.charge(216 + 96 * len(items))
     return set(items)
 
 
-def _number(budget: Budget, dtype: Any, raw: Any = b"") -> Any:
+def _number(budget: MemoryBudget, dtype: Any, raw: Any = b"") -> Any:
     """A number of numpy's."""
-    code = dtype.code() if isinstance(dtype, NumpyType) else ""
+    code = dtype.dtype_code() if isinstance(dtype, NumpyDtypeStandIn) else ""
     form = {"f8": "d", "f4": "f", "f2": "e", "i8": "q", "i4": "i", "i2": "h", "i1": "b", "b1": "?", "u1": "B"}
     form |= {"u8": "Q", "u4": "I", "u2": "H"}
     if code not in form or not isinstance(raw, bytes):
@@ -338,37 +347,37 @@ def _number(budget: Budget, dtype: Any, raw: Any = b"") -> Any:
     return struct.unpack("<" + form[code], raw)[0]
 
 
-def _array(budget: Budget, *_: Any) -> Array:
+def _array(budget: MemoryBudget, *_: Any) -> NumpyArrayStandIn:
     budget.charge(200)
-    return Array()
+    return NumpyArrayStandIn()
 
 
 _KNOWN: dict[tuple[str, str], Any] = {
-    ("collections", "OrderedDict"): Inert(_dictionary),
-    ("torch._utils", "_rebuild_parameter"): Inert(_parameter),
-    ("torch._tensor", "_rebuild_from_type_v2"): Inert(_from_type),
-    ("torch", "Tensor"): Bag,
-    ("torch.nn.parameter", "Parameter"): Bag,
-    ("torch", "Size"): Inert(_size),
-    ("torch", "device"): Inert(_text),
-    ("builtins", "set"): Inert(_set),
-    ("__builtin__", "set"): Inert(_set),
-    ("__builtin__", "frozenset"): Inert(lambda budget, items=(): frozenset(_set(budget, items))),
-    ("builtins", "frozenset"): Inert(lambda budget, items=(): frozenset(_set(budget, items))),
-    ("builtins", "bytes"): Inert(lambda budget: b""),
-    ("__builtin__", "bytes"): Inert(lambda budget: b""),
-    ("_codecs", "encode"): Inert(_bytes),
-    ("argparse", "Namespace"): Namespace,
-    ("pathlib", "PosixPath"): Inert(_text),
-    ("pathlib._local", "PosixPath"): Inert(_text),
-    ("numpy", "dtype"): NumpyType,
-    ("numpy", "ndarray"): Array,
-    ("numpy.core.multiarray", "_reconstruct"): Inert(_array),
-    ("numpy._core.multiarray", "_reconstruct"): Inert(_array),
-    ("numpy.core.multiarray", "scalar"): Inert(_number),
-    ("numpy._core.multiarray", "scalar"): Inert(_number),
-    ("deepspeed.runtime.fp16.loss_scaler", "LossScaler"): LossScaler,
-    ("deepspeed.runtime.fp16.loss_scaler", "DynamicLossScaler"): LossScaler,
-    ("deepspeed.runtime.zero.config", "ZeroStageEnum"): ZeroStage,
-    ("deepspeed.utils.tensor_fragment", "fragment_address"): Bag,
+    ("collections", "OrderedDict"): AllowedFunction(_dictionary),
+    ("torch._utils", "_rebuild_parameter"): AllowedFunction(_parameter),
+    ("torch._tensor", "_rebuild_from_type_v2"): AllowedFunction(_from_type),
+    ("torch", "Tensor"): PickleStandIn,
+    ("torch.nn.parameter", "Parameter"): PickleStandIn,
+    ("torch", "Size"): AllowedFunction(_size),
+    ("torch", "device"): AllowedFunction(_text),
+    ("builtins", "set"): AllowedFunction(_set),
+    ("__builtin__", "set"): AllowedFunction(_set),
+    ("__builtin__", "frozenset"): AllowedFunction(lambda budget, items=(): frozenset(_set(budget, items))),
+    ("builtins", "frozenset"): AllowedFunction(lambda budget, items=(): frozenset(_set(budget, items))),
+    ("builtins", "bytes"): AllowedFunction(lambda budget: b""),
+    ("__builtin__", "bytes"): AllowedFunction(lambda budget: b""),
+    ("_codecs", "encode"): AllowedFunction(_bytes),
+    ("argparse", "Namespace"): NamespaceStandIn,
+    ("pathlib", "PosixPath"): AllowedFunction(_text),
+    ("pathlib._local", "PosixPath"): AllowedFunction(_text),
+    ("numpy", "dtype"): NumpyDtypeStandIn,
+    ("numpy", "ndarray"): NumpyArrayStandIn,
+    ("numpy.core.multiarray", "_reconstruct"): AllowedFunction(_array),
+    ("numpy._core.multiarray", "_reconstruct"): AllowedFunction(_array),
+    ("numpy.core.multiarray", "scalar"): AllowedFunction(_number),
+    ("numpy._core.multiarray", "scalar"): AllowedFunction(_number),
+    ("deepspeed.runtime.fp16.loss_scaler", "LossScaler"): LossScalerStandIn,
+    ("deepspeed.runtime.fp16.loss_scaler", "DynamicLossScaler"): LossScalerStandIn,
+    ("deepspeed.runtime.zero.config", "ZeroStageEnum"): ZeroStageStandIn,
+    ("deepspeed.utils.tensor_fragment", "fragment_address"): PickleStandIn,
 }

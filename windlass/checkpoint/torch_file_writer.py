@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from windlass.base.errors import CheckpointError
-from windlass.checkpoint.directory import disk_errors
-from windlass.checkpoint.pickled import Planned, pickled
-from windlass.checkpoint.tensor_file import bytes_of
+from windlass.checkpoint.checkpoint_directory import disk_errors
+from windlass.checkpoint.pickle_writer import PlannedTensor, write_pickle
+from windlass.checkpoint.safetensors_file import tensor_bytes
 
 _ALIGNED = 64  # bytes, as torch has it, for readers that map the file
 _SMALL = 1 << 31  # bytes from which a record is written by zip's 64-bit rules
@@ -50,30 +50,30 @@ class TorchFileWriter:
     """
 
     def __init__(self, path: Path, value: Any) -> None:
-        text, self.tensors = pickled(value)
+        text, self.tensors = write_pickle(value)
         self._path = path
         self._numbers = {id(tensor): number for number, tensor in enumerate(self.tensors)}
-        self._left = set(self._numbers)
-        self._needed = len(text) + sum(tensor.numel * tensor.dtype.itemsize for tensor in self.tensors)
-        with disk_errors(path, self._needed):
+        self._unwritten = set(self._numbers)
+        self._nbytes = len(text) + sum(tensor.numel * tensor.dtype.itemsize for tensor in self.tensors)
+        with disk_errors(path, self._nbytes):
             self._raw = open(path, "wb")  # noqa: SIM115 closed by `__exit__`
             self._zip = zipfile.ZipFile(self._raw, "w", zipfile.ZIP_STORED)
             order = sys.byteorder.encode()
             try:
-                self._record("data.pkl", [text], len(text))
-                self._record("byteorder", [order], len(order))
+                self._write_record("data.pkl", [text], len(text))
+                self._write_record("byteorder", [order], len(order))
             except BaseException:
-                self._give_up()
+                self._close()
                 raise
 
-    def write(self, tensor: Planned, parts: Iterable[torch.Tensor]) -> None:
+    def write(self, tensor: PlannedTensor, parts: Iterable[torch.Tensor]) -> None:
         """One of `tensors`, which is in the file once, from its flat parts; they are converted to its dtype."""
-        self._left.remove(id(tensor))
+        self._unwritten.remove(id(tensor))
         nbytes = tensor.numel * tensor.dtype.itemsize
-        with disk_errors(self._path, self._needed):
-            self._record(f"data/{self._numbers[id(tensor)]}", _bytes(parts, tensor.dtype), nbytes)
+        with disk_errors(self._path, self._nbytes):
+            self._write_record(f"data/{self._numbers[id(tensor)]}", _bytes(parts, tensor.dtype), nbytes)
 
-    def _record(self, name: str, chunks: Iterable[Any], nbytes: int) -> None:
+    def _write_record(self, name: str, chunks: Iterable[Any], nbytes: int) -> None:
         info = zipfile.ZipInfo(f"{self._path.stem}/{name}")
         wide = nbytes >= _SMALL
         begin = self._zip.start_dir + _HEADER + len(info.filename.encode()) + 20 * wide + 4
@@ -94,17 +94,17 @@ class TorchFileWriter:
     ) -> None:
         try:
             if kind is None:
-                if self._left:
-                    raise CheckpointError(f"{self._path}: {len(self._left)} tensors were not written")
-                with disk_errors(self._path, self._needed):
-                    self._record("version", [b"3\n"], 2)
+                if self._unwritten:
+                    raise CheckpointError(f"{self._path}: {len(self._unwritten)} tensors were not written")
+                with disk_errors(self._path, self._nbytes):
+                    self._write_record("version", [b"3\n"], 2)
                     self._zip.close()
                     self._raw.flush()
                     os.fsync(self._raw.fileno())
         finally:
-            self._give_up()
+            self._close()
 
-    def _give_up(self) -> None:
+    def _close(self) -> None:
         with suppress(OSError, ValueError):  # of a file that is not whole, or is closed
             self._zip.close()
         self._raw.close()
@@ -113,4 +113,4 @@ class TorchFileWriter:
 def _bytes(parts: Iterable[torch.Tensor], dtype: torch.dtype) -> Iterator[Any]:
     for part in parts:
         here = part.detach().to(device="cpu", dtype=dtype).contiguous()  # lives while its bytes are written
-        yield bytes_of(here)
+        yield tensor_bytes(here)

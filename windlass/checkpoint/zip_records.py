@@ -29,11 +29,11 @@ class ZipError(ValueError):
     """An archive that is damaged, forged, or of a kind that `torch.save` never writes."""
 
 
-class NoArchiveError(ZipError):
+class NotZipError(ZipError):
     """A file that does not end as an archive does."""
 
 
-class Record(NamedTuple):
+class ZipRecord(NamedTuple):
     """Bytes `[begin, end)` of the file, whose checksum is `crc32`."""
 
     name: str
@@ -55,8 +55,8 @@ class ZipRecords:
     def __init__(self, file: BufferedReader) -> None:
         self._file = file
         size = os.fstat(file.fileno()).st_size
-        count, first, last = _directory(file, size)
-        ordered = sorted(self._read(count, first, last), key=lambda pair: pair[0])
+        count, first, last = _find_directory(file, size)
+        ordered = sorted(self._read_directory(count, first, last), key=lambda pair: pair[0])
         position = 0
         for start, record in ordered:
             if start < position or record.end > first:
@@ -68,34 +68,36 @@ class ZipRecords:
         if len(self._by_name) != len(self._ordered):
             raise ZipError("two records have the same name")
 
-    def __iter__(self) -> Iterator[Record]:
+    def __iter__(self) -> Iterator[ZipRecord]:
         return iter(self._ordered)
 
-    def named(self, name: str) -> Record | None:
+    def get(self, name: str) -> ZipRecord | None:
         """The record of this name, without the folder that all names begin with."""
         return self._by_name.get(name)
 
-    def covering(self, begin: int, end: int) -> Record | None:
+    def record_covering(self, begin: int, end: int) -> ZipRecord | None:
         """The record that bytes `[begin, end)` of the file are in."""
         at = bisect_right(self._begins, begin) - 1
         found = self._ordered[at] if at >= 0 else None
         return found if found is not None and end <= found.end else None
 
-    def read(self, record: Record, at_most: int) -> bytes:
+    def read(self, record: ZipRecord, max_bytes: int) -> bytes:
         """The bytes of a record, compared with their checksum.
 
         Raises:
             ZipError: there are more than `at_most`, or they are not those that were written.
         """
-        if record.end - record.begin > at_most:
-            raise ZipError(f"record {record.name!r} has {record.end - record.begin} bytes, at most {at_most} are read")
+        if record.end - record.begin > max_bytes:
+            raise ZipError(
+                f"record {record.name!r} has {record.end - record.begin} bytes, at most {max_bytes} are read"
+            )
         self._file.seek(record.begin)
         found = self._file.read(record.end - record.begin)
         if len(found) != record.end - record.begin or crc32_of(found) != record.crc32:
             raise ZipError(f"record {record.name!r} does not have the crc32 that was written")
         return found
 
-    def is_sound(self, record: Record) -> bool:
+    def has_valid_crc32(self, record: ZipRecord) -> bool:
         """Read a record and compare it with its checksum. Memory: 4 MiB."""
         self._file.seek(record.begin)
         left, found = record.end - record.begin, 0
@@ -106,7 +108,7 @@ class ZipRecords:
             found, left = crc32_of(part, found), left - len(part)
         return found == record.crc32
 
-    def _read(self, count: int, first: int, last: int) -> Iterator[tuple[int, Record]]:
+    def _read_directory(self, count: int, first: int, last: int) -> Iterator[tuple[int, ZipRecord]]:
         """Each record after the byte at which its header begins."""
         self._file.seek(first)
         directory = self._file.read(last - first)
@@ -121,15 +123,15 @@ class ZipRecords:
             if sign != b"PK\1\2" or at > len(directory):
                 raise ZipError("its directory is damaged")
             name = directory[begin : begin + named]
-            size, packed, start = _wide(directory[begin + named : begin + named + extra], size, packed, start)
+            size, packed, start = _resolve_zip64(directory[begin + named : begin + named + extra], size, packed, start)
             if method or packed != size or flags & 1:
                 raise ZipError(f"record {name!r:.100} is compressed or encrypted, which torch.save never does")
-            data = self._data(name, start)
-            yield start, Record(name.decode("utf-8", "backslashreplace").partition("/")[2], data, data + size, crc32)
+            data = self._data_offset(name, start)
+            yield start, ZipRecord(name.decode("utf-8", "backslashreplace").partition("/")[2], data, data + size, crc32)
         if at != len(directory):
             raise ZipError("its directory has more than its records")
 
-    def _data(self, name: bytes, start: int) -> int:
+    def _data_offset(self, name: bytes, start: int) -> int:
         """Where the data of a record begin, which is said where its header begins."""
         self._file.seek(start)
         header = self._file.read(_LOCAL.size + len(name))
@@ -142,14 +144,14 @@ class ZipRecords:
         return data
 
 
-def _directory(file: BufferedReader, size: int) -> tuple[int, int, int]:
+def _find_directory(file: BufferedReader, size: int) -> tuple[int, int, int]:
     """How many records there are, and the first byte of their directory and the one after its last."""
     tail_at = max(0, size - _END.size - _COMMENT - _LOCATOR.size)
     file.seek(tail_at)
     tail = file.read(size - tail_at)
     at = tail.rfind(b"PK\5\6")
     if at < 0 or at + _END.size > len(tail):
-        raise NoArchiveError("it does not end as an archive")
+        raise NotZipError("it does not end as an archive")
     _, disk, other, here, count, length, first, _ = _END.unpack_from(tail, at)
     last = tail_at + at
     if at >= _LOCATOR.size and tail[at - _LOCATOR.size : at - _LOCATOR.size + 4] == b"PK\6\7":
@@ -165,7 +167,7 @@ def _directory(file: BufferedReader, size: int) -> tuple[int, int, int]:
     return count, first, last
 
 
-def _wide(extra: bytes, *values: int) -> tuple[int, ...]:
+def _resolve_zip64(extra: bytes, *values: int) -> tuple[int, ...]:
     """Sizes and place of a record; those that do not fit in 32 bits are in an extra field."""
     if _FULL32 not in values:
         return values

@@ -10,17 +10,17 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from windlass.base.bounded_input import parse_int
 from windlass.base.errors import ConfigError
-from windlass.base.limits import whole_number
-from windlass.base.screen import PrintableConsole
+from windlass.base.printable_console import PrintableConsole
 from windlass.base.text import one_line, plural
-from windlass.config.clients import NAMES, Autos, Client, autos_of, guess, sort_autos
-from windlass.config.loading import Examination, examine
-from windlass.config.problems import MOST_LISTED, Kind, show
-from windlass.config.root import Config
-from windlass.config.section import Section
-from windlass.config.table import TRAINING, find
-from windlass.config.verdict import Verdict
+from windlass.config.auto_values import CLIENT_NAMES, AutoValues, Client, auto_keys_of, classify_auto_keys, guess_client
+from windlass.config.config_loading import ValidationResult, validate_config
+from windlass.config.config_problems import MAX_LISTED, ProblemKind, format_value
+from windlass.config.config_section import ConfigSection
+from windlass.config.key_status import KeyStatus
+from windlass.config.key_table import TRAINING_CONFIG, find_key
+from windlass.config.root_config import Config
 
 
 def check(
@@ -34,12 +34,12 @@ def check(
     """Print every unknown key, wrong type, contradiction and unsupported request in CONFIG, and the resolved table."""
     console = PrintableConsole(soft_wrap=True, highlight=False, markup=False)
     try:
-        found = examine(config)
+        found = validate_config(config)
     except ConfigError as error:
         console.print(str(error))
         raise typer.Exit(1) from error
-    world, source = _world(world_size)
-    autos = sort_autos(found.config, client or guess(autos_of(found.config)))
+    world, source = _resolve_world_size(world_size)
+    autos = classify_auto_keys(found.config, client or guess_client(auto_keys_of(found.config)))
     wrong = report_problems(console, found, autos)
     report_autos(console, autos, guessed=client is None)
     warnings = report_strictness(console, found, autos.client)
@@ -54,19 +54,19 @@ def check(
         raise typer.Exit(1)
 
 
-def _world(option: int | None) -> tuple[int, str]:
+def _resolve_world_size(option: int | None) -> tuple[int, str]:
     if option is not None:
         return option, "--world-size"
     environment = os.environ.get("WORLD_SIZE", "")
-    number = whole_number(environment)
+    number = parse_int(environment)
     if number is not None:
         return number, "WORLD_SIZE in the environment"
     return 1, "assumed; give --world-size"
 
 
-def report_problems(console: Console, found: Examination, autos: Autos) -> int:
+def report_problems(console: Console, found: ValidationResult, autos: AutoValues) -> int:
     """Print problems and refusals by kind; returns how many there are."""
-    for kind in Kind:
+    for kind in ProblemKind:
         problems = [problem for problem in found.problems if problem.kind is kind]
         _print_list(console, kind.value, problems)
     refusals = [refusal for refusal in found.config.refusals() if refusal.value != "auto"] + [*autos.refused]
@@ -74,22 +74,22 @@ def report_problems(console: Console, found: Examination, autos: Autos) -> int:
     return len(found.problems) + len(refusals)
 
 
-def report_autos(console: Console, autos: Autos, guessed: bool) -> None:
+def report_autos(console: Console, autos: AutoValues, guessed: bool) -> None:
     """Print what the client fills in for each "auto", and where a default holds."""
-    name = NAMES[autos.client]
+    name = CLIENT_NAMES[autos.client]
     if guessed and autos.client is not Client.NONE:
         console.print(f'client: {name}, guessed from the keys at "auto"; say --client trainer, accelerate or none')
     lines = [f"{key}: {value}" for key, value in autos.filled.items()]
     _print_list(console, f'at "auto", filled in by {name}', lines)
-    _print_list(console, 'at "auto", left at the default', autos.default)
+    _print_list(console, 'at "auto", left at the default', autos.defaulted)
 
 
-def report_strictness(console: Console, found: Examination, client: Client) -> int:
+def report_strictness(console: Console, found: ValidationResult, client: Client) -> int:
     """Print where `json.load` would refuse the file; returns the number of warnings."""
-    reason = found.source.not_strict
+    reason = found.source.not_strict_reason
     if not reason:
         return 0
-    readers = NAMES[client] if client is not Client.NONE else "transformers, accelerate and DeepSpeed"
+    readers = CLIENT_NAMES[client] if client is not Client.NONE else "transformers, accelerate and DeepSpeed"
     fails = "reads" if client is not Client.NONE else "read"
     console.print(
         f"warning: this is not strict JSON: {reason}. windlass reads it; {readers} {fails} it with json.load, which "
@@ -99,51 +99,51 @@ def report_strictness(console: Console, found: Examination, client: Client) -> i
     return 1
 
 
-def report_accepted(console: Console, found: Examination) -> None:
+def report_accepted(console: Console, found: ValidationResult) -> None:
     """Print the keys that are there, are understood, and change nothing, each with the reason."""
     lines = [
-        f"{path}: {row.because}"
-        for path in _keys(found.config)
-        if (row := find(TRAINING, path)) and row.verdict is Verdict.ACCEPTED
+        f"{path}: {row.reason}"
+        for path in _given_keys(found.config)
+        if (row := find_key(TRAINING_CONFIG, path)) and row.status is KeyStatus.ACCEPTED
     ]
     if found.config.optimizer:
         owner = found.config.optimizer.type
         for name in found.config.optimizer.params:
-            row = find(TRAINING, f"optimizer.params.{name}", owner)
-            if row and row.verdict is Verdict.ACCEPTED:
-                lines.append(f"{row.path}: {row.because}")
+            row = find_key(TRAINING_CONFIG, f"optimizer.params.{name}", owner)
+            if row and row.status is KeyStatus.ACCEPTED:
+                lines.append(f"{row.path}: {row.reason}")
     _print_list(console, "accepted without effect", lines)
 
 
 def _print_list(console: Console, title: str, items: Sequence[object]) -> None:
     if items:
         console.print(f"{title} ({len(items):,})", style="bold")
-    for item in items[:MOST_LISTED]:
+    for item in items[:MAX_LISTED]:
         console.print(f"  {item}")
-    if len(items) > MOST_LISTED:
-        console.print(f"  and {len(items) - MOST_LISTED:,} more")
+    if len(items) > MAX_LISTED:
+        console.print(f"  and {len(items) - MAX_LISTED:,} more")
 
 
-def _keys(section: Section, path: str = "") -> Iterator[str]:
+def _given_keys(section: ConfigSection, path: str = "") -> Iterator[str]:
     """Dotted keys that were given, those of sections included, in the order of the schema."""
     for name in type(section).model_fields:
         if name in section.model_fields_set:
             inner = f"{path}.{name}".lstrip(".")
             yield inner
             value = getattr(section, name)
-            if isinstance(value, Section):
-                yield from _keys(value, inner)
+            if isinstance(value, ConfigSection):
+                yield from _given_keys(value, inner)
 
 
-def report_resolved(console: Console, config: Config, world: int, source: str, autos: Autos) -> int:
+def report_resolved(console: Console, config: Config, world: int, source: str, autos: AutoValues) -> int:
     """Print what follows from the configuration; returns the number of things that do not follow."""
     rows = [("world size", f"{world} ({source})")]
     failures: list[str] = []
     if autos.fill_batch:
-        rows.append(("batch", f"as {NAMES[autos.client]} fills it in"))
+        rows.append(("batch", f"as {CLIENT_NAMES[autos.client]} fills it in"))
     else:
         try:
-            rows.append(("batch", _batch(config, world, source)))
+            rows.append(("batch", _describe_batch(config, world, source)))
         except ConfigError as error:
             failures.append(str(error))
     try:
@@ -158,7 +158,7 @@ def report_resolved(console: Console, config: Config, world: int, source: str, a
     return len(failures)
 
 
-def _batch(config: Config, world: int, source: str) -> str:
+def _describe_batch(config: Config, world: int, source: str) -> str:
     batch = config.resolve_batch(world, source)
     readers = batch.train // (batch.micro * batch.accumulation)
     return f"{batch.train} = micro {batch.micro} x accumulation {batch.accumulation} x {plural(readers, 'rank')}"
@@ -171,9 +171,9 @@ def report_disks(console: Console, config: Config) -> int:
     paths = [path for section in sections if section.device == "nvme" for path in section.nvme_path or ()]
     if not paths:
         return 0
-    from windlass.storage import look_at  # imports torch
+    from windlass.storage import inspect_disk_path  # imports torch
 
-    found = [look_at(Path(path)) for path in dict.fromkeys(paths)]
+    found = [inspect_disk_path(Path(path)) for path in dict.fromkeys(paths)]
     for one in found:
         console.print(f"  {'disk':<12}{one}")
     bad = [one.problem for one in found if one.problem]
@@ -184,17 +184,23 @@ def report_disks(console: Console, config: Config) -> int:
 def resolved_rows(config: Config) -> list[tuple[str, str]]:
     """What follows from a configuration on any number of ranks: (what, its value)."""
     zero = config.zero_optimization
-    optimizer = config.optimizer.resolved() if config.optimizer else None
+    optimizer = config.optimizer.resolve() if config.optimizer else None
     rows = [
         ("stage", f"{zero.stage}"),
         ("precision", str(config.dtype_table())),
-        ("homes", f"parameters {_home(zero.offload_param)}, optimizer states {_home(zero.offload_optimizer)}"),
+        (
+            "homes",
+            f"parameters {_describe_tier(zero.offload_param)}, optimizer states {_describe_tier(zero.offload_optimizer)}",
+        ),
         ("buckets", f"reduce {zero.reduce_bucket_size:,}, all-gather {zero.allgather_bucket_size:,} elements"),
         ("step", f"at most {zero.sub_group_size:,} elements at once"),
-        ("optimizer", f"{optimizer.name} {_arguments(optimizer.arguments)}" if optimizer else "the caller's"),
-        ("schedule", f"{config.scheduler.type} {_arguments(config.scheduler.params)}" if config.scheduler else "none"),
+        ("optimizer", f"{optimizer.name} {_format_arguments(optimizer.arguments)}" if optimizer else "the caller's"),
+        (
+            "schedule",
+            f"{config.scheduler.type} {_format_arguments(config.scheduler.params)}" if config.scheduler else "none",
+        ),
         ("clipping", f"norm {config.gradient_clipping:g}" if config.gradient_clipping else "off"),
-        ("overlap", "on" if zero.overlaps else "off"),
+        ("overlap", "on" if zero.overlap_comm_enabled else "off"),
         ("transport", config.comm.transport),
     ]
     if zero.stage == 3:
@@ -204,10 +210,10 @@ def resolved_rows(config: Config) -> list[tuple[str, str]]:
     return rows
 
 
-def _home(section: object) -> str:
+def _describe_tier(section: object) -> str:
     device = getattr(section, "device", "none")
     return {"none": "device", "cpu": "host"}.get(device, device)
 
 
-def _arguments(arguments: dict[str, object]) -> str:
-    return ", ".join(f"{name}={show(value)}" for name, value in arguments.items())
+def _format_arguments(arguments: dict[str, object]) -> str:
+    return ", ".join(f"{name}={format_value(value)}" for name, value in arguments.items())

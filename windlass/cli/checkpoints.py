@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from windlass.base.screen import PrintableConsole
+from windlass.base.printable_console import PrintableConsole
 from windlass.base.text import plural
-from windlass.cli.training.folder import checkpoints_of
+from windlass.cli.training.run_folder import checkpoint_directory_of
 
 if TYPE_CHECKING:
-    from windlass.checkpoint.catalogue import Catalogue, Listed
+    from windlass.checkpoint.checkpoint_listing import CheckpointListing, ListedCheckpoint
 
 
 def checkpoints(
@@ -26,22 +26,22 @@ def checkpoints(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """List the checkpoints in DIR, oldest first: step, size, layout, age, health. Exit code 1 where one is damaged."""
-    from windlass.checkpoint.catalogue import look
+    from windlass.checkpoint.checkpoint_listing import list_checkpoints
 
-    directory = checkpoints_of(directory)
-    found = look(directory, verify=verify)
+    directory = checkpoint_directory_of(directory)
+    found = list_checkpoints(directory, verify=verify)
     if as_json:
-        typer.echo(json.dumps({**asdict(found), "damaged": found.damaged}, indent=2))
+        typer.echo(json.dumps({**asdict(found), "damaged": found.is_damaged}, indent=2))
     else:
-        _print(found, directory)
-    if found.damaged:
+        _print_listing(found, directory)
+    if found.is_damaged:
         raise typer.Exit(1)
 
 
-def _print(found: Catalogue, directory: Path) -> None:
+def _print_listing(found: CheckpointListing, directory: Path) -> None:
     console = PrintableConsole(soft_wrap=True, highlight=False, markup=False)
     rows: list[tuple[str, ...]] = [("tag", "step", "size", "layout", "written", "health")]
-    rows += [_row(listed) for listed in found.checkpoints]
+    rows += [_listing_row(listed) for listed in found.checkpoints]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     if found.checkpoints:
         for row in rows:
@@ -54,24 +54,24 @@ def _print(found: Catalogue, directory: Path) -> None:
     if found.problem:
         console.print(f"problem: {found.problem}")
     for left in found.leftovers:
-        console.print(f"left over: {left.name} ({size(left.nbytes)}): {left.meaning}")
+        console.print(f"left over: {left.name} ({format_size(left.nbytes)}): {left.meaning}")
 
 
-def _row(listed: Listed) -> tuple[str, ...]:
+def _listing_row(listed: ListedCheckpoint) -> tuple[str, ...]:
     layout = [] if listed.stage is None else [f"stage {listed.stage}"]
     layout += [] if listed.ranks is None else [plural(listed.ranks, "rank")]
     layout += ["trained parameters alone"] if listed.trainable_only else []
     return (
         listed.tag + (" (latest)" if listed.latest else ""),
         "?" if listed.step is None else str(listed.step),
-        size(listed.nbytes),
+        format_size(listed.nbytes),
         ", ".join(layout) or "?",
         time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(listed.written)),
         "DAMAGED" if listed.problem else "verified" if listed.verified else "sizes are right",
     )
 
 
-def size(nbytes: int) -> str:
+def format_size(nbytes: int) -> str:
     """`1.2 GB`, in powers of ten."""
     value, unit = float(nbytes), "B"
     for larger in ("kB", "MB", "GB", "TB"):

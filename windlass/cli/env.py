@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
-from windlass.base.text import say
-from windlass.cli.environment.collect import collect
-from windlass.cli.environment.lines import lines
+from windlass.base.text import print_escaped
+from windlass.cli.environment.collect_facts import collect_facts
+from windlass.cli.environment.format_facts import format_facts
 
 
 def env(
@@ -20,6 +20,6 @@ def env(
     ] = None,
 ) -> None:
     """Print versions, devices and how they are connected, ways between ranks, limits, and settings that cost speed."""
-    facts = collect(disk)
-    for line in [json.dumps(facts, indent=1)] if as_json else lines(facts):
-        say(line)
+    facts = collect_facts(disk)
+    for line in [json.dumps(facts, indent=1)] if as_json else format_facts(facts):
+        print_escaped(line)

@@ -9,9 +9,9 @@ from typing import Annotated, Literal
 import typer
 
 from windlass.base.errors import CheckpointError
-from windlass.base.text import plural, say
-from windlass.cli.checkpoints import size
-from windlass.cli.training.folder import checkpoints_of, companions_of
+from windlass.base.text import plural, print_escaped
+from windlass.cli.checkpoints import format_size
+from windlass.cli.training.run_folder import checkpoint_directory_of, model_file_folders
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
@@ -34,31 +34,33 @@ def export(
 ) -> None:
     """Write the whole weights in CKPT to OUT, where `from_pretrained` finds them."""
     from windlass.base.dtypes import parse_dtype
-    from windlass.checkpoint.export import export as write
+    from windlass.checkpoint.safetensors_export import export_safetensors as write
 
     chosen = parse_dtype(dtype) if dtype is not None else None
-    ckpt = checkpoints_of(ckpt)
+    ckpt = checkpoint_directory_of(ckpt)
     found = write(
         ckpt,
         out,
         dtype=chosen,
-        shard_size=size_of(shard_size),
-        partial=partial,
+        shard_size=parse_size(shard_size),
+        allow_partial=partial,
         overwrite=overwrite,
-        beside=companions_of(ckpt),
+        companion_dirs=model_file_folders(ckpt),
     )
-    say(f"{out}: {plural(found.tensors, 'tensor')}, {size(found.nbytes)}, in {plural(len(found.files), 'file')}")
+    print_escaped(
+        f"{out}: {plural(found.tensors, 'tensor')}, {format_size(found.nbytes)}, in {plural(len(found.files), 'file')}"
+    )
     for alias, name in found.tied.items():
-        say(f"  {alias} is {name}")
+        print_escaped(f"  {alias} is {name}")
     if found.absent:
-        say(f"  absent, not trained ({len(found.absent)}): {', '.join(found.absent)}")
+        print_escaped(f"  absent, not trained ({len(found.absent)}): {', '.join(found.absent)}")
     if found.companions:
-        say(f"  taken along: {', '.join(found.companions)}")
+        print_escaped(f"  taken along: {', '.join(found.companions)}")
     if "config.json" not in found.companions:
-        say(f"  there is no config.json beside the checkpoint; from_pretrained needs one in {out}")
+        print_escaped(f"  there is no config.json beside the checkpoint; from_pretrained needs one in {out}")
 
 
-def size_of(text: str) -> int:
+def parse_size(text: str) -> int:
     """Bytes, from `5GB` (10^9), `2GiB` (2^30) or a number.
 
     Raises:

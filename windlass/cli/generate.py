@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from windlass.base.text import printable
+from windlass.base.text import escape_unprintable
 
 
 def generate(
@@ -26,12 +26,12 @@ def generate(
 ) -> None:
     """Continue PROMPT with the model in DIRECTORY."""
     # Imported late, so that `windlass --help` does not wait for torch.
-    from windlass.base.device import local_device
-    from windlass.cli.training.folder import exported_of
-    from windlass.cli.training.sample import continue_text
+    from windlass.base.compute_device import local_device
+    from windlass.cli.training.run_folder import export_directory_of
+    from windlass.cli.training.text_continuation import generate_continuation
 
-    text = continue_text(
-        exported_of(directory),
+    text = generate_continuation(
+        export_directory_of(directory),
         prompt,
         max_new_tokens=max_new_tokens,
         temperature=temperature,
@@ -41,4 +41,4 @@ def generate(
         trust_remote_code=trust_remote_code,
     )
     written = prompt + text
-    print(printable(written) if sys.stdout.isatty() else written)
+    print(escape_unprintable(written) if sys.stdout.isatty() else written)

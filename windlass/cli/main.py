@@ -12,22 +12,22 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 import windlass
-from windlass.base.output import while_read
-from windlass.base.process import refuse_world_writable
-from windlass.base.text import say
-from windlass.cli.failure import explain
+from windlass.base.broken_pipe import exit_quietly_on_broken_pipe
+from windlass.base.processes import forbid_world_writable_files
+from windlass.base.text import print_escaped
+from windlass.cli.expected_errors import describe_expected_error
 
 
 @dataclass(frozen=True)
-class Entry:
+class CliCommand:
     """A command, and where it is found once it is asked for."""
 
     name: str
     module: str
     attribute: str
     summary: str
-    takes_a_program: bool = False  # whose options follow, and are not this command's
-    passes_on: bool = False  # options that it does not know, to the script that it was given
+    takes_program: bool = False  # whose options follow, and are not this command's
+    passes_unknown_options: bool = False  # options that it does not know, to the script that it was given
     parses_itself: bool = False  # all its words, `--help` too
 
     def load(self) -> Any:
@@ -37,32 +37,38 @@ class Entry:
             return typer.main.get_command(found)
         alone = typer.Typer(add_completion=False, rich_markup_mode=None)
         settings = {
-            "allow_interspersed_args": not self.takes_a_program,
-            "ignore_unknown_options": self.passes_on or self.parses_itself,
+            "allow_interspersed_args": not self.takes_program,
+            "ignore_unknown_options": self.passes_unknown_options or self.parses_itself,
         }
         alone.command(self.name, context_settings=settings, add_help_option=not self.parses_itself)(found)
         return typer.main.get_command(alone)
 
 
 COMMANDS = (
-    Entry(
+    CliCommand(
         *("run", "windlass.cli.run", "run", "Start a script on N ranks, here or on several hosts."),
-        takes_a_program=True,
+        takes_program=True,
         parses_itself=True,
     ),
-    Entry("train", "windlass.cli.train", "train", "Train a causal language model on text, with ZeRO."),
-    Entry("generate", "windlass.cli.generate", "generate", "Continue a text with a trained model."),
-    Entry("export", "windlass.cli.export", "export", "Write a checkpoint's weights as Hugging Face safetensors."),
-    Entry("checkpoints", "windlass.cli.checkpoints", "checkpoints", "List the checkpoints in a directory."),
-    Entry("check", "windlass.cli.check", "check", "Say what a configuration means and all that is wrong with it."),
-    Entry("verify", "windlass.cli.verify", "verify", "Prove that a sharded run equals the plain one.", passes_on=True),
-    Entry("bench", "windlass.cli.bench", "bench_app", "The experiments that tutorials print."),
-    Entry("env", "windlass.cli.env", "env", "Print what a bug report needs to know about this machine."),
+    CliCommand("train", "windlass.cli.train", "train", "Train a causal language model on text, with ZeRO."),
+    CliCommand("generate", "windlass.cli.generate", "generate", "Continue a text with a trained model."),
+    CliCommand("export", "windlass.cli.export", "export", "Write a checkpoint's weights as Hugging Face safetensors."),
+    CliCommand("checkpoints", "windlass.cli.checkpoints", "checkpoints", "List the checkpoints in a directory."),
+    CliCommand("check", "windlass.cli.check", "check", "Say what a configuration means and all that is wrong with it."),
+    CliCommand(
+        "verify",
+        "windlass.cli.verify",
+        "verify",
+        "Prove that a sharded run equals the plain one.",
+        passes_unknown_options=True,
+    ),
+    CliCommand("bench", "windlass.cli.bench", "bench_app", "The experiments that tutorials print."),
+    CliCommand("env", "windlass.cli.env", "env", "Print what a bug report needs to know about this machine."),
 )
-_BY_NAME = {entry.name: entry for entry in COMMANDS}
+_COMMAND_BY_NAME = {entry.name: entry for entry in COMMANDS}
 
 
-class _Commands(TyperGroup):
+class _LazyCommandGroup(TyperGroup):
     """Imports a command when it is called, so that help is instant and a missing extra breaks only what needs it."""
 
     def __init__(self, **settings: Any) -> None:
@@ -72,16 +78,16 @@ class _Commands(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name, command, rest = super().resolve_command(ctx, args)
-        if name in _BY_NAME and not ctx.resilient_parsing:
-            entry = _BY_NAME[name]
+        if name in _COMMAND_BY_NAME and not ctx.resilient_parsing:
+            entry = _COMMAND_BY_NAME[name]
             command = entry.load()
-            if not entry.takes_a_program:
-                rest = _take_debug(command, rest)
+            if not entry.takes_program:
+                rest = _strip_debug_flag(command, rest)
         return name, command, rest
 
 
 app = typer.Typer(
-    cls=_Commands,
+    cls=_LazyCommandGroup,
     name="windlass",
     help="Train, fine-tune and serve models bigger than their hardware.",
     no_args_is_help=True,
@@ -99,41 +105,41 @@ def _print_version(wanted: bool) -> None:
 
 
 @app.callback()
-def _options(
+def _global_options(
     version: Annotated[
         bool, typer.Option("--version", help="Print the version and end.", is_eager=True, callback=_print_version)
     ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks; also WINDLASS_DEBUG=1.")] = False,
 ) -> None:
     if debug:
-        _ask_for_debug()
+        _enable_debug()
 
 
-def _ask_for_debug() -> None:
+def _enable_debug() -> None:
     os.environ["WINDLASS_DEBUG"] = "1"  # ranks inherit it
 
 
-def _take_debug(command: Any, arguments: list[str]) -> list[str]:
+def _strip_debug_flag(command: Any, arguments: list[str]) -> list[str]:
     """`--debug` may stand after a command too; those that declare it themselves still get it."""
     if "--debug" not in arguments:
         return arguments
-    _ask_for_debug()
+    _enable_debug()
     if any("--debug" in parameter.opts for parameter in command.params):
         return arguments
     return [argument for argument in arguments if argument != "--debug"]
 
 
-@while_read()
+@exit_quietly_on_broken_pipe()
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line and end the process with its exit code."""
-    refuse_world_writable()
+    forbid_world_writable_files()
     try:
         app(args=arguments, prog_name="windlass")
     except KeyboardInterrupt:
         sys.exit(130)
     except Exception as error:
-        message = explain(error)
+        message = describe_expected_error(error)
         if message is None or os.environ.get("WINDLASS_DEBUG", "0") not in ("", "0"):
             raise
-        say(f"windlass: {message}", to_stderr=True)
+        print_escaped(f"windlass: {message}", to_stderr=True)
         sys.exit(1)

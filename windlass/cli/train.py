@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from windlass.base.text import say
-from windlass.cli.training.failure import RunFailed, read_failure, stopped_marker
-from windlass.cli.training.interrupt import EXIT_CODE
+from windlass.base.text import print_escaped
+from windlass.cli.training.run_failure import TrainingRunError, read_failure, stopped_marker_path
+from windlass.cli.training.stop_signals import INTERRUPTED_EXIT_CODE
 
 if TYPE_CHECKING:
-    from windlass.cli.training.plan import Plan
-    from windlass.cli.training.settings import Options
-    from windlass.launch.outcome import Outcome
+    from windlass.cli.training.train_options import TrainOptions
+    from windlass.cli.training.training_plan import TrainingPlan
+    from windlass.launch.exit_status import LaunchExitStatus
 
-_WORKER = "windlass.cli.train_worker"
+_WORKER_MODULE = "windlass.cli.train_worker"
 
 
 def train(
@@ -72,9 +72,9 @@ def train(
 ) -> None:
     """Train a causal language model on text, over local ranks, with ZeRO."""
     # Imported late, so that `windlass --help` does not wait for torch.
-    from windlass.cli.training.settings import Options
+    from windlass.cli.training.train_options import TrainOptions
 
-    options = Options(
+    options = TrainOptions(
         out=out,
         config=config,
         model=model,
@@ -100,47 +100,47 @@ def train(
         resume=resume,
         overwrite=overwrite,
     )
-    code = run(options)
+    code = run_training(options)
     if code:
         raise typer.Exit(code)
 
 
-def run(options: Options) -> int:
+def run_training(options: TrainOptions) -> int:
     """Plans, starts the ranks, and reports what came of it: 0, or 128 + its number for the signal that stopped it.
 
     Raises:
         WindlassError: whatever is wrong with the options, or ended a rank.
     """
-    from windlass.cli.training.settings import make_plan
+    from windlass.cli.training.train_options import make_training_plan
 
-    with _signals_unwind():
-        plan = make_plan(options)
+    with _signals_raise_exit():
+        plan = make_training_plan(options)
         if options.overwrite:
-            _clear(plan)
-        plan.result.unlink(missing_ok=True)
+            _remove_earlier_run(plan)
+        plan.result_file.unlink(missing_ok=True)
     # Not in --out: a full disk there is one of the failures to be told.
     with tempfile.TemporaryDirectory(prefix="windlass-") as folder:
         failure = Path(folder, "failure")
-        outcome = _launch(plan, failure)
+        outcome = _launch_ranks(plan, failure)
         message = read_failure(failure)
-        stopped = stopped_marker(failure).exists()
-    message = _killed(outcome) or message
+        stopped = stopped_marker_path(failure).exists()
+    message = _describe_killed_rank(outcome) or message
     if message is not None:
-        raise RunFailed(message)
+        raise TrainingRunError(message)
     signalled = outcome.interrupted_by is not None
-    if stopped or (signalled and not plan.result.exists()):
-        say(_how_to_go_on(plan, stopped), to_stderr=True)
-        return outcome.code if signalled else EXIT_CODE
-    if outcome.code and not signalled:
-        raise RunFailed(
-            f"a rank ended with exit code {outcome.code} and no word; see the output above, --debug shows more"
+    if stopped or (signalled and not plan.result_file.exists()):
+        print_escaped(_resume_hint(plan, stopped), to_stderr=True)
+        return outcome.exit_code if signalled else INTERRUPTED_EXIT_CODE
+    if outcome.exit_code and not signalled:
+        raise TrainingRunError(
+            f"a rank ended with exit code {outcome.exit_code} and no word; see the output above, --debug shows more"
         )
     _print_result(plan)
     return 0
 
 
 @contextmanager
-def _signals_unwind() -> Iterator[None]:
+def _signals_raise_exit() -> Iterator[None]:
     """SIGTERM and a hang-up end this process by an exception, as Ctrl-C does: what is half written is removed."""
 
     def leave(number: int, frame: FrameType | None) -> None:
@@ -157,19 +157,19 @@ def _signals_unwind() -> Iterator[None]:
             signal.signal(number, signal.SIG_DFL)
 
 
-def _launch(plan: Plan, failure: Path) -> Outcome:
-    from windlass.launch.outcome import Outcome
-    from windlass.launch.run import start
+def _launch_ranks(plan: TrainingPlan, failure: Path) -> LaunchExitStatus:
+    from windlass.launch.exit_status import LaunchExitStatus
+    from windlass.launch.start_ranks import start_ranks
 
     try:
-        return start(["-m", _WORKER, str(plan.path), str(failure)], plan.nproc)
+        return start_ranks(["-m", _WORKER_MODULE, str(plan.plan_file), str(failure)], plan.nproc)
     except KeyboardInterrupt:  # before the launcher took the signals over
-        return Outcome(EXIT_CODE, interrupted_by=signal.SIGINT)
+        return LaunchExitStatus(INTERRUPTED_EXIT_CODE, interrupted_by=signal.SIGINT)
 
 
-def _killed(outcome: Outcome) -> str | None:
+def _describe_killed_rank(status: LaunchExitStatus) -> str | None:
     """Says which rank was ended from outside, or crashed: what the others tell follows from it."""
-    for failure in outcome.failures:
+    for failure in status.failures:
         if -failure.status == signal.SIGKILL:
             return str(failure)
         if failure.status < 0 and -failure.status not in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -177,30 +177,30 @@ def _killed(outcome: Outcome) -> str | None:
     return None
 
 
-def _how_to_go_on(plan: Plan, stopped: bool) -> str:
+def _resume_hint(plan: TrainingPlan, stopped: bool) -> str:
     command = f"windlass train --resume --out {plan.out}"
     if stopped:
         return f"stopped; go on with: {command}"
-    if (plan.checkpoints / "latest").exists():
+    if (plan.checkpoint_folder / "latest").exists():
         return f"stopped before this step was saved; go on from the last checkpoint with: {command}"
     return "stopped before anything was trained; nothing was saved"
 
 
-def _clear(plan: Plan) -> None:
+def _remove_earlier_run(plan: TrainingPlan) -> None:
     """Takes away what an earlier run left, so that nothing of it can pass for this run's."""
-    for folder in (plan.checkpoints, plan.exported, plan.events):
+    for folder in (plan.checkpoint_folder, plan.export_folder, plan.tensorboard_folder):
         if folder.exists():
             shutil.rmtree(folder)
-    for file in (plan.metrics, plan.picture):
+    for file in (plan.metrics_file, plan.loss_plot):
         file.unlink(missing_ok=True)
 
 
-def _print_result(plan: Plan) -> None:
-    result = json.loads(plan.result.read_text())
+def _print_result(plan: TrainingPlan) -> None:
+    result = json.loads(plan.result_file.read_text())
     if result["sample"]:
-        say(f"\nsample, after {result['prompt']!r}:\n{result['sample']}\n")
-    say(f"held-out bits per byte {result['bits_before']:.2f} -> {result['bits_after']:.2f}")
-    say(f"checkpoint      {result['checkpoint']}")
+        print_escaped(f"\nsample, after {result['prompt']!r}:\n{result['sample']}\n")
+    print_escaped(f"held-out bits per byte {result['bits_before']:.2f} -> {result['bits_after']:.2f}")
+    print_escaped(f"checkpoint      {result['checkpoint']}")
     if result["picture"]:
-        say(f"loss curve      {result['picture']}")
-    say(f"exported model  {result['exported']}")
+        print_escaped(f"loss curve      {result['picture']}")
+    print_escaped(f"exported model  {result['exported']}")

@@ -13,7 +13,7 @@ def main(plan_path: str, failure_path: str) -> int:
     # Until there is something to save, a signal ends the rank at once, without a traceback and inside C++ too: a rank
     # that waits for a peer that is gone would otherwise wait until it is killed. See Interrupt for the time after.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    from windlass.cli.training.rank import run_rank
+    from windlass.cli.training.train_rank import run_rank
 
     return run_rank(Path(plan_path), Path(failure_path))
 

@@ -11,16 +11,16 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from windlass.base.bounded_input import MAX_RANKS_PER_HOST, parse_int
 from windlass.base.errors import ConfigError
-from windlass.base.limits import MOST_RANKS_OF_A_HOST, whole_number
-from windlass.base.screen import PrintableConsole
+from windlass.base.printable_console import PrintableConsole
 from windlass.base.text import one_line, plural
 
 if TYPE_CHECKING:
-    from windlass.verify.verdict import Deviation, Verdict
+    from windlass.verify.verification_report import Deviation, VerificationReport
 
 
-_WIDTH = 110  # of the table; a pipe would have 80 columns
+_TABLE_WIDTH = 110  # of the table; a pipe would have 80 columns
 
 
 def verify(
@@ -63,43 +63,43 @@ def verify(
     """Train plain in one process and sharded by CONFIG on N ranks, on the same batches; compare each step phase by
     phase: weights and outputs of every module, every gradient before and after the reduction, norm and clipping, every
     new weight. Exit code 0: equal; 1: not, or it could not be told."""
-    counts = _counts(nproc)
-    _check(script, config, model, batch)
-    from windlass.verify.order import Order
-    from windlass.verify.run import verify as verify_on
+    counts = _parse_rank_counts(nproc)
+    _check_options(script, config, model, batch)
+    from windlass.verify.verification_job import VerificationJob
+    from windlass.verify.verification_run import run_verification as verify_on
 
-    order = Order("", steps, config, list(script or []), model, batch, seed, alone, trust_remote_code)
+    order = VerificationJob("", steps, config, list(script or []), model, batch, seed, alone, trust_remote_code)
     screen = PrintableConsole(stderr=as_json, soft_wrap=True, highlight=False, markup=False)
-    screen.width = max(screen.width, _WIDTH)
-    found: list[Verdict] = []
+    screen.width = max(screen.width, _TABLE_WIDTH)
+    found: list[VerificationReport] = []
     for count in counts:
         verdicts = verify_on(order, count)
         found += verdicts
         if not as_json:
             for number, verdict in enumerate(verdicts):
                 name = f", engine {number + 1} of {len(verdicts)}" if len(verdicts) > 1 else ""
-                show(screen, verdict, name)
+                show_report(screen, verdict, name)
     if as_json:
-        typer.echo(json.dumps([_finite(verdict.as_json()) for verdict in found], indent=2))
-    if not all(verdict.equal for verdict in found):
+        typer.echo(json.dumps([_replace_non_finite(verdict.to_dict()) for verdict in found], indent=2))
+    if not all(verdict.is_equal for verdict in found):
         raise typer.Exit(1)
 
 
-def show(screen: Console, verdict: Verdict, name: str = "") -> None:
+def show_report(screen: Console, verdict: VerificationReport, name: str = "") -> None:
     """Print a verdict: what was compared, a row for each step, what is allowed, and where the two part."""
     parts = [f"{plural(verdict.ranks, 'rank')}, stage {verdict.stage}{name}"]
     many = "es" if verdict.micro_batches > 1 else ""
     parts += [f"{verdict.parameters:,} parameters", f"{verdict.micro_batches} micro-batch{many} a rank and step"]
     screen.print(f"plain PyTorch in one process, beside {', '.join(parts)}")
     screen.print(f"dtypes: {verdict.dtypes}")
-    if verdict.rows:
-        screen.print(_table(verdict))
+    if verdict.steps:
+        screen.print(_step_table(verdict))
     for phase, allowed in verdict.tolerances.items():
         screen.print(f"  allowed, {phase:<9}{allowed}")
     for note in verdict.notes:
         screen.print(f"  note: {note}")
-    if verdict.equal:
-        steps = len(verdict.rows)
+    if verdict.is_equal:
+        steps = len(verdict.steps)
         screen.print(f"equal: {plural(steps, 'step')}, every phase within its bound", style="bold green")
         return
     _show_deviation(screen, verdict.deviations[0])
@@ -111,56 +111,58 @@ def show(screen: Console, verdict: Verdict, name: str = "") -> None:
         screen.print(f"  more deviations in that step, which may follow from it: {counted}")
 
 
-def _table(verdict: Verdict) -> Table:
+def _step_table(verdict: VerificationReport) -> Table:
     phases = ("forward", "gradient", "reduce", "clip", "update")
     table = Table(
         title="largest difference as a share of what is allowed; 0: equal bit by bit", title_justify="left", box=None
     )
-    alone = any(row.drift is not None for row in verdict.rows)
+    alone = any(row.drift is not None for row in verdict.steps)
     for heading in ("step", "loss sharded", "loss plain", *phases, *(("loss alone", "drift") if alone else ())):
         table.add_column(heading, justify="right")
     bad = {(one.step, one.phase) for one in verdict.deviations}
-    for row in verdict.rows:
-        cells = [f"{row.step}", _loss(row.loss), _loss(row.plain_loss)]
+    for row in verdict.steps:
+        cells = [f"{row.step}", _format_loss(row.loss), _format_loss(row.plain_loss)]
         for phase in phases:
             skipped = not row.applied and phase in ("reduce", "clip")
-            text = "skipped" if skipped else _figure(row.worst.get(phase, 0.0))
+            text = "skipped" if skipped else _format_figure(row.worst_ratios.get(phase, 0.0))
             cells.append(f"{text} !" if (row.step, phase) in bad else text)
         if alone:
-            cells += [_loss(row.alone_loss), "-" if row.drift is None else f"{row.drift:.1e}"]
+            cells += [_format_loss(row.independent_loss), "-" if row.drift is None else f"{row.drift:.1e}"]
         table.add_row(*cells)
     return table
 
 
-def _show_deviation(screen: Console, first: Deviation) -> None:
-    where = f"step {first.step}" if first.step else "before the first step"
-    if first.rank is not None:
-        where += f", rank {first.rank}"
-    if first.micro is not None:
-        where += f", micro-batch {first.micro}"
-    screen.print(f"NOT equal: they part at {where}, phase {first.phase}", style="bold red")
-    rows = [("tensor", f"{first.tensor} ({first.what})"), ("module", first.module or "-")]
-    rows.append(("error", f"{_figure(first.ulps)} units in the last place, {first.relative:.3g} relative"))
-    rows.append(("element", f"sharded {first.found:.9g}, plain {first.wanted:.9g}"))
-    rows.append(("allowed", first.allowed))
-    if first.hint:
-        rows.append(("hint", first.hint))
+def _show_deviation(screen: Console, deviation: Deviation) -> None:
+    where = f"step {deviation.step}" if deviation.step else "before the first step"
+    if deviation.rank is not None:
+        where += f", rank {deviation.rank}"
+    if deviation.micro is not None:
+        where += f", micro-batch {deviation.micro}"
+    screen.print(f"NOT equal: they part at {where}, phase {deviation.phase}", style="bold red")
+    rows = [("tensor", f"{deviation.tensor} ({deviation.role})"), ("module", deviation.module or "-")]
+    rows.append(
+        ("error", f"{_format_figure(deviation.ulps)} units in the last place, {deviation.relative:.3g} relative")
+    )
+    rows.append(("element", f"sharded {deviation.actual:.9g}, plain {deviation.expected:.9g}"))
+    rows.append(("allowed", deviation.allowed))
+    if deviation.hint:
+        rows.append(("hint", deviation.hint))
     for what, value in rows:
         screen.print(f"  {what:<9}{value}")
 
 
-def _counts(text: str) -> list[int]:
+def _parse_rank_counts(text: str) -> list[int]:
     words = [word.strip() for word in text.split(",")]
-    counts = [number for word in words if (number := whole_number(word)) is not None]
-    if len(counts) < len(words) or not all(1 <= count <= MOST_RANKS_OF_A_HOST for count in counts):
+    counts = [number for word in words if (number := parse_int(word)) is not None]
+    if len(counts) < len(words) or not all(1 <= count <= MAX_RANKS_PER_HOST for count in counts):
         raise ConfigError(
-            f"--nproc is {one_line(text, 60)!r}; give numbers of ranks from 1 to {MOST_RANKS_OF_A_HOST:,}, as in "
+            f"--nproc is {one_line(text, 60)!r}; give numbers of ranks from 1 to {MAX_RANKS_PER_HOST:,}, as in "
             "--nproc 2,4"
         )
     return counts
 
 
-def _check(script: list[str] | None, config: str | None, model: str | None, batch: str | None) -> None:
+def _check_options(script: list[str] | None, config: str | None, model: str | None, batch: str | None) -> None:
     if script and script[0].startswith("-") and not Path(script[0]).exists():
         raise ConfigError(f"no such option: {script[0]}; options that are the script's go after its name")
     if bool(script) == (model is not None):
@@ -173,20 +175,20 @@ def _check(script: list[str] | None, config: str | None, model: str | None, batc
         raise ConfigError("--batch goes with --model; a script brings its own batches")
 
 
-def _loss(value: float | None) -> str:
+def _format_loss(value: float | None) -> str:
     return "-" if value is None else f"{value:.6f}"
 
 
-def _figure(value: float) -> str:
+def _format_figure(value: float) -> str:
     if not math.isfinite(value):
         return "inf"
     return f"{value:.3g}"
 
 
-def _finite(value: Any) -> Any:
+def _replace_non_finite(value: Any) -> Any:
     """What is not finite as text: JSON has no number for it."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    return [_finite(item) for item in value] if isinstance(value, (list, tuple)) else value
+        return {key: _replace_non_finite(item) for key, item in value.items()}
+    return [_replace_non_finite(item) for item in value] if isinstance(value, (list, tuple)) else value

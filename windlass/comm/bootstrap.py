@@ -18,12 +18,12 @@ import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import _get_default_store
 
-from windlass.base.device import local_device
+from windlass.base.compute_device import local_device
 from windlass.base.errors import CommunicationError
 from windlass.base.log import logger
 from windlass.comm.addresses import is_loopback
-from windlass.comm.launchers import HERE, Place, half, place_of
-from windlass.comm.loopback import keep_gloo_here, store_here
+from windlass.comm.loopback import bind_gloo_to_loopback, loopback_store
+from windlass.comm.rank_environment import HERE, RankEnvironment, half, rank_environment
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 DEFAULT_PORT = 29500
@@ -63,7 +63,7 @@ def init_distributed(
 ) -> None:
     """Start the default process group unless there is one.
 
-    Reads who this process is from the environment of its launcher (`comm/launchers`): torchrun, DeepSpeed's launcher,
+    Reads who this process is from the environment of its launcher (`comm/rank_environment`): torchrun, DeepSpeed's launcher,
     Open MPI, MVAPICH, MPICH, Intel MPI, Slurm, Azure ML, SageMaker. Without any, or by one that started no other
     process, the group is this process alone, through no socket at all. Where a launcher started several processes they
     form a group, or this raises; `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `MASTER_ADDR` and `MASTER_PORT` are set then.
@@ -85,20 +85,20 @@ def init_distributed(
     timeout = timeout if timeout is not None else default_timeout()
     if backend is None:
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    place = _place(discover, init_method, rank, world_size)
+    place = _rank_environment(discover, init_method, rank, world_size)
     if torch.cuda.is_available() and (place is None or place.local_rank is not None):
         torch.cuda.set_device(local_device())
     if place is None or place.one_host or is_loopback(urlsplit(init_method or "").hostname):
-        keep_gloo_here()
+        bind_gloo_to_loopback()
     if init_method is not None and init_method not in _ENVIRONMENT:
-        _meet_at(init_method, place, backend, timeout)
+        _rendezvous_at(init_method, place, backend, timeout)
     elif place is None or place.world == 1:  # alone, whoever says so: nobody else looks for a port here
         if place is None:
             _warn_of_an_allocation()
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
     else:
-        _meet(_with_master(place, port), backend, timeout, report_after)
-    atexit.register(_end)
+        _rendezvous(_with_master(place, port), backend, timeout, report_after)
+    atexit.register(_shutdown)
     if "LOCAL_RANK" not in os.environ and dist.get_world_size() > 1:
         _learn_local_rank()
 
@@ -110,7 +110,7 @@ def discover(port: int = DEFAULT_PORT) -> None:
     Raises:
         CommunicationError: as `init_distributed`.
     """
-    place = _place(True, None, -1, -1) or Place("nobody", 0, 1, 0)
+    place = _rank_environment(True, None, -1, -1) or RankEnvironment("nobody", 0, 1, 0)
     os.environ.update(RANK=str(place.rank), WORLD_SIZE=str(place.world))
     os.environ.setdefault("LOCAL_RANK", str(place.local_rank or 0))
     if place.world == 1 and place.master is None:
@@ -118,13 +118,13 @@ def discover(port: int = DEFAULT_PORT) -> None:
     _with_master(place, port)
 
 
-def _place(discover: bool, init_method: str | None, rank: int, world_size: int) -> Place | None:
+def _rank_environment(discover: bool, init_method: str | None, rank: int, world_size: int) -> RankEnvironment | None:
     """Who this process is, and the environment says so afterwards."""
     if rank >= 0 and world_size > 0:
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
     elif init_method is not None and init_method not in _ENVIRONMENT and "?" in init_method:
         return None  # the URL says it
-    place = place_of(os.environ, others=discover)
+    place = rank_environment(os.environ, others=discover)
     if place is None:
         return None
     if place.warning:
@@ -139,7 +139,7 @@ def _place(discover: bool, init_method: str | None, rank: int, world_size: int) 
     return place
 
 
-def _with_master(place: Place, port: int | None) -> Place:
+def _with_master(place: RankEnvironment, port: int | None) -> RankEnvironment:
     """The place with where rank 0 is; asked of MPI where the environment does not say it."""
     if place.source == "the environment":
         missing = [] if place.master is not None else ["MASTER_ADDR"]
@@ -163,7 +163,7 @@ def _agent_keeps_store() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def _master_by_mpi(place: Place) -> str:
+def _master_by_mpi(place: RankEnvironment) -> str:
     """Rank 0's address, told by itself over MPI."""
     try:
         from mpi4py import MPI
@@ -192,11 +192,11 @@ def _own_address() -> str:
             return socket.gethostname()
 
 
-def _meet(place: Place, backend: str, timeout: timedelta, report_after: float | None) -> None:
+def _rendezvous(place: RankEnvironment, backend: str, timeout: timedelta, report_after: float | None) -> None:
     try:
-        with _saying_who_is_missing(report_after):
+        with _report_missing_ranks(report_after):
             if place.one_host and not _agent_keeps_store():
-                store = store_here(str(place.master), int(place.port or 0), place.rank, place.world, timeout)
+                store = loopback_store(str(place.master), int(place.port or 0), place.rank, place.world, timeout)
                 dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world, timeout=timeout)
             else:
                 dist.init_process_group(backend, timeout=timeout)
@@ -208,7 +208,7 @@ def _meet(place: Place, backend: str, timeout: timedelta, report_after: float | 
         ) from error
 
 
-def _meet_at(url: str, place: Place | None, backend: str, timeout: timedelta) -> None:
+def _rendezvous_at(url: str, place: RankEnvironment | None, backend: str, timeout: timedelta) -> None:
     rank, world = (-1, -1) if place is None else (place.rank, place.world)
     try:
         dist.init_process_group(backend, init_method=url, rank=rank, world_size=world, timeout=timeout)
@@ -240,19 +240,19 @@ def host_name() -> str:
 
 
 @contextmanager
-def _saying_who_is_missing(seconds: float | None) -> Iterator[None]:
+def _report_missing_ranks(seconds: float | None) -> Iterator[None]:
     if seconds is None or int(os.environ["WORLD_SIZE"]) == 1:
         yield
         return
     met = threading.Event()
-    threading.Thread(target=_await_all, args=(seconds, met), name="windlass-arrivals", daemon=True).start()
+    threading.Thread(target=_wait_for_all_ranks, args=(seconds, met), name="windlass-arrivals", daemon=True).start()
     try:
         yield
     finally:
         met.set()
 
 
-def _await_all(seconds: float, met: threading.Event) -> None:
+def _wait_for_all_ranks(seconds: float, met: threading.Event) -> None:
     """Leave word that this rank is here; if the ranks do not meet in time, say who left none."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -286,7 +286,7 @@ def _warn_of_an_allocation() -> None:
         )
 
 
-def _end() -> None:
+def _shutdown() -> None:
     """At exit: a gloo group that is still there when the interpreter goes aborts the process now and then."""
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -18,12 +18,12 @@ from windlass.comm.addresses import gloo_at_loopback
 _BACKLOG = 2048  # ranks that may wait to be accepted
 
 
-def keep_gloo_here() -> None:
+def bind_gloo_to_loopback() -> None:
     """Make gloo groups of this process listen at the loopback interface, unless the user named another."""
     os.environ.update(gloo_at_loopback(os.environ))
 
 
-def store_here(address: str, port: int, rank: int, world: int, timeout: timedelta) -> TCPStore:
+def loopback_store(address: str, port: int, rank: int, world: int, timeout: timedelta) -> TCPStore:
     """Make the store at which `world` ranks of this host meet; rank 0 serves it at a loopback address alone.
 
     It returns when all of them are connected.

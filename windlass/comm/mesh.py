@@ -10,9 +10,9 @@ from typing import Any
 import torch.distributed as dist
 
 from windlass.base.errors import ConfigError
-from windlass.comm.axis import Axis
-from windlass.comm.grid import AXES, DATA, EXPERT_DATA, Grid
-from windlass.comm.groups import DataMesh, Group
+from windlass.comm.mesh_axis import MeshAxis
+from windlass.comm.mesh_shape import AXES, DATA_AXES, EXPERT_DATA_AXES, MeshShape
+from windlass.comm.rank_group import DataMesh, RankGroup
 
 _alone: list[Any] = []  # the group of this rank alone, if there is one: torch makes such a group once
 
@@ -28,40 +28,40 @@ def _own(rank: int, timeout: timedelta | None) -> Any:
     return _alone[0]
 
 
-class _Maker:
+class _GroupMaker:
     """Makes each partition of the ranks into groups once. Collective: all ranks ask for the same ones."""
 
-    def __init__(self, grid: Grid, timeout: timedelta | None) -> None:
+    def __init__(self, grid: MeshShape, timeout: timedelta | None) -> None:
         self._grid, self._timeout, self._rank = grid, timeout, dist.get_rank()
-        self._found: dict[tuple[tuple[int, ...], ...], Group] = {}
+        self._found: dict[tuple[tuple[int, ...], ...], RankGroup] = {}
         self._talks = "gloo" in dist.get_backend_config()  # else CPU tensors need a group of their own
 
     @property
-    def made(self) -> list[Group]:
+    def made(self) -> list[RankGroup]:
         return list(self._found.values())
 
-    def over(self, *axes: str) -> Group:
+    def over(self, *axes: str) -> RankGroup:
         """This rank's group of those that differ in these axes alone."""
         return self.of(self._grid.groups(*axes))
 
-    def of(self, partition: list[tuple[int, ...]]) -> Group:
+    def of(self, partition: list[tuple[int, ...]]) -> RankGroup:
         """This rank's group of a partition of all ranks."""
         key = tuple(partition)
         if key not in self._found:
             self._found[key] = self._make(partition)
         return self._found[key]
 
-    def _make(self, partition: list[tuple[int, ...]]) -> Group:
-        mine: Group | None = None
+    def _make(self, partition: list[tuple[int, ...]]) -> RankGroup:
+        mine: RankGroup | None = None
         for ranks in partition:
             if len(ranks) == 1:  # which is no reason for the others to wait
                 if ranks == (self._rank,):
-                    mine = Group(_own(self._rank, self._timeout), ranks, 0)
+                    mine = RankGroup(_own(self._rank, self._timeout), ranks, 0)
                 continue
             process_group = dist.new_group(list(ranks), timeout=self._timeout)
             beside = None if self._talks else dist.new_group(list(ranks), timeout=self._timeout, backend="gloo")
             if self._rank in ranks:
-                mine = Group(process_group, ranks, ranks.index(self._rank), beside)
+                mine = RankGroup(process_group, ranks, ranks.index(self._rank), beside)
         assert mine is not None, f"rank {self._rank} is in none of {partition}"
         return mine
 
@@ -80,28 +80,28 @@ class Mesh:
             `tie`.
     """
 
-    grid: Grid
-    world: Group
+    grid: MeshShape
+    world: RankGroup
     dense: DataMesh
     experts: DataMesh
-    axes: dict[str, Axis]
-    stages: dict[tuple[int, ...], Axis] = field(default_factory=dict)
-    _maker: _Maker | None = None
+    axes: dict[str, MeshAxis]
+    stages: dict[tuple[int, ...], MeshAxis] = field(default_factory=dict)
+    _maker: _GroupMaker | None = None
 
     @property
-    def pp(self) -> Axis:
+    def pp(self) -> MeshAxis:
         return self.axes["pp"]
 
     @property
-    def ep(self) -> Axis:
+    def ep(self) -> MeshAxis:
         return self.axes["ep"]
 
     @property
-    def sp(self) -> Axis:
+    def sp(self) -> MeshAxis:
         return self.axes["sp"]
 
     @property
-    def tp(self) -> Axis:
+    def tp(self) -> MeshAxis:
         return self.axes["tp"]
 
     @property
@@ -119,7 +119,7 @@ class Mesh:
         """Every rank is a data rank of every parameter."""
         return self.dense.data.size == self.world.size and self.experts is self.dense
 
-    def world_of(self, said: Any) -> list[Any]:
+    def gather_from_world(self, said: Any) -> list[Any]:
         """What each rank of the world says, a plain Python value; only what is said here where all are data ranks of
         everything, and so say the same. Collective."""
         if self.only_data:
@@ -133,16 +133,16 @@ class Mesh:
         what is said here where there is one stage."""
         if self.pp.size == 1:
             return [said]
-        heard = self.world_of(said if self.first_of_stage else None)
+        heard = self.gather_from_world(said if self.first_of_stage else None)
         return heard[:: self.grid.world // self.grid.pp]  # stages are the outermost axis
 
-    def over(self, *axes: str) -> Group:
+    def over(self, *axes: str) -> RankGroup:
         """This rank's group of those that differ in these axes alone. Collective over all ranks, which ask for the same
         axes."""
         assert self._maker is not None
         return self._maker.over(*axes)
 
-    def tie(self, stages: tuple[int, ...]) -> None:
+    def add_stage_group(self, stages: tuple[int, ...]) -> None:
         """Have a group of the ranks that differ only in which of these stages they are in. Collective over all ranks,
         whichever stage they are in."""
         assert self._maker is not None
@@ -150,7 +150,7 @@ class Mesh:
         for column in self.grid.groups("pp"):
             partition += [tuple(column[stage] for stage in stages)]
             partition += [(rank,) for stage, rank in enumerate(column) if stage not in stages]
-        self.stages[stages] = Axis("pp", self._maker.of(partition))
+        self.stages[stages] = MeshAxis("pp", self._maker.of(partition))
 
     def close_with_model(self) -> None:
         """Give back the groups' sockets, unless modules have axes of it to talk over: those are given back with the
@@ -161,13 +161,13 @@ class Mesh:
     def close(self) -> None:
         """Give back the groups' sockets; nobody may communicate over them after that."""
         made = [group for group in self._maker.made if group.size > 1] if self._maker is not None else []
-        each = [one for group in made for one in (group.process_group, group.beside) if one is not None]
+        each = [one for group in made for one in (group.process_group, group.cpu_process_group) if one is not None]
         for process_group in {id(one): one for one in each}.values():
             with contextlib.suppress(ValueError):  # it went with the default group, or was closed before
                 dist.destroy_process_group(process_group)
 
 
-def build_mesh(grid: Grid, *, regather: int | None = None, timeout: timedelta | None = None) -> Mesh:
+def build_mesh(grid: MeshShape, *, regather: int | None = None, timeout: timedelta | None = None) -> Mesh:
     """The mesh over all ranks. Collective.
 
     Args:
@@ -180,15 +180,15 @@ def build_mesh(grid: Grid, *, regather: int | None = None, timeout: timedelta | 
     world = dist.get_world_size()
     if grid.world != world:
         raise ConfigError(f"the mesh {grid} has {grid.world} ranks, and there are {world}")
-    maker = _Maker(grid, timeout)
+    maker = _GroupMaker(grid, timeout)
     everyone = maker.over(*AXES)
-    dense = _data_mesh(maker, grid, DATA, regather)
-    experts = dense if grid.ep == 1 else _data_mesh(maker, grid, EXPERT_DATA, None)
-    axes = {name: Axis(name, maker.over(name)) for name in ("pp", "ep", "sp", "tp")}
+    dense = _data_mesh(maker, grid, DATA_AXES, regather)
+    experts = dense if grid.ep == 1 else _data_mesh(maker, grid, EXPERT_DATA_AXES, None)
+    axes = {name: MeshAxis(name, maker.over(name)) for name in ("pp", "ep", "sp", "tp")}
     return Mesh(grid, everyone, dense, experts, axes, {}, maker)
 
 
-def _data_mesh(maker: _Maker, grid: Grid, axes: tuple[str, ...], regather: int | None) -> DataMesh:
+def _data_mesh(maker: _GroupMaker, grid: MeshShape, axes: tuple[str, ...], regather: int | None) -> DataMesh:
     data = maker.over(*axes)
     shard = maker.over(*(axis for axis in axes if axis != "dp_replicate"))
     replicate = maker.over("dp_replicate")

@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from windlass.base.errors import ConfigError
-from windlass.comm.grid import READERS, Grid
+from windlass.comm.mesh_shape import DATA_LOADING_AXES, MeshShape
 
 _NAMES = {
     "pp": ("pipeline_model_parallel", "pipe_parallel"),
@@ -69,13 +69,13 @@ def _read(mpu: Any, world: int, rank: int) -> tuple[dict[str, int], str]:
     if data not in (readers, readers * sp):
         told = f"the mpu's axes {product} leave {readers} data ranks of a world of {world}, and it says {data}"
         return sizes, f"{told}; sizes multiply to the world"
-    grid = Grid(dp_shard=readers // sizes["ep"], **sizes)
+    grid = MeshShape(dp_shard=readers // sizes["ep"], **sizes)
     for axis, word in words.items():
         for what, here, wanted in _places(mpu, word, grid, rank, axis):
             if here != wanted:
                 return sizes, _other_order(what, here, wanted, grid)
     if hasattr(mpu, "get_data_parallel_rank") and data == readers:
-        for what, here, wanted in _places(mpu, "data_parallel", grid, rank, *READERS):
+        for what, here, wanted in _places(mpu, "data_parallel", grid, rank, *DATA_LOADING_AXES):
             if here != wanted:
                 return sizes, _other_order(what, here, wanted, grid)
     return sizes, ""
@@ -92,7 +92,7 @@ def _ask(mpu: Any, name: str, what: str) -> int:
     return int(getattr(mpu, f"get_{name}_{what}")())
 
 
-def _places(mpu: Any, name: str, grid: Grid, rank: int, *axes: str) -> Iterator[tuple[str, Any, Any]]:
+def _places(mpu: Any, name: str, grid: MeshShape, rank: int, *axes: str) -> Iterator[tuple[str, Any, Any]]:
     """What the unit says of this rank's place along axes, and what the mesh would say."""
     ranks = grid.along(rank, *axes)
     if len(ranks) == 1:
@@ -104,7 +104,7 @@ def _places(mpu: Any, name: str, grid: Grid, rank: int, *axes: str) -> Iterator[
         yield f"the ranks of get_{name}_group()", sorted(dist.get_process_group_ranks(group)), list(ranks)
 
 
-def _other_order(what: str, here: Any, wanted: Any, grid: Grid) -> str:
+def _other_order(what: str, here: Any, wanted: Any, grid: MeshShape) -> str:
     return (
         f"the mpu counts ranks in another order than the mesh: {what} is {here}, and along {grid}, tp fastest, it "
         f"would be {wanted}; build its groups in this order (Megatron's tp-cp-ep-dp-pp), or leave the mpu out and "

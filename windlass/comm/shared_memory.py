@@ -19,10 +19,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from windlass.base.activity import During, activity
+from windlass.base.collective_activity import WaitScope, activity
 from windlass.base.errors import CommunicationError
-from windlass.base.process import is_alive
-from windlass.comm.groups import Group
+from windlass.base.processes import is_alive
+from windlass.comm.rank_group import RankGroup
 
 _fence = threading.Lock()
 
@@ -36,14 +36,14 @@ def fence() -> None:
         pass
 
 
-def _agree(group: Group, problem: str | None) -> str | None:
+def _agree(group: RankGroup, problem: str | None) -> str | None:
     """The first problem that any rank has, the same on all ranks; None if there is none."""
     problems: list[str | None] = [None] * group.size
     dist.all_gather_object(problems, problem, group=group.process_group)
     return next((p for p in problems if p is not None), None)
 
 
-def refusal(group: Group) -> str | None:
+def shared_memory_problem(group: RankGroup) -> str | None:
     """Why these ranks can't share memory, or None if they can. Collective, and the same on all ranks."""
     problem = None
     if not hasattr(os, "memfd_create"):
@@ -83,7 +83,7 @@ class SharedMemory:
         CommunicationError: on every rank, if one could not map another's block.
     """
 
-    def __init__(self, group: Group, size: int) -> None:
+    def __init__(self, group: RankGroup, size: int) -> None:
         size = -(-max(size, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
         own = os.memfd_create("windlass", os.MFD_CLOEXEC)
         try:
@@ -124,7 +124,7 @@ class Counters:
         timeout: how long `wait` waits for a peer.
     """
 
-    def __init__(self, group: Group, count: int, timeout: timedelta) -> None:
+    def __init__(self, group: RankGroup, count: int, timeout: timedelta) -> None:
         self._memory = SharedMemory(group, 8 * count)
         self._views = [
             memoryview(block.numpy()).cast("q")  # type: ignore[arg-type]
@@ -182,7 +182,7 @@ class Counters:
             return
         if self.reached(counter, value):
             return
-        with During(what) if activity.now is None else contextlib.nullcontext():
+        with WaitScope(what) if activity.current_wait is None else contextlib.nullcontext():
             self._block(counter, value, what)
 
     def _block(self, counter: int, value: int, what: str) -> None:

@@ -7,8 +7,8 @@ import math
 import re
 from collections.abc import Mapping
 
+from windlass.base.bounded_input import MAX_HOSTS, MAX_RANKS_PER_HOST, parse_int
 from windlass.base.errors import CommunicationError
-from windlass.base.limits import MOST_HOSTS, MOST_RANKS_OF_A_HOST, whole_number
 
 Environment = Mapping[str, str]
 # Ports below those that systems hand out by themselves (32768 on Linux).
@@ -30,8 +30,8 @@ def expand_hosts(text: str) -> list[str]:
         if not name or not all(re.fullmatch(r"[\w.-]*", part) for part in parts[::2]):
             raise CommunicationError(f"{text!r} is no list of hosts as Slurm writes them, at {name!r}")
         choices = [_numbers(part, text) if at % 2 else [part] for at, part in enumerate(parts)]
-        if math.prod(map(len, choices)) + len(found) > MOST_HOSTS:
-            raise CommunicationError(f"{text!r} names more than {MOST_HOSTS:,} hosts")
+        if math.prod(map(len, choices)) + len(found) > MAX_HOSTS:
+            raise CommunicationError(f"{text!r} names more than {MAX_HOSTS:,} hosts")
         found += map("".join, itertools.product(*choices))
     return found
 
@@ -47,8 +47,8 @@ def expand_counts(text: str) -> list[int]:
         match = _COUNT.fullmatch(part)
         if match is None:
             raise CommunicationError(f"{text!r} is no list of counts as Slurm writes them, at {part!r}")
-        tasks, hosts = whole_number(match[1]), whole_number(match[2] or "1")
-        if tasks is None or hosts is None or tasks > MOST_RANKS_OF_A_HOST or hosts > MOST_HOSTS:
+        tasks, hosts = parse_int(match[1]), parse_int(match[2] or "1")
+        if tasks is None or hosts is None or tasks > MAX_RANKS_PER_HOST or hosts > MAX_HOSTS:
             raise CommunicationError(f"{text!r} is no list of counts as Slurm writes them, at {part!r}")
         found += [tasks] * hosts
     return found
@@ -107,8 +107,8 @@ def _numbers(ranges: str, text: str) -> list[str]:
     found = []
     for part in ranges.split(","):
         first, dash, last = part.partition("-")
-        begin, end = whole_number(first), whole_number(last or first)
-        if begin is None or end is None or (dash and not last) or not 0 <= begin <= end < begin + MOST_HOSTS:
+        begin, end = parse_int(first), parse_int(last or first)
+        if begin is None or end is None or (dash and not last) or not 0 <= begin <= end < begin + MAX_HOSTS:
             raise CommunicationError(f"{text!r} is no list of hosts as Slurm writes them, at {part!r}")
         found += [str(number).zfill(len(first)) for number in range(begin, end + 1)]
     return found

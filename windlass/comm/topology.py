@@ -12,7 +12,7 @@ from functools import cached_property
 from itertools import product
 from typing import Any
 
-from windlass.comm.grid import Grid
+from windlass.comm.mesh_shape import MeshShape
 
 
 class ProcessTopology:
@@ -139,6 +139,6 @@ class PipeModelDataParallelTopology(ProcessTopology):
         super().__init__(axes=["pipe", "data", "model"], dims=[num_pp, num_dp, num_mp])
 
 
-def topology_of(grid: Grid) -> ProcessTopology:
+def topology_of(grid: MeshShape) -> ProcessTopology:
     """A grid in the words of DeepSpeed: pipe is pp, data the four data axes together, model tp."""
     return PipeModelDataParallelTopology(num_pp=grid.pp, num_mp=grid.tp, num_dp=grid.data)

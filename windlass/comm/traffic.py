@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 _observer: Callable[[str, int], None] | None = None
 
 
-def observe(observer: Callable[[str, int], None] | None) -> None:
+def set_traffic_observer(observer: Callable[[str, int], None] | None) -> None:
     """From now on `observer` is told of every collective of every engine of this process: its operation and the bytes
     that this rank read from others. None: nobody is."""
     global _observer

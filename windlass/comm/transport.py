@@ -8,14 +8,14 @@ from typing import Protocol
 import torch
 
 from windlass.base.pending import DONE, Pending
-from windlass.comm.board import Board
-from windlass.comm.groups import Group
-from windlass.comm.pages import Pages
+from windlass.comm.agreement_board import AgreementBoard
+from windlass.comm.anonymous_pages import AnonymousPages
+from windlass.comm.rank_group import RankGroup
 from windlass.comm.traffic import Traffic
 
 
 @dataclass(frozen=True)
-class Ways:
+class WireOptions:
     """How a wire transport sends; shared memory has nothing to choose, each rank reads what it needs.
 
     Args:
@@ -28,13 +28,13 @@ class Ways:
 
     reduce_chunk: int = 500_000_000
     gather_chunk: int = 500_000_000
-    scatter: bool = True
-    together: bool = True
-    rotate: bool = False
+    use_reduce_scatter: bool = True
+    use_all_gather: bool = True
+    rotate_peers: bool = False
 
 
 @dataclass
-class Need:
+class BufferRequest:
     """A buffer to be allocated.
 
     Args:
@@ -46,12 +46,12 @@ class Need:
 
     numel: int
     dtype: torch.dtype
-    common: bool = False
+    shared: bool = False
     transient: bool = False
 
 
 @dataclass
-class Mark:
+class OfferMark:
     """The last reduction that was offered from a buffer: its lane and turn; turn 0 is none."""
 
     lane: int = 0
@@ -59,7 +59,7 @@ class Mark:
 
 
 @dataclass
-class Buffer:
+class TransportBuffer:
     """A flat buffer of this rank and, where the transport maps them, the same buffer of its peers.
 
     Attributes:
@@ -76,20 +76,20 @@ class Buffer:
 
     local: torch.Tensor
     parts: list[torch.Tensor] = field(default_factory=list)
-    common: bool = False
+    shared: bool = False
     key: int = 0
     published: int = 0
     ring: list[list[torch.Tensor]] = field(default_factory=list)
-    place: int = 0
-    mark: Mark = field(default_factory=Mark)
-    pages: Pages | None = None
+    ring_index: int = 0
+    mark: OfferMark = field(default_factory=OfferMark)
+    pages: AnonymousPages | None = None
 
-    def first(self, numel: int) -> Buffer:
+    def first(self, numel: int) -> TransportBuffer:
         """The first `numel` elements of it, as the same buffer."""
         return replace(self, local=self.local[:numel])
 
 
-def cut(flat: torch.Tensor, index: int, count: int) -> torch.Tensor:
+def local_shard(flat: torch.Tensor, index: int, count: int) -> torch.Tensor:
     """The `index`-th of `count` equal parts of a flat tensor, as a view."""
     size = flat.numel() // count
     return flat.narrow(0, index * size, size)
@@ -99,14 +99,14 @@ class Transport(Protocol):
     """Collectives over one group. All ranks start them in one order; buffers come from `allocate`."""
 
     name: str
-    group: Group
+    group: RankGroup
     traffic: Traffic
 
-    def allocate(self, needs: list[Need], device: torch.device, *, lanes: int = 0) -> list[Buffer]:
+    def allocate(self, needs: list[BufferRequest], device: torch.device, *, lanes: int = 0) -> list[TransportBuffer]:
         """Buffers for `needs`, zeroed, and as many lanes for reductions. Collective: ranks ask for the same, once."""
         ...
 
-    def extend(self, needs: list[Need], device: torch.device, *, lanes: int = 0) -> list[Buffer]:
+    def extend(self, needs: list[BufferRequest], device: torch.device, *, lanes: int = 0) -> list[TransportBuffer]:
         """More buffers, none of them common or transient, and lanes after those there are. Collective, after
         `allocate`."""
         ...
@@ -114,7 +114,7 @@ class Transport(Protocol):
     def reduce(
         self,
         lane: int,
-        buffer: Buffer,
+        buffer: TransportBuffer,
         out: torch.Tensor,
         *,
         add: bool,
@@ -132,28 +132,28 @@ class Transport(Protocol):
         """
         ...
 
-    def publish(self, buffer: Buffer) -> None:
+    def publish(self, buffer: TransportBuffer) -> None:
         """Say that this rank's cut of `buffer` is final and may be read until the next `settle`."""
         ...
 
-    def gather(self, buffer: Buffer, *, elements: int, ready: Pending = DONE) -> Pending:
+    def all_gather(self, buffer: TransportBuffer, *, elements: int, ready: Pending = DONE) -> Pending:
         """Bring the others' cuts of `buffer`. This rank's own is in place once `ready`; of a transient buffer it is
         published by this, of others it has to be before."""
         ...
 
-    def board(self) -> Board:
+    def board(self) -> AgreementBoard:
         """Where the ranks of the group agree on what they start. Collective, after `allocate`."""
         ...
 
-    def settle(self, buffer: Buffer) -> None:
+    def wait_until_read(self, buffer: TransportBuffer) -> None:
         """Block until no peer still reads what this rank last offered in `buffer`."""
         ...
 
-    def vacate(self, buffer: Buffer) -> None:
+    def free_memory(self, buffer: TransportBuffer) -> None:
         """Give the memory of a transient buffer back once no peer reads it; views stay, their content does not."""
         ...
 
-    def occupy(self, buffer: Buffer) -> None:
+    def allocate_memory(self, buffer: TransportBuffer) -> None:
         """Take the memory again, content undefined."""
         ...
 

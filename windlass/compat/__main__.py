@@ -2,7 +2,7 @@
 
 import sys
 
-from windlass.compat.place import FOLDER
+from windlass.compat.stand_in_path import STAND_IN_FOLDER
 
 
 def main(arguments: list[str]) -> int:
@@ -10,7 +10,7 @@ def main(arguments: list[str]) -> int:
     if arguments:
         print("python -m windlass.compat takes no arguments: it prints a folder for PYTHONPATH", file=sys.stderr)
         return 2
-    print(FOLDER)
+    print(STAND_IN_FOLDER)
     return 0
 
 

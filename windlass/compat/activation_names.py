@@ -13,16 +13,16 @@ from typing import Any
 from windlass import checkpointing
 from windlass.base.errors import ConfigError
 from windlass.checkpointing import checkpoint as checkpoint
-from windlass.checkpointing import counts as counts
 from windlass.checkpointing import get_cuda_rng_tracker as get_cuda_rng_tracker
+from windlass.checkpointing import get_offload_counters as get_offload_counters
 from windlass.checkpointing import is_configured as is_configured
 from windlass.checkpointing import model_parallel_cuda_manual_seed as model_parallel_cuda_manual_seed
 from windlass.checkpointing import non_reentrant_checkpoint as non_reentrant_checkpoint
-from windlass.checkpointing import offloaded as offloaded
+from windlass.checkpointing import offload_saved_tensors as offload_saved_tensors
 from windlass.checkpointing import partition_activations_in_checkpoint as partition_activations_in_checkpoint
 from windlass.checkpointing import reset as reset
-from windlass.parallel.activations import current_options, set_options
-from windlass.parallel.partition import model_parallel_group
+from windlass.parallel.activation_checkpoint_api import current_options, set_options
+from windlass.parallel.sharded_activation_store import model_parallel_group
 
 __all__ = [*checkpointing.__all__]
 

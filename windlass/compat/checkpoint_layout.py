@@ -9,9 +9,9 @@ from typing import Any, NoReturn
 
 from windlass.base.errors import CheckpointError
 from windlass.checkpoint.torch_file import read_torch_file
-from windlass.compat import checkpoint_names as names
-from windlass.compat.layouts import model_3d_desc
-from windlass.compat.refusal import NotBuiltError
+from windlass.compat import checkpoint_constants as names
+from windlass.compat.checkpoint_reshape import model_3d_desc
+from windlass.compat.not_built import NotBuiltError
 
 
 class LayoutError(CheckpointError, RuntimeError):

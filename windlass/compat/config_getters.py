@@ -9,7 +9,7 @@ import torch
 
 from windlass.base.dtypes import parse_dtype
 from windlass.base.errors import ConfigError
-from windlass.compat import config_words as words
+from windlass.compat import runtime_constants as words
 from windlass.compat.config_sections import DeepSpeedBF16Config, DeepSpeedFP16Config
 
 
@@ -18,7 +18,7 @@ class ValueConfigError(ConfigError, ValueError):
 
 
 # function -> key and default
-_SCALARS: dict[str, tuple[str, Any]] = {
+_SCALAR_KEYS: dict[str, tuple[str, Any]] = {
     f"get_{name.lower()}": (getattr(words, name), getattr(words, f"{name}_DEFAULT"))
     for name in (
         "GRADIENT_ACCUMULATION_STEPS",
@@ -42,7 +42,7 @@ _SCALARS: dict[str, tuple[str, Any]] = {
 }
 
 
-def _getter(name: str, key: str, default: Any) -> Callable[[dict[str, Any]], Any]:
+def _make_getter(name: str, key: str, default: Any) -> Callable[[dict[str, Any]], Any]:
     def get(param_dict: dict[str, Any]) -> Any:
         return param_dict.get(key, default)
 
@@ -51,8 +51,8 @@ def _getter(name: str, key: str, default: Any) -> Callable[[dict[str, Any]], Any
     return get
 
 
-for _name, (_key, _default) in _SCALARS.items():
-    globals()[_name] = _getter(_name, _key, _default)
+for _name, (_key, _default) in _SCALAR_KEYS.items():
+    globals()[_name] = _make_getter(_name, _key, _default)
 
 
 def get_bfloat16_config(param_dict: dict[str, Any]) -> DeepSpeedBF16Config:
@@ -137,13 +137,13 @@ def get_pipeline_config(param_dict: dict[str, Any]) -> dict[str, Any]:
 
 def get_optimizer_name(param_dict: dict[str, Any]) -> str | None:
     """Return `optimizer.type`, None if it is absent."""
-    name: str | None = _inner(param_dict, words.OPTIMIZER, words.TYPE)
+    name: str | None = _section_value(param_dict, words.OPTIMIZER, words.TYPE)
     return name
 
 
 def get_optimizer_params(param_dict: dict[str, Any]) -> dict[str, Any] | None:
     """Return `optimizer.params`, None if there is no optimizer."""
-    return None if get_optimizer_name(param_dict) is None else _inner(param_dict, words.OPTIMIZER, "params")
+    return None if get_optimizer_name(param_dict) is None else _section_value(param_dict, words.OPTIMIZER, "params")
 
 
 def get_optimizer_gradient_clipping(param_dict: dict[str, Any]) -> float | None:
@@ -158,13 +158,13 @@ def get_optimizer_legacy_fusion(param_dict: dict[str, Any]) -> bool:
 
 def get_scheduler_name(param_dict: dict[str, Any]) -> str | None:
     """Return `scheduler.type`, None if it is absent."""
-    name: str | None = _inner(param_dict, words.SCHEDULER, words.TYPE)
+    name: str | None = _section_value(param_dict, words.SCHEDULER, words.TYPE)
     return name
 
 
 def get_scheduler_params(param_dict: dict[str, Any]) -> dict[str, Any] | None:
     """Return `scheduler.params`, None if there is no scheduler."""
-    return None if get_scheduler_name(param_dict) is None else _inner(param_dict, words.SCHEDULER, "params")
+    return None if get_scheduler_name(param_dict) is None else _section_value(param_dict, words.SCHEDULER, "params")
 
 
 def get_expert_data_topo_config(param_dict: dict[str, Any]) -> bool:
@@ -195,5 +195,5 @@ def get_checkpoint_tag_validation_mode(checkpoint_params: dict[str, Any]) -> str
     return str(given.upper())
 
 
-def _inner(param_dict: dict[str, Any], section: str, key: str) -> Any:
+def _section_value(param_dict: dict[str, Any], section: str, key: str) -> Any:
     return param_dict.get(section, {}).get(key)

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from windlass.compat.messages import logger
+from windlass.compat.rank_logging import logger
 
 
 class DeepSpeedConfigModel(BaseModel):

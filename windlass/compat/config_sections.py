@@ -11,11 +11,11 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, ConfigDict, model_validator
 from pydantic_core import PydanticCustomError
 
-from windlass.compat.messages import logger
-from windlass.config.offload import OffloadOptimizer, OffloadParam
-from windlass.config.precision import Bf16, Fp16
-from windlass.config.section import Section
-from windlass.config.zero import LeafModule, Zero
+from windlass.compat.rank_logging import logger
+from windlass.config.config_section import ConfigSection
+from windlass.config.offload_section import OffloadOptimizer, OffloadParam
+from windlass.config.precision_section import Bf16, Fp16
+from windlass.config.zero_section import LeafModuleConfig, ZeroConfig
 
 DEFAULT_LEAF_MODULE_CLASSES = [
     f"transformers.models.{name}.modeling_{name}.{block}"
@@ -29,7 +29,7 @@ DEFAULT_LEAF_MODULE_NAMES: list[str] = []
 DEFAULT_LEAF_MODULE_NAME_SUFFIXES: list[str] = []
 
 
-def _number(value: Any) -> Any:
+def _require_number(value: Any) -> Any:
     if isinstance(value, bool):
         raise PydanticCustomError("number_type", "must be a number, not bool")
     try:
@@ -39,10 +39,10 @@ def _number(value: Any) -> Any:
     return value
 
 
-Number = BeforeValidator(_number)
+Number = BeforeValidator(_require_number)
 
 
-class _Changeable(Section):
+class _MutableSection(ConfigSection):
     """Section that can be made from keywords with "auto" among them, and changed afterwards."""
 
     model_config = ConfigDict(frozen=False, populate_by_name=True, validate_assignment=True, hide_input_in_errors=False)
@@ -51,7 +51,7 @@ class _Changeable(Section):
         super().__init__(**(data if strict else {key: value for key, value in data.items() if value != "auto"}))
 
 
-class DeepSpeedFP16Config(Fp16, _Changeable):
+class DeepSpeedFP16Config(Fp16, _MutableSection):
     """`Fp16`, which asks for a positive window and least scale only where the scale is dynamic."""
 
     loss_scale: Annotated[float, Number] = 0.0
@@ -82,11 +82,11 @@ class DeepSpeedFP16Config(Fp16, _Changeable):
         }
 
 
-class DeepSpeedBF16Config(Bf16, _Changeable):
+class DeepSpeedBF16Config(Bf16, _MutableSection):
     """`Bf16`."""
 
 
-class DeepSpeedZeroLeafModuleConfig(LeafModule, _Changeable):
+class DeepSpeedZeroLeafModuleConfig(LeafModuleConfig, _MutableSection):
     """`LeafModule`, with DeepSpeed's list of classes by default."""
 
     @model_validator(mode="before")
@@ -102,17 +102,17 @@ class DeepSpeedZeroLeafModuleConfig(LeafModule, _Changeable):
         }
 
     @model_validator(mode="after")
-    def _without_repeats(self) -> DeepSpeedZeroLeafModuleConfig:
+    def _drop_duplicates(self) -> DeepSpeedZeroLeafModuleConfig:
         for name in ("classes", "names", "name_suffixes"):
             self.__dict__[name] = list(dict.fromkeys(getattr(self, name)))
         return self
 
 
-class DeepSpeedZeroOffloadParamConfig(OffloadParam, _Changeable):
+class DeepSpeedZeroOffloadParamConfig(OffloadParam, _MutableSection):
     """`OffloadParam`."""
 
 
-class DeepSpeedZeroOffloadOptimizerConfig(OffloadOptimizer, _Changeable):
+class DeepSpeedZeroOffloadOptimizerConfig(OffloadOptimizer, _MutableSection):
     """`OffloadOptimizer`."""
 
     @property
@@ -121,7 +121,7 @@ class DeepSpeedZeroOffloadOptimizerConfig(OffloadOptimizer, _Changeable):
         return self.pipeline_read or self.pipeline_write
 
 
-_SHORT = (
+_SHORT_KEYS = (
     "prefetch_bucket_size",
     "param_persistence_threshold",
     "model_persistence_threshold",
@@ -134,7 +134,7 @@ _SHORT = (
 )
 
 
-class DeepSpeedZeroConfig(Zero, _Changeable):
+class DeepSpeedZeroConfig(ZeroConfig, _MutableSection):
     """`Zero`, with the short names of its stage-3 keys, and what depends on other keys filled in."""
 
     offload_param: DeepSpeedZeroOffloadParamConfig | None = None
@@ -143,10 +143,10 @@ class DeepSpeedZeroConfig(Zero, _Changeable):
 
     @model_validator(mode="before")
     @classmethod
-    def _by_full_names(cls, given: Any) -> Any:
+    def _expand_short_names(cls, given: Any) -> Any:
         if not isinstance(given, dict):
             return given
-        found = {f"stage3_{key}" if key in _SHORT else key: value for key, value in given.items()}
+        found = {f"stage3_{key}" if key in _SHORT_KEYS else key: value for key, value in given.items()}
         if "stage3_gather_fp16_weights_on_model_save" in found:
             found["stage3_gather_16bit_weights_on_model_save"] = found.pop("stage3_gather_fp16_weights_on_model_save")
         for old, new in (("cpu_offload_param", "offload_param"), ("cpu_offload", "offload_optimizer")):
@@ -159,7 +159,7 @@ class DeepSpeedZeroConfig(Zero, _Changeable):
         return found
 
 
-def _short(name: str) -> property:
+def _short_property(name: str) -> property:
     return property(
         lambda self: getattr(self, f"stage3_{name}"),
         lambda self, value: setattr(self, f"stage3_{name}", value),
@@ -167,5 +167,5 @@ def _short(name: str) -> property:
     )
 
 
-for _name in _SHORT:
-    setattr(DeepSpeedZeroConfig, _name, _short(_name))
+for _name in _SHORT_KEYS:
+    setattr(DeepSpeedZeroConfig, _name, _short_property(_name))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from windlass.compat.accessors import ANSWERS
+from windlass.compat.config_queries import COMPUTED_ANSWERS
 from windlass.config import Config
 
 
@@ -59,7 +59,7 @@ class EngineConfig(Config):
     @property
     def optimizer_params(self) -> dict[str, Any] | None:
         """`optimizer.params`; None if there is no such section."""
-        found: dict[str, Any] | None = ANSWERS["optimizer_params"](self)
+        found: dict[str, Any] | None = COMPUTED_ANSWERS["optimizer_params"](self)
         return found
 
     @property
@@ -70,7 +70,7 @@ class EngineConfig(Config):
     @property
     def scheduler_params(self) -> dict[str, Any] | None:
         """`scheduler.params`; None if there is no such section."""
-        found: dict[str, Any] | None = ANSWERS["scheduler_params"](self)
+        found: dict[str, Any] | None = COMPUTED_ANSWERS["scheduler_params"](self)
         return found
 
 

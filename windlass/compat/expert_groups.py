@@ -8,8 +8,8 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from windlass.comm.groups import Group
-from windlass.compat.engine_axes import current
+from windlass.comm.rank_group import RankGroup
+from windlass.compat.engine_groups import current_groups
 
 expert_tensor_parallel_world_size = 1
 
@@ -18,8 +18,8 @@ expert_tensor_parallel_world_size = 1
 class _Groups:
     """The ranks over which experts are spread, and those that hold the same experts as this one."""
 
-    spread: Group
-    same: Group
+    spread: RankGroup
+    same: RankGroup
     world: object = None
 
 
@@ -30,9 +30,9 @@ _made: dict[str, _Groups] = {}
 def _known() -> dict[str, _Groups]:
     """All groups of experts by name: those that a script made, and the engine's."""
     found = {name: groups for name, groups in _made.items() if groups.world is dist.group.WORLD}
-    axes = current()
-    if axes is not None and axes.experts:
-        found[axes.experts] = _Groups(axes.mesh.ep.group, axes.mesh.experts.data)
+    axes = current_groups()
+    if axes is not None and axes.expert_group_name:
+        found[axes.expert_group_name] = _Groups(axes.mesh.ep.group, axes.mesh.experts.data)
     return found
 
 
@@ -65,12 +65,12 @@ def _create_expert_and_data_parallel(
     _made[name] = _Groups(_make(spread), _make(same), dist.group.WORLD)
 
 
-def _make(partition: list[list[int]]) -> Group:
+def _make(partition: list[list[int]]) -> RankGroup:
     """Return this rank's group of a partition of all ranks. Collective."""
     own, _ = dist.new_subgroups_by_enumeration(partition)
     ranks = next(ranks for ranks in partition if dist.get_rank() in ranks)
     assert own is not None
-    return Group(own, tuple(ranks), ranks.index(dist.get_rank()))
+    return RankGroup(own, tuple(ranks), ranks.index(dist.get_rank()))
 
 
 # ranks over which experts are spread

@@ -40,7 +40,7 @@ class BaseFileWriter:
         """Take bytes; how many."""
         data = memoryview(buffer).cast("B")
         begun = time.perf_counter()
-        self._take(data)
+        self._write_bytes(data)
         self._stats["write_secs"] += time.perf_counter() - begun
         self._stats["write"] += 1
         self._stats["bytes"] += len(data)
@@ -60,7 +60,7 @@ class BaseFileWriter:
     def __exit__(self, *failure: object) -> None:
         self.close()
 
-    def _take(self, data: memoryview) -> None:
+    def _write_bytes(self, data: memoryview) -> None:
         """Do what there is to do with bytes that are valid only now."""
 
     def _dump_state(self) -> None:
@@ -77,7 +77,7 @@ class PyFileWriter(BaseFileWriter):
         super().__init__(file_path)
         self._file = open(file_path, "wb")  # noqa: SIM115  closed by close()
 
-    def _take(self, data: memoryview) -> None:
+    def _write_bytes(self, data: memoryview) -> None:
         self._file.write(data)
 
     def flush(self) -> None:
@@ -136,39 +136,39 @@ class FastFileWriter(BaseFileWriter):
         Path(file_path).write_bytes(b"")
         self._handle = config.dnvme_handle
         memory = config.pinned_tensor.view(-1).view(torch.uint8)
-        self._halves = list(memory.chunk(2)) if config.double_buffer and memory.numel() > 1 else [memory]
-        self._now, self._filled, self._offset, self._under_way = 0, 0, 0, False
+        self._buffers = list(memory.chunk(2)) if config.double_buffer and memory.numel() > 1 else [memory]
+        self._active_buffer, self._filled, self._offset, self._write_in_flight = 0, 0, 0, False
         self._stats |= {"aio_bytes": 0, "aio_write_secs": 0.0, "fill_buffer_count": 0}
 
-    def _take(self, data: memoryview) -> None:
+    def _write_bytes(self, data: memoryview) -> None:
         place = 0
         while place < len(data):
-            half = self._halves[self._now]
+            half = self._buffers[self._active_buffer]
             size = min(len(data) - place, half.numel() - self._filled)
-            half[self._filled : self._filled + size].copy_(_tensor(data[place : place + size]))
+            half[self._filled : self._filled + size].copy_(_as_tensor(data[place : place + size]))
             self._filled, place = self._filled + size, place + size
             if self._filled == half.numel():
-                self._drain()
+                self._flush_buffer()
 
-    def _drain(self) -> None:
+    def _flush_buffer(self) -> None:
         """Begin to write what was gathered, once what was written before is done."""
         begun = time.perf_counter()
-        self._settle()
+        self._wait_for_write()
         if self._filled:
-            full = self._halves[self._now][: self._filled]
+            full = self._buffers[self._active_buffer][: self._filled]
             self._handle.async_pwrite(full, str(self._file_path), self._offset)
-            self._under_way, self._offset = True, self._offset + self._filled
+            self._write_in_flight, self._offset = True, self._offset + self._filled
             self._stats["aio_bytes"] += self._filled
             self._stats["fill_buffer_count"] += 1
-            self._filled, self._now = 0, (self._now + 1) % len(self._halves)
-            if len(self._halves) == 1:
-                self._settle()
+            self._filled, self._active_buffer = 0, (self._active_buffer + 1) % len(self._buffers)
+            if len(self._buffers) == 1:
+                self._wait_for_write()
         self._stats["aio_write_secs"] += time.perf_counter() - begun
 
-    def _settle(self) -> None:
-        if self._under_way:
+    def _wait_for_write(self) -> None:
+        if self._write_in_flight:
             self._handle.wait()
-            self._under_way = False
+            self._write_in_flight = False
 
     def flush(self) -> None:
         super().flush()
@@ -176,9 +176,9 @@ class FastFileWriter(BaseFileWriter):
     def close(self) -> None:
         """Write what is left, and wait for it."""
         super().close()
-        self._drain()
-        self._settle()
+        self._flush_buffer()
+        self._wait_for_write()
 
 
-def _tensor(data: memoryview) -> torch.Tensor:
+def _as_tensor(data: memoryview) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)

@@ -13,8 +13,8 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from windlass.base.errors import ModelError
-from windlass.parallel.kept import Keeper, Moved, Stays
-from windlass.parallel.places import HostPlace
+from windlass.parallel.activation_store import HostStore
+from windlass.parallel.saved_tensor_offload import PackedTensor, PassthroughTensor, SavedTensorOffloader
 
 
 class ReenteredError(ModelError, RuntimeError):
@@ -44,8 +44,8 @@ class _Held:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.nbytes = tensor.nbytes
-        self.here: Stays | None = Stays(tensor.detach(), tensor._version)
-        self.away: Moved | Stays | None = None
+        self.here: PassthroughTensor | None = PassthroughTensor(tensor.detach(), tensor._version)
+        self.away: PackedTensor | PassthroughTensor | None = None
         self.restored = False
 
 
@@ -85,9 +85,9 @@ class CheckpointHiddenStatesOffload(saved_tensors_hooks):
             if value < 0:
                 raise RangeError(f"{name} = {value} is negative; write 0 or more")
         self.use_pin_memory, self.use_streams, self.keep_last_count = use_pin_memory, use_streams, keep_last_count
-        place = HostPlace()
-        place.under_way = max_fwd_stash_count if use_streams else 0
-        self._keeper = Keeper(place, max(min_offload_bytes, 1))
+        place = HostStore()
+        place.max_in_flight = max_fwd_stash_count if use_streams else 0
+        self._keeper = SavedTensorOffloader(place, max(min_offload_bytes, 1))
         self._marks: Counter[int] = Counter()
         self._newest: deque[ReferenceType[_Held]] = deque()
         self.stats = CheckpointActivationOffloadStats()
@@ -136,7 +136,7 @@ class CheckpointHiddenStatesOffload(saved_tensors_hooks):
         self.stats.saved_tensors_seen += 1
         if not self._unmark(tensor):
             return tensor
-        if not self._keeper.moves(tensor) or tensor.nbytes < self._keeper.smallest:
+        if not self._keeper.is_offloadable(tensor) or tensor.nbytes < self._keeper.min_offload_bytes:
             self.stats.skipped_marked_tensors += 1
             return tensor
         held = _Held(tensor)
@@ -150,7 +150,7 @@ class CheckpointHiddenStatesOffload(saved_tensors_hooks):
         if held is None or held.here is None:
             return
         held.away, held.here = self._keeper.pack(self._keeper.unpack(held.here)), None
-        if isinstance(held.away, Stays):  # of a layout that does not move
+        if isinstance(held.away, PassthroughTensor):  # of a layout that does not move
             self.stats.skipped_marked_tensors += 1
             return
         self.stats.offloaded_tensors += 1
@@ -166,7 +166,7 @@ class CheckpointHiddenStatesOffload(saved_tensors_hooks):
             return self._keeper.unpack(packed.here)
         assert packed.away is not None
         found = self._keeper.unpack(packed.away)
-        if first and isinstance(packed.away, Moved):
+        if first and isinstance(packed.away, PackedTensor):
             self.stats.restored_tensors += 1
             self.stats.restored_bytes += packed.nbytes
         return found

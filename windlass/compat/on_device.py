@@ -10,18 +10,18 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 
 
-class _Casting(TorchFunctionMode):
+class _DtypeMode(TorchFunctionMode):
     """Makes floating-point tensors that are constructed of one dtype."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
-        self._dtype, self._makers = dtype, _device_constructors()
+        self._dtype, self._constructors = dtype, _device_constructors()
 
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         made = function(*args, **(kwargs or {}))
-        if function in self._makers and isinstance(made, torch.Tensor) and made.is_floating_point():
+        if function in self._constructors and isinstance(made, torch.Tensor) and made.is_floating_point():
             return made.to(self._dtype)
         return made
 
@@ -34,15 +34,15 @@ class OnDevice:
 
     def __init__(self, dtype: torch.dtype, device: str | torch.device = "meta", enabled: bool = True) -> None:
         self.dtype, self.device, self.enabled = dtype, device, enabled
-        self._entered: list[Any] = []
+        self._entered_contexts: list[Any] = []
 
     def __enter__(self) -> OnDevice:
         if self.enabled:
-            self._entered = [_Casting(self.dtype), torch.device(self.device)]
-            for context in self._entered:
+            self._entered_contexts = [_DtypeMode(self.dtype), torch.device(self.device)]
+            for context in self._entered_contexts:
                 context.__enter__()
         return self
 
     def __exit__(self, *failure: Any) -> None:
-        while self._entered:
-            self._entered.pop().__exit__(*failure)
+        while self._entered_contexts:
+            self._entered_contexts.pop().__exit__(*failure)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from windlass.compat.messages import logger
+from windlass.compat.rank_logging import logger
 
 _FIRST_REPORT = 32 * 2**30
 

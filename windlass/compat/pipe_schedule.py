@@ -1,7 +1,7 @@
 """`deepspeed.runtime.pipe.schedule`: DeepSpeed's schedules of a pipeline stage as lists of instructions.
 
 Scripts read and subclass these to inspect or simulate a pipeline. The engine of windlass runs its own schedules
-(`windlass.parallel.pipeline.schedule`) and does not execute these instructions.
+(`windlass.parallel.pipeline.pipeline_schedules`) and does not execute these instructions.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any
 
-from windlass.compat.moving import call_to_str
+from windlass.compat.runtime_functions import call_to_str
 
 
 class PipeInstruction:

@@ -15,7 +15,7 @@ from windlass.base.dtypes import parse_dtype
 class Precision:
     """Which dtypes a configuration asks for, and the cast of a module to given ones.
 
-    `initialize` makes its own cast (`windlass.engine.buffers`); these are for scripts that ask for it.
+    `initialize` makes its own cast (`windlass.engine.module_buffers`); these are for scripts that ask for it.
     """
 
     _config: Any

@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 
 from windlass.base.errors import ConfigError
-from windlass.comm.axis import Axis
-from windlass.parallel.exchanges import swap
-from windlass.parallel.placement import spread
-from windlass.parallel.sequence.ulysses_sp import axis_of
+from windlass.comm.mesh_axis import MeshAxis
+from windlass.parallel.autograd_collectives import all_to_all
+from windlass.parallel.placement import compute_shard_range
+from windlass.parallel.sequence.ulysses_sp import axis_from_process_group
 
 
 class SequenceAllToAll:
@@ -45,13 +45,13 @@ class SequenceAllToAll:
             raise ConfigError(
                 "_SeqAllToAll takes no handle and no num_kv_heads; use DistributedAttention, which shares out the heads"
             )
-        axis = axis_of(group)
+        axis = axis_from_process_group(group)
         return input if axis.size == 1 else exchange(input, axis, scatter_idx, gather_idx)
 
 
-def exchange(tensor: torch.Tensor, axis: Axis, cut: int, joined: int) -> torch.Tensor:
+def exchange(tensor: torch.Tensor, axis: MeshAxis, cut: int, joined: int) -> torch.Tensor:
     """Send each rank its part of dimension `cut`, and join what comes along dimension `joined`. Collective."""
-    spans = [spread(tensor.shape[cut], axis.size, rank) for rank in range(axis.size)]
+    spans = [compute_shard_range(tensor.shape[cut], axis.size, rank) for rank in range(axis.size)]
     own = spans[axis.index][1] - spans[axis.index][0]
     lengths = [int(n) for n in axis.all_gather(torch.tensor([tensor.shape[joined]], device=tensor.device)).tolist()]
     shapes = []
@@ -61,6 +61,6 @@ def exchange(tensor: torch.Tensor, axis: Axis, cut: int, joined: int) -> torch.T
         shapes.append(shape)
     parts = [tensor.narrow(cut, start, stop - start).reshape(-1) for start, stop in spans]
     receives = [torch.Size(shape).numel() for shape in shapes]
-    arrived = swap(torch.cat(parts), axis, [part.numel() for part in parts], receives)
+    arrived = all_to_all(torch.cat(parts), axis, [part.numel() for part in parts], receives)
     pieces = [flat.view(shape) for flat, shape in zip(arrived.split(receives), shapes, strict=True)]
     return torch.cat(pieces, joined)

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from windlass.compat.accelerator.choose import get_accelerator
-from windlass.compat.moving import noop_decorator
+from windlass.compat.accelerator.real_accelerator import get_accelerator
+from windlass.compat.runtime_functions import noop_decorator
 
 __all__ = [
     "LinearFunctionForZeroStage3",

@@ -6,26 +6,26 @@ Files in reading order: `verdict` (what becomes of a key), `section` (the base o
 a file to a `Config`), `table` (every key and its verdict), `editor_schema` (JSON Schema).
 """
 
-from windlass.config.axes import Axes
-from windlass.config.batch import Batch
-from windlass.config.loading import Examination, examine, load
-from windlass.config.optimizer import OptimizerConfig, ResolvedOptimizer
-from windlass.config.precision import DtypeTable
-from windlass.config.problems import Problem, Refusal
-from windlass.config.root import Config
-from windlass.config.scheduler import SchedulerConfig
+from windlass.config.axis_sizes import Axes
+from windlass.config.batch_sizes import BatchSizes
+from windlass.config.config_loading import ValidationResult, load_config, validate_config
+from windlass.config.config_problems import ConfigProblem, ConfigRefusal
+from windlass.config.optimizer_section import OptimizerConfig, ResolvedOptimizer
+from windlass.config.precision_section import DtypeTable
+from windlass.config.root_config import Config
+from windlass.config.scheduler_section import SchedulerConfig
 
 __all__ = [
     "Axes",
-    "Batch",
+    "BatchSizes",
     "Config",
     "DtypeTable",
-    "Examination",
+    "ValidationResult",
     "OptimizerConfig",
-    "Problem",
-    "Refusal",
+    "ConfigProblem",
+    "ConfigRefusal",
     "ResolvedOptimizer",
     "SchedulerConfig",
-    "examine",
-    "load",
+    "validate_config",
+    "load_config",
 ]

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from windlass.config.axes import disagreements, size_of
-from windlass.config.offload import OffloadOptimizer, is_away
-from windlass.config.problems import Kind, Problem, show
-from windlass.config.root import Config
+from windlass.config.axis_sizes import axis_size, conflicting_sizes
+from windlass.config.config_problems import ConfigProblem, ProblemKind, format_value
+from windlass.config.offload_section import OffloadOptimizer, is_offloaded
+from windlass.config.root_config import Config
 
-Rule = Callable[[Config], Iterator[tuple[str, str]]]
+ContradictionRule = Callable[[Config], Iterator[tuple[str, str]]]
 """A rule yields (key, sentence) for everything it finds."""
 
 
-def contradictions(config: Config) -> list[Problem]:
+def find_contradictions(config: Config) -> list[ConfigProblem]:
     """Every rule that `config` breaks."""
-    return [Problem(Kind.CONTRADICTION, key, sentence) for rule in RULES for key, sentence in rule(config)]
+    return [
+        ConfigProblem(ProblemKind.CONTRADICTION, key, sentence)
+        for rule in CONTRADICTION_RULES
+        for key, sentence in rule(config)
+    ]
 
 
 def _one_precision(config: Config) -> Iterator[tuple[str, str]]:
@@ -26,7 +30,7 @@ def _one_precision(config: Config) -> Iterator[tuple[str, str]]:
 
 def _param_dtype(config: Config) -> Iterator[tuple[str, str]]:
     wanted = config.data_types.param_dtype
-    implied = config.dtype_table().parameter
+    implied = config.dtype_table().param_dtype
     if wanted and wanted != implied:
         yield (
             "data_types.param_dtype",
@@ -43,7 +47,7 @@ def _buffer_dtype(config: Config) -> Iterator[tuple[str, str]]:
         )
 
 
-def _narrow_masters(config: Config) -> Iterator[tuple[str, str]]:
+def _half_precision_masters(config: Config) -> Iterator[tuple[str, str]]:
     section = config.bf16
     if section.enabled and section.bf16_optimizer_states and not section.bf16_master_weights_and_grads:
         yield (
@@ -51,7 +55,7 @@ def _narrow_masters(config: Config) -> Iterator[tuple[str, str]]:
             "true, but bf16_master_weights_and_grads is false, and states are at least as wide as master weights; "
             "write true there, or false here",
         )
-    wanted, master = config.data_types.grad_accum_dtype, config.dtype_table().master
+    wanted, master = config.data_types.grad_accum_dtype, config.dtype_table().master_dtype
     if wanted and master != "fp32" and wanted != master:
         yield (
             "data_types.grad_accum_dtype",
@@ -69,20 +73,20 @@ def _predivide(config: Config) -> Iterator[tuple[str, str]]:
         )
 
 
-def _summed(config: Config) -> Iterator[tuple[str, str]]:
+def _sum_reduction(config: Config) -> Iterator[tuple[str, str]]:
     if config.gradient_allreduce_op != "sum":
         return
     for key, default in (("prescale_gradients", False), ("gradient_predivide_factor", 1.0)):
         if getattr(config, key) != default:
             yield (
                 key,
-                f"{show(getattr(config, key))} says where the mean over ranks is divided, but gradient_allreduce_op is "
+                f"{format_value(getattr(config, key))} says where the mean over ranks is divided, but gradient_allreduce_op is "
                 '"sum"; delete one',
             )
 
 
-def _unmanaged(config: Config) -> Iterator[tuple[str, str]]:
-    if not config.managed_gradient_accumulation and size_of(config, "pp") > 1:
+def _unmanaged_accumulation(config: Config) -> Iterator[tuple[str, str]]:
+    if not config.managed_gradient_accumulation and axis_size(config, "pp") > 1:
         yield (
             "managed_gradient_accumulation",
             "false, but a pipeline (parallel.pp) runs all micro-batches of a step in one train_batch; write true",
@@ -91,7 +95,7 @@ def _unmanaged(config: Config) -> Iterator[tuple[str, str]]:
 
 def _offload(config: Config) -> Iterator[tuple[str, str]]:
     zero = config.zero_optimization
-    if is_away(zero.offload_param) and zero.stage < 3:
+    if is_offloaded(zero.offload_param) and zero.stage < 3:
         yield (
             "zero_optimization.offload_param",
             f"parameters are released, and so can live elsewhere, only at stage 3, not {zero.stage}; "
@@ -101,13 +105,13 @@ def _offload(config: Config) -> Iterator[tuple[str, str]]:
         section = getattr(zero, name)
         if section is not None and section.device == "nvme" and not section.nvme_path:
             yield f"zero_optimization.{name}.nvme_path", 'absent, but "device" is "nvme"; add the path of a folder'
-    yield from _delay(zero.offload_optimizer)
+    yield from _delayed_update(zero.offload_optimizer)
     for old, new in (("cpu_offload", "offload_optimizer"), ("cpu_offload_param", "offload_param")):
         if getattr(zero, old) is not None and getattr(zero, new) is not None:
             yield f"zero_optimization.{old}", f"the older spelling of {new}, which is there too; delete {old}"
 
 
-def _delay(section: OffloadOptimizer | None) -> Iterator[tuple[str, str]]:
+def _delayed_update(section: OffloadOptimizer | None) -> Iterator[tuple[str, str]]:
     key = "zero_optimization.offload_optimizer"
     if section is None:
         return
@@ -131,7 +135,7 @@ def _delay(section: OffloadOptimizer | None) -> Iterator[tuple[str, str]]:
         )
 
 
-def _two_cuts(config: Config) -> Iterator[tuple[str, str]]:
+def _two_shard_groups(config: Config) -> Iterator[tuple[str, str]]:
     zero = config.zero_optimization
     if zero.mics_shard_size > 0 and zero.zero_hpz_partition_size > 1:
         yield (
@@ -149,27 +153,27 @@ def _two_cuts(config: Config) -> Iterator[tuple[str, str]]:
 
 def _ulysses(config: Config) -> Iterator[tuple[str, str]]:
     section = config.parallel
-    if section.sequence == "ulysses+ring":
-        if section.ulysses_degree is not None and size_of(config, "sp") % section.ulysses_degree:
+    if section.sp_mode == "ulysses+ring":
+        if section.ulysses_degree is not None and axis_size(config, "sp") % section.ulysses_degree:
             yield (
                 "parallel.ulysses_degree",
-                f"{section.ulysses_degree} does not divide the {size_of(config, 'sp')} ranks of parallel.sp; write a "
+                f"{section.ulysses_degree} does not divide the {axis_size(config, 'sp')} ranks of parallel.sp; write a "
                 "divisor",
             )
     elif section.ulysses_degree is not None:
         yield (
             "parallel.ulysses_degree",
-            f'{section.ulysses_degree}, but "sequence" is "{section.sequence}", which has no second size; delete '
+            f'{section.ulysses_degree}, but "sp_mode" is "{section.sp_mode}", which has no second size; delete '
             'it, or write "ulysses+ring"',
         )
 
 
-def _activations(config: Config) -> Iterator[tuple[str, str]]:
+def _activation_tier(config: Config) -> Iterator[tuple[str, str]]:
     section = config.parallel
-    if section.activations != "device" and not section.recompute:
+    if section.activation_tier != "device" and not section.recompute:
         yield (
-            "parallel.activations",
-            f'"{section.activations}", but parallel.recompute is false, so no inputs of layers are kept that could '
+            "parallel.activation_tier",
+            f'"{section.activation_tier}", but parallel.recompute is false, so no inputs of layers are kept that could '
             'wait there; write true, or "device"',
         )
     if section.tp_sequence_norms and section.tiled_mlp:
@@ -180,8 +184,8 @@ def _activations(config: Config) -> Iterator[tuple[str, str]]:
         )
 
 
-def _files_of_deepspeed(config: Config) -> Iterator[tuple[str, str]]:
-    cut = [f"{axis} {size_of(config, axis)}" for axis in ("pp", "ep", "tp") if size_of(config, axis) > 1]
+def _deepspeed_checkpoint_format(config: Config) -> Iterator[tuple[str, str]]:
+    cut = [f"{axis} {axis_size(config, axis)}" for axis in ("pp", "ep", "tp") if axis_size(config, axis) > 1]
     if config.checkpoint.format == "deepspeed" and cut:
         yield (
             "checkpoint.format",
@@ -190,27 +194,27 @@ def _files_of_deepspeed(config: Config) -> Iterator[tuple[str, str]]:
         )
 
 
-def _norms_along_tp(config: Config) -> Iterator[tuple[str, str]]:
-    if config.parallel.tp_sequence_norms and config.overlap_chunks > 1:
+def _sequence_parallel_norms(config: Config) -> Iterator[tuple[str, str]]:
+    if config.parallel.tp_sequence_norms and config.tp_overlap_chunks > 1:
         yield (
             "parallel.tp_sequence_norms",
-            f"true, which leaves no all-reduce to overlap, but tp_overlap_chunks is {config.overlap_chunks}; write "
+            f"true, which leaves no all-reduce to overlap, but tp_overlap_chunks is {config.tp_overlap_chunks}; write "
             "false, or 1 there",
         )
 
 
-def _schedule(config: Config) -> Iterator[tuple[str, str]]:
+def _pipeline_schedule(config: Config) -> Iterator[tuple[str, str]]:
     section = config.pipeline
-    if section.chunks is not None:
-        if section.schedule == "interleaved" and section.chunks == 1:
+    if section.virtual_stages is not None:
+        if section.schedule == "interleaved" and section.virtual_stages == 1:
             yield (
-                "pipeline.chunks",
+                "pipeline.virtual_stages",
                 '1, but the schedule is "interleaved", which needs several a rank; write 2, or "1f1b"',
             )
-        if section.schedule in ("1f1b", "gpipe") and section.chunks > 1:
+        if section.schedule in ("1f1b", "gpipe") and section.virtual_stages > 1:
             yield (
-                "pipeline.chunks",
-                f'{section.chunks}, but the schedule "{section.schedule}" passes each rank once; delete it, or write '
+                "pipeline.virtual_stages",
+                f'{section.virtual_stages}, but the schedule "{section.schedule}" passes each rank once; delete it, or write '
                 '"interleaved"',
             )
     accumulation = config.gradient_accumulation_steps
@@ -222,7 +226,7 @@ def _schedule(config: Config) -> Iterator[tuple[str, str]]:
         )
 
 
-def _norm(config: Config) -> Iterator[tuple[str, str]]:
+def _gradient_norm(config: Config) -> Iterator[tuple[str, str]]:
     clips = "gradient_clipping" in config.model_fields_set and config.gradient_clipping > 0
     if clips and not config.zero_optimization.compute_grad_norm:
         yield (
@@ -240,11 +244,11 @@ def _learning_rate(config: Config) -> Iterator[tuple[str, str]]:
     if base != peak:
         yield (
             "scheduler.params.warmup_max_lr",
-            f"{show(peak)} and optimizer.params.lr {show(base)} are two learning rates; delete one, or make them equal",
+            f"{format_value(peak)} and optimizer.params.lr {format_value(base)} are two learning rates; delete one, or make them equal",
         )
 
 
-def _schedule_order(config: Config) -> Iterator[tuple[str, str]]:
+def _lr_schedule_bounds(config: Config) -> Iterator[tuple[str, str]]:
     if config.scheduler is None:
         return
     params = config.scheduler.params
@@ -259,7 +263,7 @@ def _schedule_order(config: Config) -> Iterator[tuple[str, str]]:
             yield f"scheduler.params.{low}", f"{first} is more than {high} {last}; exchange them"
 
 
-def _kept_activations(config: Config) -> Iterator[tuple[str, str]]:
+def _checkpointed_activations(config: Config) -> Iterator[tuple[str, str]]:
     section = config.activation_checkpointing
     if section.contiguous_memory_optimization and not section.number_checkpoints:
         yield (
@@ -284,11 +288,11 @@ def _watchdog(config: Config) -> Iterator[tuple[str, str]]:
         )
 
 
-def _axes_apart(config: Config) -> Iterator[tuple[str, str]]:
-    yield from disagreements(config)
+def _axis_sizes(config: Config) -> Iterator[tuple[str, str]]:
+    yield from conflicting_sizes(config)
 
 
-def _elastic(config: Config) -> Iterator[tuple[str, str]]:
+def _elastic_batch(config: Config) -> Iterator[tuple[str, str]]:
     section = config.elasticity
     if not section.enabled or section.ignore_non_elastic_batch_info:
         return
@@ -301,26 +305,26 @@ def _elastic(config: Config) -> Iterator[tuple[str, str]]:
             )
 
 
-RULES: tuple[Rule, ...] = (
+CONTRADICTION_RULES: tuple[ContradictionRule, ...] = (
     _one_precision,
     _param_dtype,
     _buffer_dtype,
-    _narrow_masters,
+    _half_precision_masters,
     _predivide,
-    _summed,
-    _unmanaged,
+    _sum_reduction,
+    _unmanaged_accumulation,
     _offload,
-    _two_cuts,
-    _axes_apart,
+    _two_shard_groups,
+    _axis_sizes,
     _ulysses,
-    _norms_along_tp,
-    _activations,
-    _files_of_deepspeed,
-    _schedule,
-    _norm,
+    _sequence_parallel_norms,
+    _activation_tier,
+    _deepspeed_checkpoint_format,
+    _pipeline_schedule,
+    _gradient_norm,
     _learning_rate,
-    _schedule_order,
-    _kept_activations,
+    _lr_schedule_bounds,
+    _checkpointed_activations,
     _watchdog,
-    _elastic,
+    _elastic_batch,
 )

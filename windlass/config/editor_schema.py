@@ -4,36 +4,36 @@ from __future__ import annotations
 
 from typing import Any
 
-from windlass.config.normalise import TOP_LEVEL_AUTO
-from windlass.config.root import Config
+from windlass.config.key_normalization import TOP_LEVEL_AUTO_KEYS
+from windlass.config.root_config import Config
 
-DIALECT = "https://json-schema.org/draft/2020-12/schema"
+JSON_SCHEMA_DIALECT = "https://json-schema.org/draft/2020-12/schema"
 _AUTO = {"const": "auto"}
 
 
-def editor_schema() -> dict[str, Any]:
-    """The schema of `ds_config.json`: every key in all its spellings, "auto" where it is read, and each verdict."""
+def build_editor_schema() -> dict[str, Any]:
+    """The schema of `ds_config.json`: every key in all its spellings, "auto" where it is read, and each status."""
     schema = Config.model_json_schema()
     for definition in schema["$defs"].values():
-        _rewrite(definition, auto=None)
-    _rewrite(schema, auto=TOP_LEVEL_AUTO)
+        _rewrite_properties(definition, auto=None)
+    _rewrite_properties(schema, auto=TOP_LEVEL_AUTO_KEYS)
     zero = schema["properties"]["zero_optimization"]
-    schema["properties"]["zero_optimization"] = _either(zero, {"type": "boolean", "deprecated": True})
-    return {"$schema": DIALECT, **schema, "title": "windlass training configuration"}
+    schema["properties"]["zero_optimization"] = _any_of(zero, {"type": "boolean", "deprecated": True})
+    return {"$schema": JSON_SCHEMA_DIALECT, **schema, "title": "windlass training configuration"}
 
 
-def _rewrite(definition: dict[str, Any], auto: tuple[str, ...] | None) -> None:
+def _rewrite_properties(definition: dict[str, Any], auto: tuple[str, ...] | None) -> None:
     """Turn what the field makers left in each property into schema words; `auto` None means: on every plain value."""
     properties: dict[str, Any] = {}
     for name, original in definition.get("properties", {}).items():
         facts = original.get("windlass", {})
         shown = {key: value for key, value in original.items() if key not in ("windlass", "title")}
-        shown["x-verdict"] = facts["verdict"]
-        if facts["because"]:
-            shown["description"] = f"{facts['verdict']}: {facts['because']}"
+        shown["x-status"] = facts["status"]
+        if facts["reason"]:
+            shown["description"] = f"{facts['status']}: {facts['reason']}"
         takes_auto = name in auto if auto is not None else not _is_nested(shown)
-        properties[name] = _either(shown, _AUTO) if takes_auto else shown
-        properties.update({spelling: {**properties[name], "deprecated": True} for spelling in facts["also"]})
+        properties[name] = _any_of(shown, _AUTO) if takes_auto else shown
+        properties.update({spelling: {**properties[name], "deprecated": True} for spelling in facts["aliases"]})
     definition["properties"] = properties
     definition.pop("title", None)
 
@@ -43,9 +43,9 @@ def _is_nested(schema: dict[str, Any]) -> bool:
     return any("$ref" in branch or branch.get("type") in ("object", "array") for branch in branches)
 
 
-def _either(schema: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+def _any_of(schema: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     """`schema` or `other`; what describes the key stays outside."""
-    outside: dict[str, Any] = {key: schema[key] for key in ("description", "default", "x-verdict") if key in schema}
+    outside: dict[str, Any] = {key: schema[key] for key in ("description", "default", "x-status") if key in schema}
     inside = {key: value for key, value in schema.items() if key not in outside}
     branches = inside["anyOf"] if set(inside) == {"anyOf"} else [inside]
     return {"anyOf": [*branches, other], **outside}

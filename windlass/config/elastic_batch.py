@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 
 from windlass.base.errors import ConfigError
-from windlass.config.batch import Batch
-from windlass.config.elasticity import Elasticity
+from windlass.config.batch_sizes import BatchSizes
+from windlass.config.elasticity_section import Elasticity
 
 # Highly composite numbers: each has more divisors than any smaller number (OEIS A002182).
 _MANY_DIVISORS = (
@@ -21,10 +21,10 @@ class ElasticBatch:
     """A batch size and the numbers of ranks, in order, on which it is `micro x accumulation x ranks` exactly."""
 
     train: int
-    ranks: tuple[int, ...]
+    rank_counts: tuple[int, ...]
 
 
-def elastic_batch(section: Elasticity) -> ElasticBatch:
+def find_elastic_batch(section: Elasticity) -> ElasticBatch:
     """The batch that fits most numbers of ranks.
 
     Candidates are each micro-batch size, and the least common multiple of all, times the largest highly composite
@@ -41,9 +41,9 @@ def elastic_batch(section: Elasticity) -> ElasticBatch:
         )
     bases = [base for base in (*sizes, math.lcm(*sizes)) if base <= bound]
     candidates = {base * max(n for n in _MANY_DIVISORS if base * n <= bound) for base in bases}
-    found = [ElasticBatch(train, _ranks(train, sizes, section)) for train in sorted(candidates)]
-    best = max(found, key=lambda one: (len(one.ranks), one.train if section.prefer_larger_batch else -one.train))
-    if not best.ranks:
+    found = [ElasticBatch(train, _valid_rank_counts(train, sizes, section)) for train in sorted(candidates)]
+    best = max(found, key=lambda one: (len(one.rank_counts), one.train if section.prefer_larger_batch else -one.train))
+    if not best.rank_counts:
         raise ConfigError(
             f"elasticity: no batch up to max_train_batch_size {bound} of micro_batch_sizes {sizes} fits any number of "
             f"ranks from min_gpus {section.min_gpus} to max_gpus {section.max_gpus}; write other bounds"
@@ -51,16 +51,16 @@ def elastic_batch(section: Elasticity) -> ElasticBatch:
     return best
 
 
-def solve_elastic(section: Elasticity, world_size: int) -> Batch:
+def solve_elastic_batch(section: Elasticity, world_size: int) -> BatchSizes:
     """The three batch numbers on `world_size` ranks.
 
     Raises:
         ConfigError: that number of ranks does not fit; the text has the nearest that do.
     """
-    best = elastic_batch(section)
-    if world_size not in best.ranks:
-        near = [max((n for n in best.ranks if n < world_size), default=None)]
-        near.append(min((n for n in best.ranks if n > world_size), default=None))
+    best = find_elastic_batch(section)
+    if world_size not in best.rank_counts:
+        near = [max((n for n in best.rank_counts if n < world_size), default=None)]
+        near.append(min((n for n in best.rank_counts if n > world_size), default=None))
         told = " or ".join(str(n) for n in near if n is not None)
         raise ConfigError(
             f"elasticity: the batch of {best.train} samples cannot be shared by {world_size} ranks in micro-batches of "
@@ -68,10 +68,10 @@ def solve_elastic(section: Elasticity, world_size: int) -> Batch:
         )
     share = best.train // world_size
     micro = max(size for size in section.micro_batch_sizes if share % size == 0)
-    return Batch(best.train, micro, share // micro)
+    return BatchSizes(best.train, micro, share // micro)
 
 
-def _ranks(train: int, sizes: list[int], section: Elasticity) -> tuple[int, ...]:
+def _valid_rank_counts(train: int, sizes: list[int], section: Elasticity) -> tuple[int, ...]:
     """Numbers of ranks that can share `train` samples in micro-batches of one of `sizes`."""
     found: set[int] = set()
     for size in sizes:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-IGNORED = -100  # the label that cross entropy passes over
+IGNORE_INDEX = -100  # the label that cross entropy passes over
 
 
 def choose_held_out(digests: np.ndarray, sizes: np.ndarray, target_bytes: int) -> np.ndarray:
@@ -37,7 +37,7 @@ def choose_held_out(digests: np.ndarray, sizes: np.ndarray, target_bytes: int) -
 
 
 @dataclass(frozen=True)
-class HeldOut:
+class HeldOutSet:
     """The held-out tokens as batches, and the accounting from nats to bits per byte.
 
     Every token but the first (an end token that starts the text) is predicted exactly once, the end of each document
@@ -57,7 +57,7 @@ class HeldOut:
         rows = math.ceil((len(self.tokens) - 1) / self.seq_len)
         for first in range(0, rows, micro_batch * world_size):
             inputs = np.zeros((micro_batch, self.seq_len), dtype=np.int64)
-            labels = np.full((micro_batch, self.seq_len), IGNORED, dtype=np.int64)
+            labels = np.full((micro_batch, self.seq_len), IGNORE_INDEX, dtype=np.int64)
             for slot in range(micro_batch):
                 start = (first + rank * micro_batch + slot) * self.seq_len
                 window = self.tokens[start : start + self.seq_len + 1].astype(np.int64)

@@ -25,24 +25,24 @@ class Permutation:
         self.length = length
         self._half_bits = np.uint64(max((length - 1).bit_length() + 1, 2) // 2)
         self._mask = np.uint64((1 << int(self._half_bits)) - 1)
-        key = _mix(np.array([seed % _WORD], dtype=np.uint64)) ^ np.uint64(epoch)
-        self._keys = [_mix(key + np.uint64(number + 1))[0] for number in range(_ROUNDS)]
+        key = _splitmix64(np.array([seed % _WORD], dtype=np.uint64)) ^ np.uint64(epoch)
+        self._keys = [_splitmix64(key + np.uint64(number + 1))[0] for number in range(_ROUNDS)]
 
     def __call__(self, positions: np.ndarray) -> np.ndarray:
         """The elements at `positions` ([n], each in `range(length)`), as [n] int64."""
-        values = self._once(positions.astype(np.uint64))
+        values = self._permute_once(positions.astype(np.uint64))
         while (outside := values >= self.length).any():
-            values[outside] = self._once(values[outside])
+            values[outside] = self._permute_once(values[outside])
         return values.astype(np.int64)
 
-    def _once(self, values: _Words) -> _Words:
+    def _permute_once(self, values: _Words) -> _Words:
         left, right = values >> self._half_bits, values & self._mask
         for key in self._keys:
-            left, right = right, left ^ (_mix(right + key) & self._mask)
+            left, right = right, left ^ (_splitmix64(right + key) & self._mask)
         return (left << self._half_bits) | right
 
 
-def _mix(values: _Words) -> _Words:
+def _splitmix64(values: _Words) -> _Words:
     """The finalizer of splitmix64 (Steele et al. 2014), elementwise on uint64; it wraps around."""
     with np.errstate(over="ignore"):
         values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -16,9 +16,9 @@ from typing import IO
 
 import numpy as np
 
+from windlass.base.atomic_file import temporary_path_beside
+from windlass.base.bounded_json import parse_json
 from windlass.base.errors import DataError
-from windlass.base.json_text import parse_json
-from windlass.base.whole_file import temporary_beside
 
 FORMAT_VERSION = 2
 _MAGIC = b"WLTOKENS"
@@ -27,7 +27,7 @@ _READ_BYTES = 2**22
 
 
 @dataclass(frozen=True)
-class Header:
+class TokenFileHeader:
     """What the file holds, and what it was made from."""
 
     vocab_size: int
@@ -42,7 +42,7 @@ class Header:
     format_version: int = FORMAT_VERSION
 
     @property
-    def seal(self) -> str:
+    def checksum(self) -> str:
         """Hash of all other fields: damage of the header would change a score, and no other check would see it."""
         return hashlib.blake2b(json.dumps(asdict(self), sort_keys=True).encode(), digest_size=16).hexdigest()
 
@@ -56,7 +56,7 @@ class TokenFile:
     """An opened file; its arrays are mapped, so that ranks of one host share the pages."""
 
     path: Path
-    header: Header
+    header: TokenFileHeader
     train: np.ndarray  # [train_tokens]
     held_out: np.ndarray  # [eval_tokens]
 
@@ -74,7 +74,7 @@ class TokenWriter:
 
     def __init__(self, path: Path, vocab_size: int) -> None:
         self._path = path
-        self._partial = temporary_beside(path)
+        self._partial = temporary_path_beside(path)
         self._dtype = token_dtype(vocab_size)
         self._vocab_size = vocab_size
         self._digest = hashlib.blake2b(digest_size=16)
@@ -119,7 +119,7 @@ class TokenWriter:
         key: str,
     ) -> None:
         """Writes the header and puts the file in its place, in one step that a crash cannot halve."""
-        header = Header(
+        header = TokenFileHeader(
             self._vocab_size,
             eos,
             train_tokens,
@@ -130,7 +130,7 @@ class TokenWriter:
             key,
             self._digest.hexdigest(),
         )
-        text = _MAGIC + json.dumps({**asdict(header), "seal": header.seal}).encode()
+        text = _MAGIC + json.dumps({**asdict(header), "seal": header.checksum}).encode()
         self._stream.seek(0)
         self._stream.write(text.ljust(_HEADER_BYTES))
         self._stream.flush()
@@ -160,7 +160,7 @@ def open_tokens(path: Path, verify: bool = False) -> TokenFile:
     return TokenFile(path, header, tokens[: header.train_tokens], tokens[header.train_tokens :])
 
 
-def read_header(path: Path) -> Header:
+def read_header(path: Path) -> TokenFileHeader:
     """The header alone.
 
     Raises:
@@ -185,8 +185,8 @@ def read_header(path: Path) -> Header:
                 "delete it to build it again"
             )
         seal = fields.pop("seal")
-        header = Header(**fields)
-        if header.seal != seal or not _is_sound(header):
+        header = TokenFileHeader(**fields)
+        if header.checksum != seal or not _is_valid(header):
             raise damaged
         return header
     except (ValueError, TypeError, KeyError) as error:
@@ -195,7 +195,7 @@ def read_header(path: Path) -> Header:
         raise damaged from error
 
 
-def _is_sound(header: Header) -> bool:
+def _is_valid(header: TokenFileHeader) -> bool:
     """Return True if every field has its type and range, whoever wrote them."""
     counts = (header.train_tokens, header.eval_tokens, header.train_bytes, header.eval_bytes, header.documents)
     numbers = (*counts, header.vocab_size, header.eos)

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from windlass.base.atomic_file import write_atomically
+from windlass.base.bounded_json import parse_json
 from windlass.base.errors import DataError
-from windlass.base.json_text import parse_json
-from windlass.base.whole_file import write_whole
 
 EOS, PAD = "<|endoftext|>", "<|pad|>"
 
@@ -45,7 +45,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, directory: Path) -> T
     """
     if vocab_size < 258:
         raise DataError(f"vocabulary size {vocab_size} is too small: 256 bytes and two special tokens need 258")
-    tokenizers = _library()
+    tokenizers = _import_tokenizers()
     byte_level = tokenizers.pre_tokenizers.ByteLevel
     backend = tokenizers.Tokenizer(tokenizers.models.BPE())
     backend.pre_tokenizer = byte_level(add_prefix_space=False)
@@ -71,8 +71,8 @@ def load_tokenizer(directory: Path) -> TextTokenizer:
         )
     try:
         data = file.read_bytes()
-        backend = _library().Tokenizer.from_str(data.decode())
-        settings = _settings(directory)
+        backend = _import_tokenizers().Tokenizer.from_str(data.decode())
+        settings = _read_settings(directory)
     except OSError as error:
         raise DataError(f"cannot read the tokenizer in {directory}: {error.strerror or error}") from error
     except Exception as error:  # the Rust library raises bare Exception for a malformed file
@@ -84,7 +84,7 @@ def load_tokenizer(directory: Path) -> TextTokenizer:
     return TextTokenizer(backend, eos, hashlib.blake2b(data + str(eos).encode(), digest_size=16).hexdigest())
 
 
-def _settings(directory: Path) -> dict[str, Any]:
+def _read_settings(directory: Path) -> dict[str, Any]:
     merged: dict[str, Any] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         if (directory / name).is_file():
@@ -114,10 +114,10 @@ def _save(backend: Any, directory: Path) -> None:
     }
     texts = {"tokenizer.json": backend.to_str(), "tokenizer_config.json": json.dumps(settings, indent=2)}
     for name, text in texts.items():
-        write_whole(directory / name, text)
+        write_atomically(directory / name, text)
 
 
-def _library() -> Any:
+def _import_tokenizers() -> Any:
     try:
         import tokenizers
         import tokenizers.decoders

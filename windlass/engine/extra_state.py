@@ -9,41 +9,41 @@ from torch import nn
 
 from windlass.base.errors import CheckpointError
 from windlass.base.log import logger
-from windlass.checkpoint import plain
+from windlass.checkpoint import plain_data
 
 _KEY = "_extra_state"
 
 
-def extra_states(model: nn.Module) -> dict[str, Any]:
+def collect_extra_states(model: nn.Module) -> dict[str, Any]:
     """All of them, as the modules give them."""
-    return {name: module.get_extra_state() for name, module in _holders(model)}
+    return {name: module.get_extra_state() for name, module in _modules_with_extra_state(model)}
 
 
-def plain_extra_states(model: nn.Module) -> dict[str, Any]:
+def collect_plain_extra_states(model: nn.Module) -> dict[str, Any]:
     """Those that a checkpoint can hold, since they are plain data; others are named in a warning."""
-    found = extra_states(model)
+    found = collect_extra_states(model)
     for name in list(found):
         try:
-            plain.encode(found[name], "")
+            plain_data.encode(found[name], "")
         except CheckpointError as error:
             logger.warning("%r is not saved: %s", name, error)
             del found[name]
     return found
 
 
-def set_extra_states(model: nn.Module, given: Mapping[str, Any]) -> None:
+def set_extra_states(model: nn.Module, states: Mapping[str, Any]) -> None:
     """Give modules what `given` has of theirs."""
-    for name, module in _holders(model):
-        if name in given:
-            module.set_extra_state(given[name])
+    for name, module in _modules_with_extra_state(model):
+        if name in states:
+            module.set_extra_state(states[name])
 
 
-def names_of_extra_states(model: nn.Module) -> list[str]:
+def extra_state_names(model: nn.Module) -> list[str]:
     """Of modules that keep any."""
-    return [name for name, _ in _holders(model)]
+    return [name for name, _ in _modules_with_extra_state(model)]
 
 
-def _holders(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def _modules_with_extra_state(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for prefix, module in model.named_modules(remove_duplicate=False):
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             yield f"{prefix}.{_KEY}" if prefix else _KEY, module

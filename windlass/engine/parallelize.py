@@ -9,36 +9,36 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from windlass.base.activity import During
+from windlass.base.collective_activity import WaitScope
 from windlass.base.errors import ConfigError, ModelError
 from windlass.base.log import logger
-from windlass.comm.groups import Group
 from windlass.comm.mesh import Mesh
+from windlass.comm.rank_group import RankGroup
 from windlass.config import Config
-from windlass.engine.born_parts import BornParts
+from windlass.engine.sharded_init_partition import ShardedInitPartitioner
 from windlass.parallel.experts import apply_expert_parallel
-from windlass.parallel.flagged import place_flagged
-from windlass.parallel.pipeline import PipelineModule, apply_pipeline_parallel, timed
-from windlass.parallel.placement import is_placed, placement_of
-from windlass.parallel.sequence.apply import apply_sequence_parallel, sequence_parallel_of
+from windlass.parallel.megatron_flags import place_flagged_parameters
+from windlass.parallel.pipeline import PipelineSequential, apply_pipeline_parallel, measure_model_layer_times
+from windlass.parallel.placement import get_placement, has_placement
+from windlass.parallel.sequence.apply_sequence_parallel import apply_sequence_parallel, sequence_parallel_of
 from windlass.parallel.sequence.distributed_attention import DistributedAttention
 from windlass.parallel.sequence.long_context import apply_long_context
-from windlass.parallel.tensor.apply import apply_tensor_parallel
-from windlass.zero import born
+from windlass.parallel.tensor.apply_tensor_parallel import apply_tensor_parallel
+from windlass.zero.sharded_init import initial_shard
 
-Cut = Callable[[nn.Module, Mesh, Config], None]
+AxisPartitioner = Callable[[nn.Module, Mesh, Config], None]
 """Cuts a model along one axis, in place."""
 
 _meshes: WeakKeyDictionary[nn.Module, Mesh] = WeakKeyDictionary()  # of models that are cut already
-_saving: WeakSet[nn.Module] = WeakSet()  # models that are computed in parts already
+_memory_optimized: WeakSet[nn.Module] = WeakSet()  # models that are computed in parts already
 
 
-def mesh_of(model: nn.Module) -> Mesh | None:
+def mesh_of_model(model: nn.Module) -> Mesh | None:
     """The mesh that a model was cut over before; None: it is whole."""
     return _meshes.get(model)
 
 
-def parallelize(model: nn.Module, mesh: Mesh, config: Config, *, own: Collection[str] = ()) -> None:
+def parallelize(model: nn.Module, mesh: Mesh, config: Config, *, script_axes: Collection[str] = ()) -> None:
     """Cut `model`, in place, along every axis of the mesh besides those of data. Collective.
 
     Its values are those of the first rank. Whoever gives `initialize` a model of which parts are placed already
@@ -52,48 +52,48 @@ def parallelize(model: nn.Module, mesh: Mesh, config: Config, *, own: Collection
     """
     axes = [axis for axis in ("pp", "ep", "tp", "sp") if mesh.axes[axis].size > 1]
     if not axes:
-        _save_memory(model, config)
+        _apply_memory_savings(model, config)
         return
-    given = any(is_placed(parameter) for parameter in model.parameters())
-    if "tp" in own:
-        place_flagged(model, mesh.tp)
+    given = any(has_placement(parameter) for parameter in model.parameters())
+    if "tp" in script_axes:
+        place_flagged_parameters(model, mesh.tp)
     if not given:
-        built_apart = isinstance(model, PipelineModule) and model.num_stages > 1
-        apart = {*own, "pp"} if built_apart else {*own}
+        built_apart = isinstance(model, PipelineSequential) and model.num_stages > 1
+        apart = {*script_axes, "pp"} if built_apart else {*script_axes}
         parts = {"pp", "ep", "tp"}
         if mesh.grid.size(*parts) > 1:
-            _check_born(model, mesh, [axis for axis in axes if axis in apart & parts], config)
-        if mesh.grid.size(*parts.difference(own)) > 1:
-            with BornParts(model) as born_parts:
-                _make_equal(model, _of_the_same(mesh, apart), born_parts)
-                _cut(model, mesh, config, [axis for axis in axes if axis not in own])
+            _check_sharded_init(model, mesh, [axis for axis in axes if axis in apart & parts], config)
+        if mesh.grid.size(*parts.difference(script_axes)) > 1:
+            with ShardedInitPartitioner(model) as born_parts:
+                _broadcast_model(model, _broadcast_groups(mesh, apart), born_parts)
+                _partition_axes(model, mesh, config, [axis for axis in axes if axis not in script_axes])
         else:
-            _cut(model, mesh, config, [axis for axis in axes if axis not in own])
-        _save_memory(model, config)
-    here = {placement_of(parameter).stages for parameter in model.parameters()}
-    for stages in sorted({stages for ties in mesh.world_of(here) for stages in ties if stages}):
-        mesh.tie(stages)
-    if isinstance(model, PipelineModule):
-        _make_tied_equal(model, mesh)
+            _partition_axes(model, mesh, config, [axis for axis in axes if axis not in script_axes])
+        _apply_memory_savings(model, config)
+    here = {get_placement(parameter).shared_stages for parameter in model.parameters()}
+    for stages in sorted({stages for ties in mesh.gather_from_world(here) for stages in ties if stages}):
+        mesh.add_stage_group(stages)
+    if isinstance(model, PipelineSequential):
+        _broadcast_tied_parameters(model, mesh)
     _meshes[model] = mesh
 
 
-def _of_the_same(mesh: Mesh, apart: Collection[str]) -> list[Group]:
+def _broadcast_groups(mesh: Mesh, separately_built_axes: Collection[str]) -> list[RankGroup]:
     """Groups through which the first of the ranks that built the same reaches all others of them, one after the other.
 
     Args:
         apart: axes whose ranks built other parts of the model.
     """
-    if not {"pp", "tp"}.intersection(apart):
+    if not {"pp", "tp"}.intersection(separately_built_axes):
         return [mesh.world]
-    beside = [mesh.axes[axis].group for axis in ("tp", "pp") if axis not in apart]
+    beside = [mesh.axes[axis].group for axis in ("tp", "pp") if axis not in separately_built_axes]
     return [group for group in (mesh.dense.data, *beside) if group.size > 1]
 
 
-def _make_tied_equal(model: nn.Module, mesh: Mesh) -> None:
+def _broadcast_tied_parameters(model: nn.Module, mesh: Mesh) -> None:
     """What several stages hold, which each built, has the first one's values. Collective over those stages."""
     for name, parameter in sorted(model.named_parameters()):
-        stages = placement_of(parameter).stages
+        stages = get_placement(parameter).shared_stages
         if stages and parameter.numel():
             values = parameter.detach().contiguous()
             mesh.stages[stages].broadcast(values.view(-1).view(torch.uint8))
@@ -102,9 +102,9 @@ def _make_tied_equal(model: nn.Module, mesh: Mesh) -> None:
                 parameter.detach().copy_(values)
 
 
-def _make_equal(model: nn.Module, groups: list[Group], later: BornParts) -> None:
+def _broadcast_model(model: nn.Module, groups: list[RankGroup], deferred: ShardedInitPartitioner) -> None:
     """Every rank has the values of the first one in these groups, whole, but for what is `later`. Collective."""
-    with During("the sending of the first rank's model"), torch.no_grad():
+    with WaitScope("the sending of the first rank's model"), torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.device.type == "meta":
                 raise ModelError(
@@ -112,7 +112,7 @@ def _make_equal(model: nn.Module, groups: list[Group], later: BornParts) -> None
                     "`with windlass.zero.Init():`, from_pretrained too: no rank has all of it then"
                 )
         for tensor in (*model.parameters(), *model.buffers()):
-            if tensor.numel() and tensor not in later:
+            if tensor.numel() and tensor not in deferred:
                 values = tensor.detach().contiguous()
                 for group in groups:
                     dist.broadcast(values.view(-1).view(torch.uint8), group.ranks[0], group=group.process_group)
@@ -121,91 +121,100 @@ def _make_equal(model: nn.Module, groups: list[Group], later: BornParts) -> None
     logger.debug("the model of rank %d was sent on", groups[0].ranks[0] if groups else 0)
 
 
-def _check_born(model: nn.Module, mesh: Mesh, apart: Sequence[str], config: Config) -> None:
+def _check_sharded_init(model: nn.Module, mesh: Mesh, separately_built_axes: Sequence[str], config: Config) -> None:
     """Pieces of parameters that were not the same on all ranks when `zero.Init` cut them are of nothing. Collective.
 
     Raises:
         ModelError: there are such.
         ConfigError: values are needed that come last.
     """
-    born_so = [name for name, parameter in model.named_parameters() if born.find(parameter) is not None]
-    if apart and (of_any := [name for names in mesh.world_of(born_so[:1]) for name in names]):
+    born_so = [name for name, parameter in model.named_parameters() if initial_shard.find(parameter) is not None]
+    if separately_built_axes and (of_any := [name for names in mesh.gather_from_world(born_so[:1]) for name in names]):
         raise ModelError(
             f"{of_any[0]!r} was cut by zero.Init, whose ranks build the same model, and this one is built in other "
-            f"parts along {' and '.join(apart)} by each; build it without zero.Init: no rank has all of it anyway"
+            f"parts along {' and '.join(separately_built_axes)} by each; build it without zero.Init: no rank has all of it anyway"
         )
-    if born_so and config.pipeline.balances == "time" and not isinstance(model, PipelineModule):
+    if born_so and config.pipeline.partition_method == "time" and not isinstance(model, PipelineSequential):
         raise ConfigError(
             "pipeline.partition 'time' runs the whole model on one rank, and zero.Init built it in pieces; "
             "balance by 'parameters', or build the model without zero.Init"
         )
 
 
-def _cut(model: nn.Module, mesh: Mesh, config: Config, axes: Sequence[str]) -> None:
+def _partition_axes(model: nn.Module, mesh: Mesh, config: Config, axes: Sequence[str]) -> None:
     for axis in axes:
-        _CUTS[axis](model, mesh, config)
+        _PARTITIONERS[axis](model, mesh, config)
 
 
-def _spread_experts(model: nn.Module, mesh: Mesh, config: Config) -> None:
+def _partition_experts(model: nn.Module, mesh: Mesh, config: Config) -> None:
     plan = apply_expert_parallel(model, mesh.ep, required=mesh.pp.size == 1)
-    _say(mesh, plan)
+    _log_plan(mesh, plan)
 
 
-def _cut_matrices(model: nn.Module, mesh: Mesh, config: Config) -> None:
+def _partition_matrices(model: nn.Module, mesh: Mesh, config: Config) -> None:
     model_type = getattr(getattr(model, "config", None), "model_type", None)
     weights = {name: getattr(module, "weight", None) for name, module in model.named_modules()}
     matrices = [name for name, weight in weights.items() if isinstance(weight, torch.Tensor) and weight.dim() == 2]
     plan = apply_tensor_parallel(
         model,
         mesh.tp,
-        table=config.tensor_table(matrices, model_type) or None,
-        sequence_norms=config.parallel.tp_sequence_norms,
-        overlap_chunks=config.overlap_chunks,
+        tensor_table=config.tensor_table(matrices, model_type) or None,
+        tp_sequence_norms=config.parallel.tp_sequence_norms,
+        tp_overlap_chunks=config.tp_overlap_chunks,
     )
-    _say(mesh, plan)
+    _log_plan(mesh, plan)
 
 
-def _cut_sequences(model: nn.Module, mesh: Mesh, config: Config) -> None:
+def _partition_sequences(model: nn.Module, mesh: Mesh, config: Config) -> None:
     section = config.parallel
     if sequence_parallel_of(model) is None and not any(isinstance(m, DistributedAttention) for m in model.modules()):
         apply_sequence_parallel(
-            model, mesh.sp, kind=section.sequence, ulysses_degree=section.ulysses_degree, stream=mesh.tp.index
+            model, mesh.sp, sp_mode=section.sp_mode, ulysses_degree=section.ulysses_degree, rng_stream=mesh.tp.index
         )
 
 
-def _save_memory(model: nn.Module, config: Config) -> None:
+def _apply_memory_savings(model: nn.Module, config: Config) -> None:
     """Compute a model of transformers in parts, or layers again, where the configuration asks for it; once."""
     section, zero = config.parallel, config.zero_optimization
-    if isinstance(model, PipelineModule) and config.pipeline.activation_checkpoint_interval:
-        model.set_checkpoint_interval(config.pipeline.activation_checkpoint_interval)
-    if not (section.tiled_mlp or section.tiled_loss or section.recompute) or model in _saving:
+    if isinstance(model, PipelineSequential) and config.pipeline.activation_checkpoint_interval:
+        model.set_activation_checkpoint_interval(config.pipeline.activation_checkpoint_interval)
+    if not (section.tiled_mlp or section.tiled_loss or section.recompute) or model in _memory_optimized:
         return
-    _saving.add(model)
+    _memory_optimized.add(model)
     homes = [one for one in (zero.offload_param, zero.offload_optimizer) if one is not None and one.nvme_path]
     apply_long_context(
         model,
         tiled_mlp=section.tiled_mlp,
         tiled_loss=section.tiled_loss,
         recompute=section.recompute,
-        offload=None if section.activations == "device" else section.activations,
+        activation_tier=None if section.activation_tier == "device" else section.activation_tier,
         nvme_path=homes[0].nvme_path if homes else None,
     )
 
 
-def _say(mesh: Mesh, plan: object) -> None:
+def _log_plan(mesh: Mesh, plan: object) -> None:
     if mesh.world.index == 0:
         for line in str(plan).splitlines():
             logger.info(line)
 
 
-def _cut_stages(model: nn.Module, mesh: Mesh, config: Config) -> None:
+def _partition_stages(model: nn.Module, mesh: Mesh, config: Config) -> None:
     section = config.pipeline
-    method: str | Sequence[float] = section.balances
-    if method == "time" and not isinstance(model, PipelineModule):  # of the first rank: all have to cut alike
-        method = mesh.world_of(timed(model) if mesh.world.index == 0 else None)[0]
+    method: str | Sequence[float] = section.partition_method
+    if method == "time" and not isinstance(model, PipelineSequential):  # of the first rank: all have to cut alike
+        method = mesh.gather_from_world(measure_model_layer_times(model) if mesh.world.index == 0 else None)[0]
     apply_pipeline_parallel(
-        model, mesh.pp, each=section.parts, method=method, interval=section.activation_checkpoint_interval
+        model,
+        mesh.pp,
+        virtual_stages=section.resolved_virtual_stages,
+        partition_method=method,
+        activation_checkpoint_interval=section.activation_checkpoint_interval,
     )
 
 
-_CUTS: dict[str, Cut] = {"pp": _cut_stages, "ep": _spread_experts, "tp": _cut_matrices, "sp": _cut_sequences}
+_PARTITIONERS: dict[str, AxisPartitioner] = {
+    "pp": _partition_stages,
+    "ep": _partition_experts,
+    "tp": _partition_matrices,
+    "sp": _partition_sequences,
+}

@@ -6,8 +6,8 @@ rules (the numbers of an update), piece (the tensors of one), reference (what ev
 
 from __future__ import annotations
 
-from windlass.kernels.dispatch import path_in_use as path_in_use
-from windlass.kernels.dispatch import update as update
-from windlass.kernels.keyed_sum import keyed_sum as keyed_sum
-from windlass.kernels.keyed_sum import keyed_sum_on_host as keyed_sum_on_host
-from windlass.kernels.piece import Piece as Piece
+from windlass.kernels.kernel_dispatch import apply_updates as apply_updates
+from windlass.kernels.kernel_dispatch import get_active_kernel_path as get_active_kernel_path
+from windlass.kernels.native_keyed_sum import keyed_sum as keyed_sum
+from windlass.kernels.native_keyed_sum import keyed_sum_on_host as keyed_sum_on_host
+from windlass.kernels.update_tensors import UpdateTensors as UpdateTensors

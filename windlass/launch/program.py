@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-KINDS = ("script", "module", "command", "run_path")
+PROGRAM_KINDS = ("script", "module", "command", "run_path")
 
 _RUN_PATH = "import runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
 
@@ -22,24 +22,24 @@ class Program:
         local_rank: whether `--local_rank=N` is put before the arguments, as the `deepspeed` command does.
     """
 
-    words: tuple[str, ...]
+    argv: tuple[str, ...]
     kind: str = "script"
-    local_rank: bool = False
+    passes_local_rank: bool = False
 
-    def command(self, local_rank: int) -> list[str]:
+    def argv_for_rank(self, local_rank: int) -> list[str]:
         """The words to execute on this machine, by this Python."""
-        name, *arguments = self.words
-        if self.local_rank:
+        name, *arguments = self.argv
+        if self.passes_local_rank:
             arguments = [f"--local_rank={local_rank}", *arguments]
         python = [sys.executable, "-u"]
         before = {"script": python, "module": [*python, "-m"], "run_path": [*python, "-c", _RUN_PATH], "command": []}
         return [*before[self.kind], name, *arguments]
 
-    def as_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """What `from_json` reads."""
         return asdict(self)
 
     @classmethod
-    def from_json(cls, text: Mapping[str, Any]) -> Program:
+    def from_json(cls, data: Mapping[str, Any]) -> Program:
         """The program that `as_json` described."""
-        return cls(tuple(text["words"]), str(text["kind"]), bool(text["local_rank"]))
+        return cls(tuple(data["argv"]), str(data["kind"]), bool(data["passes_local_rank"]))

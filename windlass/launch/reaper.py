@@ -15,13 +15,13 @@ from typing import NoReturn
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
-def go_on_as_child() -> None:
+def continue_in_child() -> None:
     """Return in a child of this process, which waits for its end and, if a signal was in it, for nothing to be left."""
     parent = os.getpid()
     child = os.fork()
     if child:
-        _watch(child)
-    _end_with(parent, signal.SIGKILL)
+        _wait_for_child(child)
+    _die_with_parent(parent, signal.SIGKILL)
 
 
 def main(launcher: int, command: list[str]) -> NoReturn:
@@ -29,16 +29,16 @@ def main(launcher: int, command: list[str]) -> NoReturn:
     parent = os.getpid()
     child = os.fork()
     if not child:
-        _end_with(parent, signal.SIGTERM)
+        _die_with_parent(parent, signal.SIGTERM)
         try:
             os.execvp(command[0], command)
         except OSError as error:
             print(f"windlass: {command[0]}: {error.strerror}", file=sys.stderr)
             os._exit(127)
-    _watch(child, launcher)
+    _wait_for_child(child, launcher)
 
 
-def _watch(child: int, launcher: int | None = None) -> NoReturn:
+def _wait_for_child(child: int, launcher: int | None = None) -> NoReturn:
     signalled: list[int] = []
 
     def pass_on(number: int, frame: object) -> None:
@@ -50,18 +50,18 @@ def _watch(child: int, launcher: int | None = None) -> NoReturn:
         signal.signal(number, pass_on)
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     if launcher is not None:
-        _end_with(launcher, signal.SIGTERM)
+        _die_with_parent(launcher, signal.SIGTERM)
     while True:
         pid, status = os.waitpid(-1, 0)
         if pid == child:
             break
     code = os.waitstatus_to_exitcode(status)
     if code < 0 or signalled:
-        _end_all()
+        _kill_children()
     os._exit(code if code >= 0 else 128 - code)
 
 
-def _end_all() -> None:
+def _kill_children() -> None:
     """Kill children until there is none: each that ends leaves its own to this process."""
     while True:
         with open(f"/proc/self/task/{os.getpid()}/children") as file:
@@ -75,10 +75,10 @@ def _end_all() -> None:
                 os.waitpid(pid, 0)
 
 
-def _end_with(parent: int, number: int) -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
+def _die_with_parent(parent: int, signal_number: int) -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal_number, 0, 0, 0)
     if os.getppid() != parent:  # it ended before the request was made
-        os.kill(os.getpid(), number)
+        os.kill(os.getpid(), signal_number)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from windlass.observe.memory import see_memory_usage as see_memory_usage
-from windlass.observe.monitor import Monitor as Monitor
-from windlass.observe.timers import Timers as Timers
+from windlass.observe.memory_usage import see_memory_usage as see_memory_usage
+from windlass.observe.monitor_writers import RunMonitor as RunMonitor
+from windlass.observe.phase_timers import Timers as Timers

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch.optim.optimizer import ParamsT
 
-from windlass.kernels.rules import Adagrad
-from windlass.optim.cpu_optimizer import CPUOptimizer, check_range
+from windlass.kernels.update_rules import AdagradRule
+from windlass.optim.cpu_optimizer import CPUOptimizer, check_hyperparameters
 
 
 class CPUAdagrad(CPUOptimizer):
@@ -29,7 +29,7 @@ class CPUAdagrad(CPUOptimizer):
         maximize: bool = False,
         state_dtype: str | torch.dtype = "fp32",
     ) -> None:
-        check_range(
+        check_hyperparameters(
             "CPUAdagrad",
             lr=lr,
             lr_decay=lr_decay,
@@ -47,14 +47,14 @@ class CPUAdagrad(CPUOptimizer):
         }
         super().__init__(params, defaults, state_dtype)
 
-    def _names(self, group: dict[str, Any]) -> tuple[tuple[str, bool], ...]:
+    def _state_names(self, group: dict[str, Any]) -> tuple[tuple[str, bool], ...]:
         return (("sum", False),)
 
-    def _start(self, group: dict[str, Any]) -> float:
+    def _initial_value(self, group: dict[str, Any]) -> float:
         return float(group["initial_accumulator_value"])
 
-    def _rule(self, group: dict[str, Any], step: int, first: bool) -> Adagrad:
-        return Adagrad(
+    def _update_rule(self, group: dict[str, Any], step: int, is_first: bool) -> AdagradRule:
+        return AdagradRule(
             lr=float(group["lr"]),
             lr_decay=group["lr_decay"],
             eps=group["eps"],

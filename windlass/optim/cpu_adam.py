@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch.optim.optimizer import ParamsT
 
-from windlass.kernels.rules import Adam
-from windlass.optim.cpu_optimizer import CPUOptimizer, check_range
+from windlass.kernels.update_rules import AdamRule
+from windlass.optim.cpu_optimizer import CPUOptimizer, check_hyperparameters
 
 
 class CPUAdam(CPUOptimizer):
@@ -41,7 +41,7 @@ class CPUAdam(CPUOptimizer):
         state_dtype: str | torch.dtype = "fp32",
         fp32_optimizer_states: bool = True,
     ) -> None:
-        check_range("CPUAdam", tuple(betas), lr=lr, eps=eps, weight_decay=weight_decay)
+        check_hyperparameters("CPUAdam", tuple(betas), lr=lr, eps=eps, weight_decay=weight_decay)
         if not fp32_optimizer_states and state_dtype in ("fp32", torch.float32):
             state_dtype = "bf16"
         defaults = {
@@ -55,12 +55,12 @@ class CPUAdam(CPUOptimizer):
         }
         super().__init__(params, defaults, state_dtype)
 
-    def _names(self, group: dict[str, Any]) -> tuple[tuple[str, bool], ...]:
+    def _state_names(self, group: dict[str, Any]) -> tuple[tuple[str, bool], ...]:
         names = (("exp_avg", True), ("exp_avg_sq", False))
         return (*names, ("max_exp_avg_sq", False)) if group["amsgrad"] else names
 
-    def _rule(self, group: dict[str, Any], step: int, first: bool) -> Adam:
-        return Adam(
+    def _update_rule(self, group: dict[str, Any], step: int, is_first: bool) -> AdamRule:
+        return AdamRule(
             lr=float(group["lr"]),
             betas=tuple(group["betas"]),
             eps=group["eps"],

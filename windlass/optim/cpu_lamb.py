@@ -8,8 +8,8 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from windlass.base.errors import ConfigError
-from windlass.kernels.rules import Lamb
-from windlass.optim.cpu_optimizer import CPUOptimizer, check_range
+from windlass.kernels.update_rules import LambRule
+from windlass.optim.cpu_optimizer import CPUOptimizer, check_hyperparameters
 
 
 class CPULamb(CPUOptimizer):
@@ -36,7 +36,7 @@ class CPULamb(CPUOptimizer):
         maximize: bool = False,
         state_dtype: str | torch.dtype = "fp32",
     ) -> None:
-        check_range("CPULamb", tuple(betas), lr=lr, eps=eps, weight_decay=weight_decay)
+        check_hyperparameters("CPULamb", tuple(betas), lr=lr, eps=eps, weight_decay=weight_decay)
         if not 0 <= min_coeff <= max_coeff:
             raise ConfigError(f"CPULamb: need 0 <= min_coeff <= max_coeff, got {min_coeff} and {max_coeff}")
         defaults = {
@@ -52,11 +52,11 @@ class CPULamb(CPUOptimizer):
         }
         super().__init__(params, defaults, state_dtype)
 
-    def _names(self, group: dict[str, Any]) -> tuple[tuple[str, bool], ...]:
+    def _state_names(self, group: dict[str, Any]) -> tuple[tuple[str, bool], ...]:
         return (("exp_avg", True), ("exp_avg_sq", False))
 
-    def _rule(self, group: dict[str, Any], step: int, first: bool) -> Lamb:
-        return Lamb(
+    def _update_rule(self, group: dict[str, Any], step: int, is_first: bool) -> LambRule:
+        return LambRule(
             lr=float(group["lr"]),
             betas=tuple(group["betas"]),
             eps=group["eps"],

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch.optim.optimizer import ParamsT
 
-from windlass.kernels.rules import Lion
-from windlass.optim.cpu_optimizer import CPUOptimizer, check_range
+from windlass.kernels.update_rules import LionRule
+from windlass.optim.cpu_optimizer import CPUOptimizer, check_hyperparameters
 
 
 class CPULion(CPUOptimizer):
@@ -18,7 +18,7 @@ class CPULion(CPUOptimizer):
         ConfigError: a value out of range.
     """
 
-    _counts = False
+    _has_step_count = False
 
     def __init__(
         self,
@@ -29,12 +29,12 @@ class CPULion(CPUOptimizer):
         maximize: bool = False,
         state_dtype: str | torch.dtype = "fp32",
     ) -> None:
-        check_range("CPULion", tuple(betas), lr=lr, weight_decay=weight_decay)
+        check_hyperparameters("CPULion", tuple(betas), lr=lr, weight_decay=weight_decay)
         defaults = {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, defaults, state_dtype)
 
-    def _names(self, group: dict[str, Any]) -> tuple[tuple[str, bool], ...]:
+    def _state_names(self, group: dict[str, Any]) -> tuple[tuple[str, bool], ...]:
         return (("exp_avg", True),)
 
-    def _rule(self, group: dict[str, Any], step: int, first: bool) -> Lion:
-        return Lion(float(group["lr"]), tuple(group["betas"]), group["weight_decay"], group.get("maximize", False))
+    def _update_rule(self, group: dict[str, Any], step: int, is_first: bool) -> LionRule:
+        return LionRule(float(group["lr"]), tuple(group["betas"]), group["weight_decay"], group.get("maximize", False))

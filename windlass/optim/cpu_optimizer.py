@@ -14,25 +14,25 @@ from torch.optim.optimizer import ParamsT
 
 from windlass.base.errors import ConfigError, ModelError
 from windlass.kernels import reference
-from windlass.kernels.dispatch import prefer_huge_pages, update
-from windlass.kernels.piece import Piece, scales_of
-from windlass.kernels.rules import Rule
-from windlass.optim import coded
+from windlass.kernels.kernel_dispatch import apply_updates, prefer_huge_pages
+from windlass.kernels.update_rules import UpdateRule
+from windlass.kernels.update_tensors import UpdateTensors, count_scales
+from windlass.optim import quantized_states
 
 _STATE_DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "8bit": torch.uint8}
 _NO_TENSORS: Mapping[torch.Tensor, torch.Tensor] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
-class Format:
+class StateFormat:
     """How a state with one value an element is kept: its dtype, uint8 for codes of 8 bits that come with scales, and
     whether values may be negative."""
 
     dtype: torch.dtype
-    signed: bool
+    is_signed: bool
 
     @property
-    def coded(self) -> bool:
+    def is_quantized(self) -> bool:
         """Whether the values are codes, with scales beside them."""
         return self.dtype == torch.uint8
 
@@ -44,7 +44,7 @@ class CPUOptimizer(torch.optim.Optimizer):
 
     - `grad_scale`: one-element tensor; gradients are divided by it, not written; `torch.amp.GradScaler` sets it;
     - `found_inf`: one-element tensor; where it is 1 nothing is updated, counters included;
-    - `lowered`: parameter -> bf16 or fp16 tensor that receives the new parameter, rounded to nearest even;
+    - `low_precision_copies`: parameter -> bf16 or fp16 tensor that receives the new parameter, rounded to nearest even;
     - `gradients`: parameter -> gradient that is taken instead of `.grad`, of any of the three dtypes.
 
     Args:
@@ -55,31 +55,31 @@ class CPUOptimizer(torch.optim.Optimizer):
     # No values here: GradScaler asks whether there are any.
     grad_scale: torch.Tensor | None
     found_inf: torch.Tensor | None
-    lowered: Mapping[torch.Tensor, torch.Tensor] = _NO_TENSORS
-    gradients: Mapping[torch.Tensor, torch.Tensor] = _NO_TENSORS
+    low_precision_copies: Mapping[torch.Tensor, torch.Tensor] = _NO_TENSORS
+    gradient_overrides: Mapping[torch.Tensor, torch.Tensor] = _NO_TENSORS
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any], state_dtype: str | torch.dtype) -> None:
-        super().__init__(params, {**defaults, "state_dtype": _state_dtype(type(self).__name__, state_dtype)})
+        super().__init__(params, {**defaults, "state_dtype": _state_dtype_name(type(self).__name__, state_dtype)})
 
     @abstractmethod
-    def _names(self, group: dict[str, Any]) -> tuple[tuple[str, bool], ...]:
+    def _state_names(self, group: dict[str, Any]) -> tuple[tuple[str, bool], ...]:
         """The states that a parameter of `group` has: name, and whether values may be negative."""
 
     @abstractmethod
-    def _rule(self, group: dict[str, Any], step: int, first: bool) -> Rule:
+    def _update_rule(self, group: dict[str, Any], step: int, is_first: bool) -> UpdateRule:
         """The update of a parameter of `group` at its step number `step` (from 1); `first`: its states are fresh."""
 
-    def formats(self, group: dict[str, Any]) -> dict[str, Format]:
+    def state_formats(self, group: dict[str, Any]) -> dict[str, StateFormat]:
         """How the states of a parameter of `group` are kept, by name."""
-        dtype = self._kept_as(group)
-        return {name: Format(dtype, signed) for name, signed in self._names(group)}
+        dtype = self._storage_dtype(group)
+        return {name: StateFormat(dtype, signed) for name, signed in self._state_names(group)}
 
-    def _kept_as(self, group: dict[str, Any]) -> torch.dtype:
+    def _storage_dtype(self, group: dict[str, Any]) -> torch.dtype:
         return _STATE_DTYPES[group.get("state_dtype", self.defaults["state_dtype"])]
 
-    _counts = True  # whether a parameter's state has `step`
+    _has_step_count = True  # whether a parameter's state has `step`
 
-    def _start(self, group: dict[str, Any]) -> float:
+    def _initial_value(self, group: dict[str, Any]) -> float:
         """What states begin with."""
         return 0.0
 
@@ -103,11 +103,11 @@ class CPUOptimizer(torch.optim.Optimizer):
         return loss
 
     def _step_group(self, group: dict[str, Any], divisor: float) -> None:
-        by_rule: dict[Rule, list[Piece]] = defaultdict(list)
+        by_rule: dict[UpdateRule, list[UpdateTensors]] = defaultdict(list)
         stepped: list[torch.Tensor] = []
         scattered: list[tuple[torch.Tensor, torch.Tensor]] = []
         for parameter in group["params"]:
-            gradient = self.gradients.get(parameter, parameter.grad)
+            gradient = self.gradient_overrides.get(parameter, parameter.grad)
             if gradient is None:
                 continue
             _check_dense(type(self).__name__, parameter, gradient)
@@ -115,57 +115,57 @@ class CPUOptimizer(torch.optim.Optimizer):
             if not values.is_contiguous():
                 values = values.contiguous()
                 scattered.append((parameter, values))
-            state, first = self._state_of(parameter, group)
-            rule = self._rule(group, int(state["step"].item()) if self._counts else 1, first)
-            by_rule[rule].append(self._piece(parameter, values, gradient, state, group))
+            state, first = self._prepare_state(parameter, group)
+            rule = self._update_rule(group, int(state["step"].item()) if self._has_step_count else 1, first)
+            by_rule[rule].append(self._update_tensors(parameter, values, gradient, state, group))
             stepped.append(parameter)
         for rule, pieces in by_rule.items():
-            update(rule, pieces, divisor)
+            apply_updates(rule, pieces, divisor)
         for parameter, values in scattered:
             parameter.copy_(values)
         if stepped:
             # Addresses were written behind autograd's back: a graph that saved old values has to notice.
             torch.autograd.graph.increment_version(stepped)
 
-    def _piece(
+    def _update_tensors(
         self,
         parameter: torch.Tensor,
         values: torch.Tensor,
         gradient: torch.Tensor,
         state: dict[str, Any],
         group: dict[str, Any],
-    ) -> Piece:
-        names = [name for name, _ in self._names(group)]
+    ) -> UpdateTensors:
+        names = [name for name, _ in self._state_names(group)]
         scales = tuple(state[f"{name}_scale"] for name in names if f"{name}_scale" in state)
         moments = tuple(state[name] for name in names)
-        return Piece(values, gradient.contiguous(), moments, scales, self.lowered.get(parameter))
+        return UpdateTensors(values, gradient.contiguous(), moments, scales, self.low_precision_copies.get(parameter))
 
-    def _state_of(self, parameter: torch.Tensor, group: dict[str, Any]) -> tuple[dict[str, Any], bool]:
+    def _prepare_state(self, parameter: torch.Tensor, group: dict[str, Any]) -> tuple[dict[str, Any], bool]:
         """The state of `parameter`, made if need be, its counter advanced; and whether its moments are new."""
         state = self.state[parameter]
-        if self._counts:
+        if self._has_step_count:
             if not isinstance(state.get("step"), torch.Tensor):  # old checkpoints have plain numbers
                 state["step"] = torch.tensor(float(state.get("step", 0)), dtype=torch.float32)
             state["step"] += 1
         first = False
-        for name, signed in self._names(group):
+        for name, signed in self._state_names(group):
             if state.get(name) is None:
                 first = True
-                self._make(state, name, signed, parameter, group)
+                self._allocate_state(state, name, signed, parameter, group)
         return state, first
 
-    def _make(
+    def _allocate_state(
         self, state: dict[str, Any], name: str, signed: bool, parameter: torch.Tensor, group: dict[str, Any]
     ) -> None:
-        dtype = self._kept_as(group)
+        dtype = self._storage_dtype(group)
         moment = torch.empty(parameter.shape, dtype=dtype, device=parameter.device)
         prefer_huge_pages(moment)
         state[name] = moment.zero_()
         if dtype == torch.uint8:
-            state[f"{name}_scale"] = torch.zeros(scales_of(parameter.numel()), dtype=torch.float32)
-        start = self._start(group)
+            state[f"{name}_scale"] = torch.zeros(count_scales(parameter.numel()), dtype=torch.float32)
+        start = self._initial_value(group)
         if start:
-            _write(state, name, torch.full_like(moment, start, dtype=torch.float32), signed)
+            _store_state(state, name, torch.full_like(moment, start, dtype=torch.float32), signed)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, but states come back as they were saved, or in this optimizer's `state_dtype`.
@@ -181,38 +181,42 @@ class CPUOptimizer(torch.optim.Optimizer):
         for number, (group, parameter) in zip(saved_ids, own, strict=True):
             saved = state_dict["state"].get(number)
             if saved:
-                self._take_over(saved, parameter, group)
+                self._restore_state(saved, parameter, group)
 
-    def _take_over(self, saved: Mapping[str, Any], parameter: torch.Tensor, group: dict[str, Any]) -> None:
+    def _restore_state(self, saved: Mapping[str, Any], parameter: torch.Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]
-        for name, signed in self._names(group):
+        for name, signed in self._state_names(group):
             moment, scale = saved.get(name), saved.get(f"{name}_scale")
             state.pop(f"{name}_scale", None)
             if not isinstance(moment, torch.Tensor):
                 continue
-            self._make(state, name, signed, parameter, group)
+            self._allocate_state(state, name, signed, parameter, group)
             if moment.dtype == state[name].dtype:
                 state[name].copy_(moment)
                 if scale is not None:
                     state[f"{name}_scale"].copy_(scale)
             else:
-                wide = moment.float() if scale is None else reference.decode(moment.reshape(-1), scale, signed)
-                _write(state, name, wide.view(parameter.shape), signed)
+                wide = (
+                    moment.float()
+                    if scale is None
+                    else reference.dequantize_blockwise(moment.reshape(-1), scale, signed)
+                )
+                _store_state(state, name, wide.view(parameter.shape), signed)
 
 
-def _write(state: dict[str, Any], name: str, values: torch.Tensor, signed: bool) -> None:
+def _store_state(state: dict[str, Any], name: str, values: torch.Tensor, signed: bool) -> None:
     """Store fp32 values in the state's own format, to nearest."""
     if state[name].dtype == torch.uint8:
-        coded.write(values.reshape(-1), state[name].view(-1), state[f"{name}_scale"], signed)
+        quantized_states.quantize_state(values.reshape(-1), state[name].view(-1), state[f"{name}_scale"], signed)
     else:
         state[name].copy_(values)
 
 
-def _state_dtype(owner: str, given: str | torch.dtype) -> str:
+def _state_dtype_name(owner: str, state_dtype: str | torch.dtype) -> str:
     for name, dtype in _STATE_DTYPES.items():
-        if given in (name, dtype):
+        if state_dtype in (name, dtype):
             return name
-    raise ConfigError(f"{owner}: state_dtype is {given!r}; it must be one of {', '.join(_STATE_DTYPES)}")
+    raise ConfigError(f"{owner}: state_dtype is {state_dtype!r}; it must be one of {', '.join(_STATE_DTYPES)}")
 
 
 def _check_dense(owner: str, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
@@ -227,7 +231,7 @@ def _check_dense(owner: str, parameter: torch.Tensor, gradient: torch.Tensor) ->
         )
 
 
-def check_range(owner: str, betas: tuple[float, ...] = (), **at_least_zero: float) -> None:
+def check_hyperparameters(owner: str, betas: tuple[float, ...] = (), **at_least_zero: float) -> None:
     """Raise ConfigError unless every value is at least 0 and every beta in [0, 1)."""
     for name, value in at_least_zero.items():
         if not value >= 0:

@@ -8,8 +8,8 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from windlass.base.errors import ConfigError
-from windlass.kernels.rules import SGD
-from windlass.optim.cpu_optimizer import CPUOptimizer, check_range
+from windlass.kernels.update_rules import SGDRule
+from windlass.optim.cpu_optimizer import CPUOptimizer, check_hyperparameters
 
 
 class CPUSGD(CPUOptimizer):
@@ -19,7 +19,7 @@ class CPUSGD(CPUOptimizer):
         ConfigError: a value out of range, or `nesterov` without momentum or with dampening.
     """
 
-    _counts = False
+    _has_step_count = False
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class CPUSGD(CPUOptimizer):
         maximize: bool = False,
         state_dtype: str | torch.dtype = "fp32",
     ) -> None:
-        check_range("CPUSGD", lr=lr, momentum=momentum, weight_decay=weight_decay)
+        check_hyperparameters("CPUSGD", lr=lr, momentum=momentum, weight_decay=weight_decay)
         if nesterov and (momentum <= 0 or dampening != 0):
             raise ConfigError(
                 f"CPUSGD: nesterov needs a momentum and no dampening; they are {momentum} and {dampening}"
@@ -47,16 +47,16 @@ class CPUSGD(CPUOptimizer):
         }
         super().__init__(params, defaults, state_dtype)
 
-    def _names(self, group: dict[str, Any]) -> tuple[tuple[str, bool], ...]:
+    def _state_names(self, group: dict[str, Any]) -> tuple[tuple[str, bool], ...]:
         return (("momentum_buffer", True),) if group["momentum"] else ()
 
-    def _rule(self, group: dict[str, Any], step: int, first: bool) -> SGD:
-        return SGD(
+    def _update_rule(self, group: dict[str, Any], step: int, is_first: bool) -> SGDRule:
+        return SGDRule(
             lr=float(group["lr"]),
             momentum=group["momentum"],
             dampening=group["dampening"],
             weight_decay=group["weight_decay"],
             nesterov=group["nesterov"],
             maximize=group["maximize"],
-            first=first,
+            is_first_step=is_first,
         )

@@ -8,10 +8,10 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from windlass.base.errors import ConfigError
-from windlass.optim.one_by_one import OneByOne
+from windlass.optim.per_parameter_optimizer import PerParameterOptimizer
 
 
-class Lamb(OneByOne):
+class Lamb(PerParameterOptimizer):
     """LAMB with the parameter names, and the order of operations, of DeepSpeed's FusedLamb.
 
     With Adam's moments m and v: u = m / (sqrt(v) + eps) + wd w; ratio = |w| / |u| clamped to [min_coeff, max_coeff],
@@ -71,7 +71,7 @@ class Lamb(OneByOne):
             },
         )
 
-    def _update(self, parameter: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> None:
+    def _update_parameter(self, parameter: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32)

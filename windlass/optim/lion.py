@@ -8,10 +8,10 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from windlass.base.errors import ConfigError
-from windlass.optim.one_by_one import OneByOne
+from windlass.optim.per_parameter_optimizer import PerParameterOptimizer
 
 
-class Lion(OneByOne):
+class Lion(PerParameterOptimizer):
     """Lion: c = b1 m + (1 - b1) g; w <- (1 - lr wd) w - lr sign(c); m <- b2 m + (1 - b2) g.
 
     Source: Chen et al., "Symbolic Discovery of Optimization Algorithms", arXiv:2302.06675, algorithm 2. State:
@@ -35,7 +35,7 @@ class Lion(OneByOne):
             )
         super().__init__(params, {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay})
 
-    def _update(self, parameter: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> None:
+    def _update_parameter(self, parameter: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]
         if not state:
             state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)

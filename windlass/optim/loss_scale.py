@@ -7,10 +7,10 @@ from typing import Literal, Protocol
 from windlass.base.errors import LossError
 from windlass.base.log import logger
 
-_LARGEST = 2.0**126  # a scale beyond it would make the scaled loss infinite, in fp32, whatever the loss
+_MAX_SCALE = 2.0**126  # a scale beyond it would make the scaled loss infinite, in fp32, whatever the loss
 
 
-class Fp16Knobs(Protocol):
+class Fp16Settings(Protocol):
     """What is read of the configuration's section `fp16`."""
 
     @property
@@ -35,10 +35,12 @@ class StaticLossScale:
     def __init__(self, scale: float = 1.0) -> None:
         self.scale = float(scale)
 
-    def update(self, overflow: bool, where: str = "") -> None:
+    def update(self, overflow: bool, location: str = "") -> None:
         """Say that a step ended; `where` says what overflowed first."""
         if overflow:
-            logger.warning(f"gradients overflowed at the fixed loss scale {self.scale:g}: step skipped{_at(where)}")
+            logger.warning(
+                f"gradients overflowed at the fixed loss scale {self.scale:g}: step skipped{_format_location(location)}"
+            )
 
     def state_dict(self) -> dict[str, float]:
         """The scale, as a plain number."""
@@ -74,18 +76,18 @@ class DynamicLossScale:
         hysteresis: int = 2,
         consecutive_hysteresis: bool = False,
         min_scale: float = 1.0,
-        at_minimum: Literal["raise", "continue"] = "raise",
+        on_min_scale: Literal["raise", "continue"] = "raise",
     ) -> None:
         self.scale = max(float(scale), float(min_scale))
         self.window = window
         self.hysteresis = hysteresis
         self.consecutive_hysteresis = consecutive_hysteresis
         self.min_scale = float(min_scale)
-        self.at_minimum = at_minimum
+        self.on_min_scale = on_min_scale
         self.good_steps = 0
         self.hysteresis_left = hysteresis
 
-    def update(self, overflow: bool, where: str = "") -> None:
+    def update(self, overflow: bool, location: str = "") -> None:
         """Say that a step ended; `where` says what overflowed first (parameter, rank, micro-batch).
 
         Raises:
@@ -93,7 +95,7 @@ class DynamicLossScale:
         """
         if overflow:
             self.good_steps = 0
-            self._lower(where)
+            self._handle_overflow(location)
             return
         self.good_steps += 1
         if self.consecutive_hysteresis:
@@ -104,7 +106,7 @@ class DynamicLossScale:
     def grow(self) -> None:
         """Double the scale, and refill the stock of forgiven overflows."""
         self.hysteresis_left = self.hysteresis
-        self.scale = min(self.scale * 2, _LARGEST)
+        self.scale = min(self.scale * 2, _MAX_SCALE)
 
     def state_dict(self) -> dict[str, float]:
         """What must go on after a restart, as plain numbers."""
@@ -119,28 +121,28 @@ class DynamicLossScale:
         self.good_steps = int(state["good_steps"])
         self.hysteresis_left = min(int(state["hysteresis_left"]), self.hysteresis)
 
-    def _lower(self, where: str) -> None:
+    def _handle_overflow(self, where: str) -> None:
         if self.hysteresis_left > 1:
             self.hysteresis_left -= 1
             logger.info(
                 f"gradients overflowed at loss scale {self.scale:g}: step skipped, scale kept "
-                f"({self.hysteresis_left - 1} more forgiven){_at(where)}"
+                f"({self.hysteresis_left - 1} more forgiven){_format_location(where)}"
             )
             return
         if self.scale <= self.min_scale:
-            self._at_minimum(where)
+            self._handle_min_scale(where)
             return
         before, self.scale = self.scale, max(self.scale / 2, self.min_scale)
         logger.info(
-            f"gradients overflowed at loss scale {before:g}: step skipped, scale now {self.scale:g}{_at(where)}"
+            f"gradients overflowed at loss scale {before:g}: step skipped, scale now {self.scale:g}{_format_location(where)}"
         )
 
-    def _at_minimum(self, where: str) -> None:
+    def _handle_min_scale(self, where: str) -> None:
         message = (
             f"gradients overflowed at loss scale {self.scale:g}, and it cannot fall below fp16.min_loss_scale "
-            f"{self.min_scale:g}{_at(where)}. "
+            f"{self.min_scale:g}{_format_location(where)}. "
         )
-        if self.at_minimum == "continue":
+        if self.on_min_scale == "continue":
             logger.warning(f"{message}Step skipped.")
             return
         raise LossError(
@@ -152,7 +154,7 @@ class DynamicLossScale:
 LossScale = StaticLossScale | DynamicLossScale
 
 
-def from_config(fp16: Fp16Knobs, at_minimum: Literal["raise", "continue"] = "raise") -> LossScale:
+def make_loss_scale(fp16: Fp16Settings, on_min_scale: Literal["raise", "continue"] = "raise") -> LossScale:
     """The loss scale that an enabled section `fp16` asks for: `loss_scale` 0 is dynamic, else fixed at that value."""
     if fp16.loss_scale:
         return StaticLossScale(fp16.loss_scale)
@@ -162,9 +164,9 @@ def from_config(fp16: Fp16Knobs, at_minimum: Literal["raise", "continue"] = "rai
         hysteresis=fp16.hysteresis,
         consecutive_hysteresis=fp16.consecutive_hysteresis,
         min_scale=fp16.min_loss_scale,
-        at_minimum=at_minimum,
+        on_min_scale=on_min_scale,
     )
 
 
-def _at(where: str) -> str:
+def _format_location(where: str) -> str:
     return f"; first bad: {where}" if where else ""

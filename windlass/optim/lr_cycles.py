@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 
 from windlass.base.log import logger
-from windlass.optim.lr_schedule import HasParamGroups, PerGroup, Schedule, per_group, positive_integer
+from windlass.optim.lr_schedule import HasParamGroups, LRSchedule, PerGroup, per_group, positive_integer
 
 
-class LRRangeTest(Schedule):
+class LRRangeTest(LRSchedule):
     """min_lr * (1 + step_rate * n), n = (iteration + 1) / step_size, rounded down with `staircase`.
 
     Source: Smith, "A disciplined approach to neural network hyper-parameters: Part 1", arXiv:1803.09820.
@@ -39,7 +39,7 @@ class LRRangeTest(Schedule):
         return [least * growth for least in self.min_lrs]
 
 
-class OneCycle(Schedule):
+class OneCycle(LRSchedule):
     """One triangle from min to max and back, then decay; the momentum goes the other way.
 
     At iteration i, with the position p = i + 1 modulo the length first + second of the triangle:
@@ -62,7 +62,7 @@ class OneCycle(Schedule):
         ValueError: a first half of no length, a second of negative length, or a list that does not fit the groups.
     """
 
-    tells_first = False
+    reports_initial_lr = False
 
     def __init__(
         self,
@@ -81,12 +81,12 @@ class OneCycle(Schedule):
         decay_mom_rate: float = 0.0,
         last_batch_iteration: int = -1,
     ) -> None:
-        self.first = float(cycle_first_step_size)
-        self.second = self.first if cycle_second_step_size is None else float(cycle_second_step_size)
-        if self.first <= 0 or self.second < 0:
+        self.first_size = float(cycle_first_step_size)
+        self.second_size = self.first_size if cycle_second_step_size is None else float(cycle_second_step_size)
+        if self.first_size <= 0 or self.second_size < 0:
             raise ValueError(
-                f"cycle_first_step_size must be positive and cycle_second_step_size at least 0, got {self.first:g} "
-                f"and {self.second:g}"
+                f"cycle_first_step_size must be positive and cycle_second_step_size at least 0, got {self.first_size:g} "
+                f"and {self.second_size:g}"
             )
         self.first_stairs = cycle_first_stair_count
         self.second_stairs = cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count
@@ -108,7 +108,7 @@ class OneCycle(Schedule):
         """The rate of each group at `last_batch_iteration`."""
         if not self._in_cycle():
             return [least / (1 + self.decay_lr_rate * self._decay_intervals()) for least in self.min_lrs]
-        height = self._height()
+        height = self._cycle_position()
         return [least + (most - least) * height for least, most in zip(self.min_lrs, self.max_lrs, strict=True)]
 
     def get_mom(self) -> list[tuple[float, float]] | None:
@@ -117,31 +117,31 @@ class OneCycle(Schedule):
             return None
         if not self._in_cycle():
             return [(most * (1 + self.decay_mom_rate * self._decay_intervals()), 0.99) for most in self.max_moms]
-        height = self._height()
+        height = self._cycle_position()
         return [
             (most - (most - least) * height, 0.99) for least, most in zip(self.min_moms, self.max_moms, strict=True)
         ]
 
-    def _write(self) -> list[float]:
+    def _write_lrs(self) -> list[float]:
         moms = self.get_mom() or []
         if moms and self.last_batch_iteration < 0:  # the first step's is the least, though the cycle begins at the most
             moms = [(least, 0.99) for least in self.min_moms]
         for group, betas in zip(self.optimizer.param_groups, moms, strict=False):
             group["betas"] = betas
-        return super()._write()
+        return super()._write_lrs()
 
     def _in_cycle(self) -> bool:
-        return self.last_batch_iteration < self.first + self.second
+        return self.last_batch_iteration < self.first_size + self.second_size
 
-    def _height(self) -> float:
-        length = self.first + self.second
+    def _cycle_position(self) -> float:
+        length = self.first_size + self.second_size
         position = (self.last_batch_iteration + 1) % length
-        rising = position <= self.first
-        way, size = (position, self.first) if rising else (length - position, self.second)
+        rising = position <= self.first_size
+        way, size = (position, self.first_size) if rising else (length - position, self.second_size)
         stairs = self.first_stairs if rising else self.second_stairs
         # Rounded from the position: the quotient may lie a hair below a stair that the position stands on.
         return math.floor(way * stairs / size) / stairs if stairs > 0 else way / size
 
     def _decay_intervals(self) -> float:
-        past = self.last_batch_iteration + 1 - (self.first + self.second)
+        past = self.last_batch_iteration + 1 - (self.first_size + self.second_size)
         return past / self.decay_step_size if self.decay_step_size else 0.0

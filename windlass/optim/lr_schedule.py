@@ -18,7 +18,7 @@ class HasParamGroups(Protocol):
     def param_groups(self) -> list[dict[str, Any]]: ...
 
 
-class Schedule:
+class LRSchedule:
     """A learning rate as a function of `last_batch_iteration`, written into `param_groups` at every `step()`.
 
     Groups that are added later keep the rate that they come with.
@@ -27,15 +27,15 @@ class Schedule:
     iteration (resuming by hand) writes nothing before the first `step()`.
     """
 
-    tells_first = True  # whether the starting rates count as written ones: `get_last_lr` gives them
+    reports_initial_lr = True  # whether the starting rates count as written ones: `get_last_lr` gives them
 
     def __init__(self, optimizer: HasParamGroups, last_batch_iteration: int = -1) -> None:
         self.optimizer = optimizer
         self.last_batch_iteration = last_batch_iteration
         self._last_lr: list[float] | None = None
         if last_batch_iteration < 0:
-            first = self._write()
-            self._last_lr = first if self.tells_first else None
+            first = self._write_lrs()
+            self._last_lr = first if self.reports_initial_lr else None
 
     def get_lr(self) -> list[float]:
         """The rate of each group at `last_batch_iteration`."""
@@ -56,7 +56,7 @@ class Schedule:
         self.last_batch_iteration = (
             self.last_batch_iteration + 1 if last_batch_iteration is None else last_batch_iteration
         )
-        self._last_lr = self._write()
+        self._last_lr = self._write_lrs()
 
     def state_dict(self) -> dict[str, int]:
         """The iteration; everything else is the configuration's."""
@@ -65,10 +65,10 @@ class Schedule:
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Go to the saved iteration and write its rates."""
         self.last_batch_iteration = int(state["last_batch_iteration"])
-        rates = self._write()
-        self._last_lr = rates if self.last_batch_iteration >= 0 or self.tells_first else None
+        rates = self._write_lrs()
+        self._last_lr = rates if self.last_batch_iteration >= 0 or self.reports_initial_lr else None
 
-    def _write(self) -> list[float]:
+    def _write_lrs(self) -> list[float]:
         rates = self.get_lr()
         for group, rate in zip(self.optimizer.param_groups, rates, strict=False):
             if isinstance(group["lr"], torch.Tensor):

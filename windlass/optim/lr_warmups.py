@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 
 from windlass.base.log import logger
-from windlass.optim.lr_schedule import HasParamGroups, PerGroup, Schedule, per_group, positive_integer
+from windlass.optim.lr_schedule import HasParamGroups, LRSchedule, PerGroup, per_group, positive_integer
 
 
-class WarmupLR(Schedule):
+class WarmupLR(LRSchedule):
     """From min to max over `warmup_num_steps`, then constant: lr = min + (max - min) w(iteration).
 
     w(i) = log(i + 1) / log(steps), or i / steps with `warmup_type` linear, and 1 from i = steps on.
@@ -30,21 +30,21 @@ class WarmupLR(Schedule):
         warmup_type: str = "log",
         last_batch_iteration: int = -1,
     ) -> None:
-        most = _built_with(optimizer, last_batch_iteration) if warmup_max_lr is None else warmup_max_lr
+        most = _initial_lrs(optimizer, last_batch_iteration) if warmup_max_lr is None else warmup_max_lr
         self.min_lrs = per_group(optimizer, warmup_min_lr, "warmup_min_lr")
         self.max_lrs = per_group(optimizer, most, "warmup_max_lr")
         self.warmup_num_steps = max(2, positive_integer(warmup_num_steps, "warmup_num_steps"))
-        self.warmup_type = _warmup_type(warmup_type)
+        self.warmup_type = _check_warmup_type(warmup_type)
         super().__init__(optimizer, last_batch_iteration)
 
     def get_lr(self) -> list[float]:
         """The rate of each group at `last_batch_iteration`."""
-        gamma = self._gamma() if self.last_batch_iteration >= 0 else 0.0
+        gamma = self._lr_ratio() if self.last_batch_iteration >= 0 else 0.0
         return [least + (most - least) * gamma for least, most in zip(self.min_lrs, self.max_lrs, strict=True)]
 
-    def _gamma(self) -> float:
+    def _lr_ratio(self) -> float:
         if self.last_batch_iteration < self.warmup_num_steps:
-            return _warmth(self.last_batch_iteration, self.warmup_num_steps, self.warmup_type)
+            return _warmup_factor(self.last_batch_iteration, self.warmup_num_steps, self.warmup_type)
         return 1.0
 
 
@@ -69,14 +69,14 @@ class WarmupDecayLR(WarmupLR):
         super().__init__(optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration)
         _warn_if_short(total_num_steps, self.warmup_num_steps)
 
-    def _gamma(self) -> float:
+    def _lr_ratio(self) -> float:
         if self.last_batch_iteration < self.warmup_num_steps:
-            return super()._gamma()
+            return super()._lr_ratio()
         left = self.total_num_steps - self.last_batch_iteration
         return max(0.0, left / max(1, self.total_num_steps - self.warmup_num_steps))
 
 
-class WarmupCosineLR(Schedule):
+class WarmupCosineLR(LRSchedule):
     """The optimizer's own rate times a ratio: warmed up from `warmup_min_ratio` to 1, then a cosine down to
     `cos_min_ratio`.
 
@@ -103,8 +103,8 @@ class WarmupCosineLR(Schedule):
         self.warmup_min_ratio = warmup_min_ratio
         self.warmup_num_steps = max(2, positive_integer(warmup_num_steps, "warmup_num_steps"))
         self.cos_min_ratio = cos_min_ratio
-        self.warmup_type = _warmup_type(warmup_type)
-        self.base_lrs = _built_with(optimizer, last_batch_iteration)
+        self.warmup_type = _check_warmup_type(warmup_type)
+        self.base_lrs = _initial_lrs(optimizer, last_batch_iteration)
         _warn_if_short(total_num_steps, self.warmup_num_steps)
         super().__init__(optimizer, last_batch_iteration)
 
@@ -117,18 +117,18 @@ class WarmupCosineLR(Schedule):
         """What the optimizer's own rates are multiplied by at `last_batch_iteration`."""
         if self.last_batch_iteration < self.warmup_num_steps:
             iteration = max(0, self.last_batch_iteration)
-            warmth = _warmth(iteration, self.warmup_num_steps, self.warmup_type)
+            warmth = _warmup_factor(iteration, self.warmup_num_steps, self.warmup_type)
             return self.warmup_min_ratio + (1 - self.warmup_min_ratio) * warmth
         span = max(1, self.total_num_steps - self.warmup_num_steps)
         done = min(1.0, (self.last_batch_iteration + 1 - self.warmup_num_steps) / span)
         return max(0.0, self.cos_min_ratio + (1 - self.cos_min_ratio) * (1 + math.cos(math.pi * done)) / 2)
 
 
-def _warmth(iteration: int, steps: int, warmup_type: str) -> float:
+def _warmup_factor(iteration: int, steps: int, warmup_type: str) -> float:
     return math.log(iteration + 1) / math.log(steps) if warmup_type == "log" else iteration / steps
 
 
-def _warmup_type(name: str) -> str:
+def _check_warmup_type(name: str) -> str:
     if name not in ("log", "linear"):
         raise ValueError(f"warmup_type is {name!r}; use log or linear")
     return name
@@ -142,7 +142,7 @@ def _warn_if_short(total: int, warmup: int) -> None:
         )
 
 
-def _built_with(optimizer: HasParamGroups, last_batch_iteration: int) -> list[float]:
+def _initial_lrs(optimizer: HasParamGroups, last_batch_iteration: int) -> list[float]:
     """The rates the groups had before any schedule, remembered in them as torch's schedulers do (`initial_lr`)."""
     for group in optimizer.param_groups:
         if last_batch_iteration < 0 or "initial_lr" not in group:

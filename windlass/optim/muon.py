@@ -99,12 +99,12 @@ class Muon(torch.optim.Optimizer):
             )
         params = [params] if isinstance(params, torch.Tensor) else list(params)
         said = param_group.get("use_muon")
-        bare = [tuple(_tensor(entry).shape) for entry in params if said and _tensor(entry).ndim < 2]
+        bare = [tuple(_entry_parameter(entry).shape) for entry in params if said and _entry_parameter(entry).ndim < 2]
         if bare:
             raise ConfigError(
                 f"Muon: use_muon is set on a parameter of shape {bare[0]}; it needs two dimensions or more"
             )
-        kinds = [is_hidden_matrix(_tensor(entry)) if said is None else bool(said) for entry in params]
+        kinds = [is_hidden_matrix(_entry_parameter(entry)) if said is None else bool(said) for entry in params]
         for kind in (True, False):
             of_kind = [entry for entry, its_kind in zip(params, kinds, strict=True) if its_kind == kind]
             if not of_kind and (params or kind):
@@ -139,7 +139,7 @@ class Muon(torch.optim.Optimizer):
                         continue  # its shape has no ratio, and there is nothing to move
                     self._update_matrix(parameter, parameter.grad, group)
             else:
-                self._update_others(parameters, group)
+                self._update_with_adamw(parameters, group)
         return loss
 
     def _update_matrix(self, parameter: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> None:
@@ -154,9 +154,9 @@ class Muon(torch.optim.Optimizer):
         matrix = update.flatten(1)
         matrix = orthogonalize(matrix, group["ns_coefficients"], group["ns_steps"], group["ns_eps"])
         parameter.mul_(1 - lr * group["weight_decay"])
-        parameter.add_(matrix.view_as(parameter), alpha=-lr * _shape_factor(matrix, group["adjust_lr_fn"]))
+        parameter.add_(matrix.view_as(parameter), alpha=-lr * _lr_adjustment(matrix, group["adjust_lr_fn"]))
 
-    def _update_others(self, parameters: list[torch.Tensor], group: dict[str, Any]) -> None:
+    def _update_with_adamw(self, parameters: list[torch.Tensor], group: dict[str, Any]) -> None:
         for parameter in parameters:
             state = self.state[parameter]
             if not state:
@@ -228,7 +228,7 @@ def muon_groups(model: nn.Module, parameters: Iterable[nn.Parameter] | None = No
     Args:
         parameters: those to train; by default all of `model` that require a gradient.
     """
-    outer = {id(parameter) for module in _outer_modules(model) for parameter in module.parameters(recurse=False)}
+    outer = {id(parameter) for module in _embeddings_and_heads(model) for parameter in module.parameters(recurse=False)}
     chosen = [p for p in model.parameters() if p.requires_grad] if parameters is None else list(parameters)
     groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
     for parameter in chosen:
@@ -237,7 +237,7 @@ def muon_groups(model: nn.Module, parameters: Iterable[nn.Parameter] | None = No
     return [{"params": params, "use_muon": kind} for kind, params in groups.items() if params]
 
 
-def _outer_modules(model: nn.Module) -> list[nn.Module]:
+def _embeddings_and_heads(model: nn.Module) -> list[nn.Module]:
     outer = [
         module
         for name, module in model.named_modules()
@@ -248,13 +248,13 @@ def _outer_modules(model: nn.Module) -> list[nn.Module]:
     return [*outer, head] if isinstance(head, nn.Module) else outer
 
 
-def _shape_factor(matrix: torch.Tensor, adjust_lr_fn: str | None) -> float:
+def _lr_adjustment(matrix: torch.Tensor, adjust_lr_fn: str | None) -> float:
     rows, columns = matrix.shape
     if adjust_lr_fn == "match_rms_adamw":
         return 0.2 * math.sqrt(max(rows, columns))
     return math.sqrt(max(1.0, rows / columns))
 
 
-def _tensor(entry: torch.Tensor | tuple[str, torch.Tensor]) -> torch.Tensor:
+def _entry_parameter(entry: torch.Tensor | tuple[str, torch.Tensor]) -> torch.Tensor:
     """The parameter in an entry of a group: named parameters come as (name, parameter)."""
     return entry[1] if isinstance(entry, tuple) else entry

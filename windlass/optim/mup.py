@@ -14,13 +14,13 @@ import torch
 
 from windlass.base.errors import ConfigError
 
-RULES: dict[str, type[torch.optim.Optimizer]] = {
+STEP_CLASSES: dict[str, type[torch.optim.Optimizer]] = {
     "muadam": torch.optim.Adam,
     "muadamw": torch.optim.AdamW,
     "musgd": torch.optim.SGD,
 }
 """The class that steps the groups, by the name of the muP optimizer."""
-NAMES = ("MuAdam", "MuAdamW", "MuSGD")
+OPTIMIZER_NAMES = ("MuAdam", "MuAdamW", "MuSGD")
 
 
 def mup_groups(
@@ -41,23 +41,23 @@ def mup_groups(
         ConfigError: a parameter has no base shape, or more than two dimensions that grow.
     """
     found = []
-    for given in _as_groups(parameters):
+    for given in _as_param_groups(parameters):
         options = {"lr": lr, "weight_decay": weight_decay, **{k: v for k, v in given.items() if k != "params"}}
         by_factor: dict[float, list[torch.Tensor]] = defaultdict(list)
         for parameter in given["params"]:
-            by_factor[_factor(kind, parameter)].append(parameter)
+            by_factor[_lr_factor(kind, parameter)].append(parameter)
         for factor, members in by_factor.items():
             scaled = {"lr": options["lr"] * factor, "weight_decay": options["weight_decay"] / factor}
             found.append({**options, **scaled, "params": members})
     return found
 
 
-def _as_groups(parameters: Iterable[Any]) -> list[dict[str, Any]]:
+def _as_param_groups(parameters: Iterable[Any]) -> list[dict[str, Any]]:
     given = list(parameters)
     return given if given and isinstance(given[0], dict) else [{"params": given}]
 
 
-def _factor(kind: str, parameter: torch.Tensor) -> float:
+def _lr_factor(kind: str, parameter: torch.Tensor) -> float:
     """The factor of a parameter's learning rate."""
     shape: Any = getattr(parameter, "infshape", None)
     if shape is None:

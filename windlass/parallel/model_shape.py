@@ -7,9 +7,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from windlass.base.bounded_input import parse_int
+from windlass.base.bounded_json import parse_json
 from windlass.base.errors import ConfigError
-from windlass.base.json_text import parse_json
-from windlass.base.limits import whole_number
 
 
 @dataclass(frozen=True)
@@ -37,62 +37,62 @@ class ModelShape:
     heads: int
     vocabulary: int
     kv_heads: int = 0
-    head: int = 0
+    head_dim: int = 0
     intermediate: int = 0
     gated: bool = True
     tied: bool = False
     experts: int = 0
-    chosen: int = 0
-    balanced: bool = False
+    top_k: int = 0
+    has_router_loss: bool = False
 
     def __post_init__(self) -> None:
         for name in ("hidden", "layers", "heads", "vocabulary"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"a model's {name} is {getattr(self, name)}; it is at least 1")
-        if not self.head and self.hidden % self.heads:
+        if not self.head_dim and self.hidden % self.heads:
             raise ConfigError(f"hidden {self.hidden} is no multiple of heads {self.heads}; say the width of a head")
-        if self.experts and not 0 < self.chosen <= self.experts:
-            raise ConfigError(f"chosen = {self.chosen} of {self.experts} experts; a token goes to at least one of them")
+        if self.experts and not 0 < self.top_k <= self.experts:
+            raise ConfigError(f"chosen = {self.top_k} of {self.experts} experts; a token goes to at least one of them")
 
     @property
-    def width(self) -> int:
+    def resolved_head_dim(self) -> int:
         """Of a head."""
-        return self.head or self.hidden // self.heads
+        return self.head_dim or self.hidden // self.heads
 
     @property
-    def key_heads(self) -> int:
+    def resolved_kv_heads(self) -> int:
         """Heads of keys and of values."""
         return self.kv_heads or self.heads
 
     @property
-    def attention(self) -> int:
+    def attention_numel(self) -> int:
         """Elements of a layer's four attention matrices."""
-        return 2 * self.hidden * self.width * (self.heads + self.key_heads)
+        return 2 * self.hidden * self.resolved_head_dim * (self.heads + self.resolved_kv_heads)
 
     @property
-    def feed_forward(self) -> int:
+    def feed_forward_numel(self) -> int:
         """Elements of a feed-forward network, or of one expert."""
         return (3 if self.gated else 2) * self.hidden * (self.intermediate or 4 * self.hidden)
 
     @property
-    def small(self) -> int:
+    def replicated_numel(self) -> int:
         """Elements of a layer that no axis cuts: two norms, and the router where there are experts."""
         return 2 * self.hidden + self.experts * self.hidden
 
     @property
-    def layer(self) -> int:
+    def layer_numel(self) -> int:
         """Elements of a layer."""
-        return self.attention + self.small + self.feed_forward * (self.experts or 1)
+        return self.attention_numel + self.replicated_numel + self.feed_forward_numel * (self.experts or 1)
 
     @property
-    def embedding(self) -> int:
+    def embedding_numel(self) -> int:
         """Elements of the embedding; of the head too, unless they are tied."""
         return self.vocabulary * self.hidden
 
     @property
-    def parameters(self) -> int:
+    def numel(self) -> int:
         """Elements of the whole model."""
-        return self.layers * self.layer + self.embedding * (1 if self.tied else 2) + self.hidden
+        return self.layers * self.layer_numel + self.embedding_numel * (1 if self.tied else 2) + self.hidden
 
 
 _LLAMA = ModelShape(hidden=4096, layers=32, heads=32, vocabulary=32_000, intermediate=11_008)
@@ -101,13 +101,13 @@ PRESETS = {
     "7b": _LLAMA,
     "70b": ModelShape(hidden=8192, layers=80, heads=64, kv_heads=8, vocabulary=128_256, intermediate=28_672),
     "8x7b": ModelShape(
-        hidden=4096, layers=32, heads=32, kv_heads=8, vocabulary=32_000, intermediate=14_336, experts=8, chosen=2
+        hidden=4096, layers=32, heads=32, kv_heads=8, vocabulary=32_000, intermediate=14_336, experts=8, top_k=2
     ),
 }
 """Shapes of models that many know: Llama 2 7B, Llama 3 70B, Mixtral 8x7B."""
 
 
-def shape_of(text: str) -> ModelShape:
+def parse_model_shape(text: str) -> ModelShape:
     """A preset by name, a `config.json` of transformers (or the folder that holds it), or `hidden=4096,layers=32,...`.
 
     Raises:
@@ -116,7 +116,7 @@ def shape_of(text: str) -> ModelShape:
     if text in PRESETS:
         return PRESETS[text]
     if "=" in text:
-        return _from_words(text)
+        return _from_key_values(text)
     path = Path(text)
     path = path / "config.json" if path.is_dir() else path
     try:
@@ -150,22 +150,22 @@ def from_transformers(config: Mapping[str, Any]) -> ModelShape:
         heads=first("num_attention_heads", "n_head"),
         vocabulary=first("vocab_size"),
         kv_heads=first("num_key_value_heads", default=0),
-        head=first("head_dim", default=0),
+        head_dim=first("head_dim", default=0),
         intermediate=first(*(own if experts else own[1:]), default=0),
         gated=str(config.get("hidden_act", config.get("activation_function", "silu"))) in _GATED,
         tied=bool(config.get("tie_word_embeddings", True)),
         experts=experts,
-        chosen=first("num_experts_per_tok", "top_k", default=2) if experts else 0,
-        balanced=bool(experts and config.get("output_router_logits")),
+        top_k=first("num_experts_per_tok", "top_k", default=2) if experts else 0,
+        has_router_loss=bool(experts and config.get("output_router_logits")),
     )
 
 
-def _from_words(text: str) -> ModelShape:
+def _from_key_values(text: str) -> ModelShape:
     kinds = {field.name: field for field in fields(ModelShape)}
     found: dict[str, Any] = {}
     for word in text.split(","):
         name, _, value = word.partition("=")
-        if name not in kinds or (whole_number(value) or -1) < 0 and value != "0":
+        if name not in kinds or (parse_int(value) or -1) < 0 and value != "0":
             raise ConfigError(f"{word!r} in a model's shape is no NAME=NUMBER; names are {', '.join(kinds)}")
         found[name] = bool(int(value)) if isinstance(kinds[name].default, bool) else int(value)
     missing = [name for name in ("hidden", "layers", "heads", "vocabulary") if name not in found]

@@ -15,22 +15,22 @@ Ranges = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
-class Box:
+class ShardBox:
     """A rectangular part of a local tensor, and where it lies in the whole one; one entry a dimension."""
 
-    local: tuple[int, ...]
-    whole: tuple[int, ...]
+    local_offsets: tuple[int, ...]
+    global_offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Kind:
+class PlacementKey:
     """What parameters have in common that are cut, reduced and counted alike; see `Placement`."""
 
-    cut: frozenset[str] = frozenset()
-    parts: frozenset[str] = frozenset()
-    stages: tuple[int, ...] = ()
-    expert: bool = False
+    sharded_axes: frozenset[str] = frozenset()
+    partial_axes: frozenset[str] = frozenset()
+    shared_stages: tuple[int, ...] = ()
+    is_expert: bool = False
 
 
 @dataclass(frozen=True)
@@ -52,18 +52,18 @@ class Placement:
         name: in the whole model, where it has another one here (an embedding that is only the head on this stage).
     """
 
-    shape: tuple[int, ...]
+    global_shape: tuple[int, ...]
     ranges: tuple[Ranges, ...]
-    cut: frozenset[str] = field(default_factory=frozenset)
-    parts: frozenset[str] = field(default_factory=frozenset)
-    expert: bool = False
-    stages: tuple[int, ...] = ()
-    name: str = ""
+    sharded_axes: frozenset[str] = field(default_factory=frozenset)
+    partial_axes: frozenset[str] = field(default_factory=frozenset)
+    is_expert: bool = False
+    shared_stages: tuple[int, ...] = ()
+    global_name: str = ""
 
     def __post_init__(self) -> None:
-        if len(self.ranges) != len(self.shape):
-            raise ValueError(f"{len(self.ranges)} dimensions of ranges for a parameter of shape {self.shape}")
-        for size, ranges in zip(self.shape, self.ranges, strict=True):
+        if len(self.ranges) != len(self.global_shape):
+            raise ValueError(f"{len(self.ranges)} dimensions of ranges for a parameter of shape {self.global_shape}")
+        for size, ranges in zip(self.global_shape, self.ranges, strict=True):
             ends = [0, *(end for span in ranges for end in span), size]
             if ends != sorted(ends):
                 raise ValueError(f"ranges {ranges} do not ascend within a dimension of {size} elements")
@@ -74,23 +74,24 @@ class Placement:
         return tuple(sum(stop - start for start, stop in ranges) for ranges in self.ranges)
 
     @property
-    def kind(self) -> Kind:
+    def key(self) -> PlacementKey:
         """What decides who reduces it."""
-        return Kind(self.cut, self.parts, self.stages, self.expert)
+        return PlacementKey(self.sharded_axes, self.partial_axes, self.shared_stages, self.is_expert)
 
     @cached_property
-    def whole(self) -> bool:
+    def is_full(self) -> bool:
         """All of it lies here."""
-        return self.local_shape == self.shape
+        return self.local_shape == self.global_shape
 
     @property
-    def begins(self) -> bool:
+    def is_first_shard(self) -> bool:
         """The first element of the whole is here: of the ranks that have parts, this one speaks for all."""
         return all(
-            not size or (ranges and ranges[0][0] == 0) for size, ranges in zip(self.shape, self.ranges, strict=True)
+            not size or (ranges and ranges[0][0] == 0)
+            for size, ranges in zip(self.global_shape, self.ranges, strict=True)
         )
 
-    def boxes(self) -> Iterator[Box]:
+    def shard_boxes(self) -> Iterator[ShardBox]:
         """What lies here, as boxes."""
         along = []
         for ranges in self.ranges:
@@ -100,32 +101,34 @@ class Placement:
                 at += stop - start
             along.append(spans)
         for one in product(*along):
-            yield Box(tuple(span[0] for span in one), tuple(span[1] for span in one), tuple(span[2] for span in one))
+            yield ShardBox(
+                tuple(span[0] for span in one), tuple(span[1] for span in one), tuple(span[2] for span in one)
+            )
 
 
-def everything(shape: Sequence[int]) -> tuple[Ranges, ...]:
+def make_full_ranges(shape: Sequence[int]) -> tuple[Ranges, ...]:
     """Ranges that keep all of a parameter of this shape."""
     return tuple(((0, size),) for size in shape)
 
 
-def along(shape: Sequence[int], dim: int, ranges: Sequence[tuple[int, int]]) -> tuple[Ranges, ...]:
+def make_ranges_along(shape: Sequence[int], dim: int, ranges: Sequence[tuple[int, int]]) -> tuple[Ranges, ...]:
     """Ranges that keep only `ranges` along `dim`."""
-    found = list(everything(shape))
+    found = list(make_full_ranges(shape))
     found[dim] = tuple((start, stop) for start, stop in ranges)
     return tuple(found)
 
 
-def spread(total: int, count: int, index: int, *, grain: int = 1) -> tuple[int, int]:
+def compute_shard_range(size: int, num_shards: int, index: int, *, grain: int = 1) -> tuple[int, int]:
     """`[start, stop)` of `total` that the `index`-th of `count` has, in whole grains: the first ones have one more
     where it doesn't divide.
 
     Raises:
         ValueError: `total` is no multiple of `grain`.
     """
-    grains, rest = divmod(total, grain)
+    grains, rest = divmod(size, grain)
     if rest:
-        raise ValueError(f"{total} is no multiple of {grain}")
-    each, more = divmod(grains, count)
+        raise ValueError(f"{size} is no multiple of {grain}")
+    each, more = divmod(grains, num_shards)
     start = index * each + min(index, more)
     return start * grain, (start + each + (index < more)) * grain
 
@@ -133,7 +136,7 @@ def spread(total: int, count: int, index: int, *, grain: int = 1) -> tuple[int, 
 _placements: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-def place(parameter: nn.Parameter, placement: Placement) -> None:
+def set_placement(parameter: nn.Parameter, placement: Placement) -> None:
     """Say what of the whole parameter `parameter` is.
 
     Raises:
@@ -144,24 +147,24 @@ def place(parameter: nn.Parameter, placement: Placement) -> None:
     _placements[parameter] = placement
 
 
-def placement_of(parameter: nn.Parameter) -> Placement:
+def get_placement(parameter: nn.Parameter) -> Placement:
     """What of the whole parameter it is: all, where nobody said otherwise."""
     found = _placements.get(parameter)
-    return found if found is not None else Placement(tuple(parameter.shape), everything(parameter.shape))
+    return found if found is not None else Placement(tuple(parameter.shape), make_full_ranges(parameter.shape))
 
 
-def is_placed(parameter: nn.Parameter) -> bool:
+def has_placement(parameter: nn.Parameter) -> bool:
     """Whether anybody said what of a whole parameter it is."""
     return parameter in _placements
 
 
-def name_of(parameter: nn.Parameter, here: str) -> str:
+def get_global_name(parameter: nn.Parameter, local_name: str) -> str:
     """The name of a parameter in the whole model, which is called `here` in this rank's."""
     found = _placements.get(parameter)
-    return here if found is None or not found.name else str(found.name)
+    return local_name if found is None or not found.name else str(found.name)
 
 
-def numel_of_whole(parameter: nn.Parameter) -> int:
+def get_global_numel(parameter: nn.Parameter) -> int:
     """Elements of the whole parameter."""
     found = _placements.get(parameter)  # no placement is built: this is asked of every parameter several times
-    return math.prod(parameter.shape if found is None else found.shape)
+    return math.prod(parameter.shape if found is None else found.global_shape)

@@ -13,34 +13,36 @@ import torch
 import torch.utils.checkpoint
 from torch.autograd.graph import saved_tensors_hooks
 
-from windlass.parallel.kept import Keeper
-from windlass.parallel.profile import Profile
-from windlass.parallel.rng import tracker
+from windlass.parallel.checkpoint_profiler import CheckpointProfiler
+from windlass.parallel.rng_tracker import rng_tracker
+from windlass.parallel.saved_tensor_offload import SavedTensorOffloader
 
 
 @dataclass(frozen=True)
-class Manner:
+class RecomputeSettings:
     """How calls are checkpointed. `keeper` None: their inputs stay where they are."""
 
-    keeper: Keeper | None
-    profile: Profile
+    offloader: SavedTensorOffloader | None
+    profiler: CheckpointProfiler
 
 
-class _Depth(threading.local):
+class _CheckpointDepth(threading.local):
     """How many checkpointed calls this thread is inside of."""
 
     value = 0
 
 
-_depth = _Depth()
+_depth = _CheckpointDepth()
 
 
-def inside_checkpoint() -> bool:
+def is_inside_checkpoint() -> bool:
     """Whether a checkpointed call runs in this thread: what it saves is dropped, and so is not worth moving."""
     return _depth.value > 0
 
 
-def recompute(manner: Manner, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def recompute(
+    settings: RecomputeSettings, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """`function(*args, **kwargs)`, of which only the inputs are kept for the backward.
 
     torch's non-reentrant checkpointing does it. It is handed all tensors, also those inside tuples, lists, dicts and
@@ -53,12 +55,12 @@ def recompute(manner: Manner, function: Callable[..., Any], args: tuple[Any, ...
     while isinstance(function, partial):
         args, kwargs = (*function.args, *args), {**function.keywords, **kwargs}
         function = function.func
-    keeper = None if inside_checkpoint() else manner.keeper
+    keeper = None if is_inside_checkpoint() else settings.offloader
     tensors: dict[int, torch.Tensor] = {}
-    call = _Call(manner, function, args, kwargs, tensors)
+    call = _ReplayableCall(settings, function, args, kwargs, tensors)
     hooks: AbstractContextManager[Any] = nullcontext()
     if keeper is not None:
-        keeper.expect(tensors.values())
+        keeper.begin_call(tensors.values())
         hooks = saved_tensors_hooks(keeper.pack, keeper.unpack)
     inputs = list(tensors.values())
     del args, kwargs, tensors
@@ -67,13 +69,13 @@ def recompute(manner: Manner, function: Callable[..., Any], args: tuple[Any, ...
 
 
 @dataclass(frozen=True)
-class _Hole:
+class _TensorRef:
     """Where a tensor stood among the arguments."""
 
     index: int
 
 
-class _Call:
+class _ReplayableCall:
     """The function and its arguments without their tensors, which come as arguments of their own.
 
     The first call gets what the caller passed, containers included, for the function may change them; a later one
@@ -82,51 +84,51 @@ class _Call:
 
     def __init__(
         self,
-        manner: Manner,
+        settings: RecomputeSettings,
         function: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         tensors: dict[int, torch.Tensor],
     ) -> None:
-        def take(tensor: torch.Tensor) -> _Hole:
+        def take(tensor: torch.Tensor) -> _TensorRef:
             tensors.setdefault(id(tensor), tensor)
-            return _Hole(list(tensors).index(id(tensor)))
+            return _TensorRef(list(tensors).index(id(tensor)))
 
-        self._manner, self._function = manner, function
-        self._given: tuple[Any, Any] | None = (args, kwargs)
-        self._args, self._kwargs = _mapped(args, torch.Tensor, take), _mapped(kwargs, torch.Tensor, take)
-        self._states = tracker.get_states()
+        self._settings, self._function = settings, function
+        self._first_arguments: tuple[Any, Any] | None = (args, kwargs)
+        self._args, self._kwargs = _map_instances(args, torch.Tensor, take), _map_instances(kwargs, torch.Tensor, take)
+        self._rng_states = rng_tracker.get_states()
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
-        again, given = self._given is None, self._given
-        self._given = None
-        args, kwargs = given or (self._filled(self._args, tensors), self._filled(self._kwargs, tensors))
+        again, given = self._first_arguments is None, self._first_arguments
+        self._first_arguments = None
+        args, kwargs = given or (self._fill_tensors(self._args, tensors), self._fill_tensors(self._kwargs, tensors))
         del given
-        counts = None if self._manner.keeper is None else self._manner.keeper.counts
-        winding = tracker.at(self._states) if again else nullcontext()
+        counts = None if self._settings.offloader is None else self._settings.offloader.counters
+        winding = rng_tracker.restored_states(self._rng_states) if again else nullcontext()
         _depth.value += 1
         try:
-            with winding, self._manner.profile.call(again=again, counts=counts):
+            with winding, self._settings.profiler.call(recomputing=again, counters=counts):
                 return self._function(*args, **kwargs)
         finally:
             _depth.value -= 1
 
     @staticmethod
-    def _filled(value: Any, tensors: tuple[torch.Tensor, ...]) -> Any:
-        return _mapped(value, _Hole, lambda hole: tensors[hole.index])
+    def _fill_tensors(value: Any, tensors: tuple[torch.Tensor, ...]) -> Any:
+        return _map_instances(value, _TensorRef, lambda hole: tensors[hole.index])
 
 
-def _mapped(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
+def _map_instances(value: Any, kind: type, function: Callable[[Any], Any]) -> Any:
     """`value` with each object of `kind` changed; containers are made anew, other objects stay what they are."""
     if isinstance(value, kind):
-        return change(value)
+        return function(value)
     if isinstance(value, tuple):
-        items = [_mapped(item, kind, change) for item in value]
+        items = [_map_instances(item, kind, function) for item in value]
         if all(a is b for a, b in zip(items, value, strict=True)):
             return value
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if type(value) is list:
-        return [_mapped(item, kind, change) for item in value]
+        return [_map_instances(item, kind, function) for item in value]
     if type(value) is dict:
-        return {key: _mapped(item, kind, change) for key, item in value.items()}
+        return {key: _map_instances(item, kind, function) for key, item in value.items()}
     return value

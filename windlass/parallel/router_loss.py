@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 
-NAME = "load_balancing_loss_func"
-Logits = tuple[torch.Tensor, ...]
+FUNCTION_NAME = "load_balancing_loss_func"
+RouterLogits = tuple[torch.Tensor, ...]
 
-Collected = Callable[[Logits], Logits | None]
+CollectLogits = Callable[[RouterLogits], RouterLogits | None]
 """Given the logits that this forward heard, those that the loss is of; None: another stage computes it."""
 
-Joined = Callable[[Logits, torch.Tensor | None], tuple[Logits, torch.Tensor | None]]
+GatherLogits = Callable[[RouterLogits, torch.Tensor | None], tuple[RouterLogits, torch.Tensor | None]]
 """Given the logits and the attention mask of a part of the tokens, those of all."""
 
 
@@ -39,8 +39,8 @@ class RouterLoss:
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
-        self.collect: Collected | None = None
-        self.join: Joined | None = None
+        self.collect_logits: CollectLogits | None = None
+        self.gather_logits: GatherLogits | None = None
         self._signature = inspect.signature(function)
         functools.update_wrapper(self, function)
 
@@ -49,28 +49,28 @@ class RouterLoss:
         bound = self._signature.bind(*args, **kwargs)
         first = next(iter(self._signature.parameters))
         logits = bound.arguments[first]
-        if self.collect is not None and (logits is None or isinstance(logits, tuple)):
-            logits = self.collect(logits or ())
+        if self.collect_logits is not None and (logits is None or isinstance(logits, tuple)):
+            logits = self.collect_logits(logits or ())
             if logits is None:
                 return torch.zeros(())
-        if self.join is not None and isinstance(logits, tuple) and logits:
-            logits, mask = self.join(logits, bound.arguments.get("attention_mask"))
+        if self.gather_logits is not None and isinstance(logits, tuple) and logits:
+            logits, mask = self.gather_logits(logits, bound.arguments.get("attention_mask"))
             if mask is not None:
                 bound.arguments["attention_mask"] = mask
         bound.arguments[first] = logits
         return self.function(*bound.args, **bound.kwargs)
 
 
-def router_loss_of(model: Any) -> RouterLoss | None:
+def install_router_loss(model: Any) -> RouterLoss | None:
     """What stands for the function in the module that defines `model`, or a class that it is made from; None where
     there is none."""
     for kind in type(model).__mro__:
         module = sys.modules[kind.__module__]
-        function = getattr(module, NAME, None)
+        function = getattr(module, FUNCTION_NAME, None)
         if isinstance(function, RouterLoss):
             return function
         if function is not None:
             found = RouterLoss(function)
-            setattr(module, NAME, found)
+            setattr(module, FUNCTION_NAME, found)
             return found
     return None

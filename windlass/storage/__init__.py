@@ -3,15 +3,15 @@ prospect, python_engine, engine, new_file, transfer, mover, tier, patient, stagi
 
 from __future__ import annotations
 
-from windlass.storage.engine import path_in_use as path_in_use
-from windlass.storage.memory import buffer_bytes as buffer_bytes
-from windlass.storage.memory import free_memory as free_memory
-from windlass.storage.new_file import NewFile as NewFile
-from windlass.storage.patient import PatientTier as PatientTier
-from windlass.storage.prospect import look_at as look_at
-from windlass.storage.rates import Rates as Rates
-from windlass.storage.slot import Home as Home
+from windlass.storage.deferred_failure_tier import DeferredFailureTier as DeferredFailureTier
+from windlass.storage.direct_file_writer import DirectFileWriter as DirectFileWriter
+from windlass.storage.disk_path_info import inspect_disk_path as inspect_disk_path
+from windlass.storage.disk_tier import DiskTier as DiskTier
+from windlass.storage.extent_transfer import Extent as Extent
+from windlass.storage.io_engine import default_io_engine as default_io_engine
+from windlass.storage.io_rates import IoRates as IoRates
 from windlass.storage.slot import Slot as Slot
-from windlass.storage.staging import Staging as Staging
-from windlass.storage.tier import DiskTier as DiskTier
-from windlass.storage.transfer import Extent as Extent
+from windlass.storage.slot import Tier as Tier
+from windlass.storage.staging_memory import free_memory as free_memory
+from windlass.storage.staging_memory import staging_buffer_bytes as staging_buffer_bytes
+from windlass.storage.staging_pool import StagingPool as StagingPool

@@ -37,12 +37,12 @@ _MOST_DIMS = 64
 _LARGEST = 1 << 63
 
 
-class HeaderError(ValueError):
+class SafetensorsHeaderError(ValueError):
     """A header that is damaged or forged."""
 
 
 @dataclass(frozen=True, slots=True)
-class HeaderEntry:
+class SafetensorsEntry:
     """One tensor: bytes `[begin, end)` of the data. `dtype` is safetensors' name of it, which may be unknown here."""
 
     dtype: str
@@ -52,14 +52,14 @@ class HeaderEntry:
 
 
 @dataclass(frozen=True, slots=True)
-class Header:
+class SafetensorsHeader:
     """All tensors of a file by name, and at which byte of the file the data begin."""
 
-    entries: dict[str, HeaderEntry]
-    data: int
+    entries: dict[str, SafetensorsEntry]
+    data_offset: int
 
 
-def read_header(file: BufferedReader) -> Header:
+def read_safetensors_header(file: BufferedReader) -> SafetensorsHeader:
     """Read and check the header of an open file.
 
     Raises:
@@ -71,27 +71,29 @@ def read_header(file: BufferedReader) -> Header:
     file.seek(0)
     length = int.from_bytes(file.read(8), "little")
     if size < 8 or length > min(_LONGEST_HEADER, size - 8):
-        raise HeaderError(f"its header of {length} bytes does not fit in the file of {size} bytes")
+        raise SafetensorsHeaderError(f"its header of {length} bytes does not fit in the file of {size} bytes")
     try:
         fields = json.loads(file.read(length).decode("utf-8"))
     except (ValueError, RecursionError) as error:
-        raise HeaderError(f"its header is no JSON: {type(error).__name__}: {str(error)[:200]}") from error
+        raise SafetensorsHeaderError(f"its header is no JSON: {type(error).__name__}: {str(error)[:200]}") from error
     if not isinstance(fields, dict):
-        raise HeaderError("its header is no JSON object")
+        raise SafetensorsHeaderError("its header is no JSON object")
     remarks = fields.pop(METADATA_KEY, None) or {}
     if not isinstance(remarks, dict) or not all(isinstance(value, str) for value in remarks.values()):
-        raise HeaderError(f"its {METADATA_KEY} is not a table of texts")
+        raise SafetensorsHeaderError(f"its {METADATA_KEY} is not a table of texts")
     data = 8 + length
     entries = {name: _entry(name, one, size - data) for name, one in fields.items()}
     end = 0
     for name, one in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
         if one.begin < end:
-            raise HeaderError(f"tensor {name!r} lies over another one, at byte {one.begin}")
+            raise SafetensorsHeaderError(f"tensor {name!r} lies over another one, at byte {one.begin}")
         end = one.end
-    return Header(entries, data)
+    return SafetensorsHeader(entries, data)
 
 
-def header_text(entries: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], remarks: Mapping[str, str]) -> bytes:
+def encode_safetensors_header(
+    entries: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]
+) -> bytes:
     """The first bytes of a file whose tensors follow each other in this order.
 
     Args:
@@ -100,11 +102,11 @@ def header_text(entries: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], rema
     Raises:
         ValueError: a name that no safetensors file can hold; it says which.
     """
-    for name in (*entries, *remarks):
-        require_name(name)
-    if "format" in remarks:
+    for name in (*entries, *metadata):
+        require_tensor_name(name)
+    if "format" in metadata:
         raise ValueError("'format' is a key of the file's own metadata; rename the parameter")
-    fields: dict[str, object] = {METADATA_KEY: {"format": "pt", **remarks}}
+    fields: dict[str, object] = {METADATA_KEY: {"format": "pt", **metadata}}
     position = 0
     for name, (dtype, shape) in entries.items():
         span = [position, position + math.prod(shape) * dtype.itemsize]
@@ -115,7 +117,7 @@ def header_text(entries: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], rema
     return len(text).to_bytes(8, "little") + text
 
 
-def require_name(name: str) -> None:
+def require_tensor_name(name: str) -> None:
     """Raises ValueError for a name that no safetensors file can hold."""
     if name == METADATA_KEY:
         raise ValueError(f"{name!r} cannot name a tensor: safetensors keeps its own data under it; rename it")
@@ -127,18 +129,20 @@ def require_name(name: str) -> None:
         ) from error
 
 
-def _entry(name: str, fields: Any, data: int) -> HeaderEntry:
+def _entry(name: str, fields: Any, data: int) -> SafetensorsEntry:
     try:
         code, shape, (begin, end) = fields["dtype"], tuple(fields["shape"]), fields["data_offsets"]
     except (KeyError, TypeError, ValueError) as error:
-        raise HeaderError(f"its entry for tensor {name!r} is {fields!r:.200}") from error
+        raise SafetensorsHeaderError(f"its entry for tensor {name!r} is {fields!r:.200}") from error
     sizes = (*shape, begin, end)
     if not isinstance(code, str) or any(type(number) is not int or not 0 <= number < _LARGEST for number in sizes):
-        raise HeaderError(f"its entry for tensor {name!r} is {fields!r:.200}")
+        raise SafetensorsHeaderError(f"its entry for tensor {name!r} is {fields!r:.200}")
     if not begin <= end <= data:
-        raise HeaderError(f"tensor {name!r} has bytes {begin} to {end} of {data}: the file is cut short or damaged")
+        raise SafetensorsHeaderError(
+            f"tensor {name!r} has bytes {begin} to {end} of {data}: the file is cut short or damaged"
+        )
     if len(shape) > _MOST_DIMS:
-        raise HeaderError(f"tensor {name!r} has {len(shape)} dimensions")
+        raise SafetensorsHeaderError(f"tensor {name!r} has {len(shape)} dimensions")
     if code in DTYPES and math.prod(shape) * DTYPES[code].itemsize != end - begin:
-        raise HeaderError(f"tensor {name!r} of shape {shape} and dtype {code} has {end - begin} bytes")
-    return HeaderEntry(code, shape, begin, end)
+        raise SafetensorsHeaderError(f"tensor {name!r} of shape {shape} and dtype {code} has {end - begin} bytes")
+    return SafetensorsEntry(code, shape, begin, end)

@@ -29,54 +29,56 @@ class Tolerance:
         coded: optimizer states are kept in 8 bits, whose scales depend on where a tensor is cut.
     """
 
-    compute: torch.dtype
-    accumulate: torch.dtype
-    wire: torch.dtype
-    longest: int
-    parts: int
-    coded: bool = False
-    master: torch.dtype = torch.float32
+    compute_dtype: torch.dtype
+    accumulate_dtype: torch.dtype
+    reduce_dtype: torch.dtype
+    max_summands: int
+    micro_batch_count: int
+    has_8bit_states: bool = False
+    master_dtype: torch.dtype = torch.float32
 
     @property
     def forward(self) -> float:
         """Of outputs and of a rank's own gradients, relative to an element and the typical size together."""
-        inside = _eps(self.compute if self.compute == torch.float64 else torch.float32)  # sums of 16 bits are wider
-        return _ROUNDINGS * _eps(self.compute) + _IN_A_SUM * inside * math.sqrt(self.longest)
+        inside = _eps(
+            self.compute_dtype if self.compute_dtype == torch.float64 else torch.float32
+        )  # sums of 16 bits are wider
+        return _ROUNDINGS * _eps(self.compute_dtype) + _IN_A_SUM * inside * math.sqrt(self.max_summands)
 
     @property
     def reduce(self) -> float:
         """Of a reduced gradient, relative to the sum of the magnitudes of its parts."""
-        return (self.parts + 2) * max(_eps(self.accumulate), _eps(self.wire))
+        return (self.micro_batch_count + 2) * max(_eps(self.accumulate_dtype), _eps(self.reduce_dtype))
 
     @property
     def norm(self) -> float:
         """Of the norm of all gradients, relative."""
-        return 2 * _ROUNDINGS * max(_eps(self.accumulate), _eps(torch.float32))
+        return 2 * _ROUNDINGS * max(_eps(self.accumulate_dtype), _eps(torch.float32))
 
     def update(self, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
         """Of each new weight: of the weight itself, and of the largest change in its tensor."""
         wide = old.dtype == torch.float64
         eps = max(_eps(old.dtype), 0.0 if wide else _eps(torch.float32))
-        kept = max(eps, 0.0 if wide else _eps(self.master))
+        kept = max(eps, 0.0 if wide else _eps(self.master_dtype))
         change = (new.double() - old.double()).abs()
         largest = float(change.max()) if change.numel() else 0.0
-        return _OF_WEIGHT * kept * new.double().abs() + self._rule(eps) * largest
+        return _OF_WEIGHT * kept * new.double().abs() + self._rule_tolerance(eps) * largest
 
-    def _rule(self, eps: float) -> float:
-        return 2.0**-2 if self.coded else _OF_UPDATE * eps
+    def _rule_tolerance(self, eps: float) -> float:
+        return 2.0**-2 if self.has_8bit_states else _OF_UPDATE * eps
 
-    def lines(self) -> dict[str, str]:
+    def descriptions(self) -> dict[str, str]:
         """What is allowed, in words, by phase."""
-        narrow = dtype_name(self.compute)
-        reduce = max((self.accumulate, self.wire), key=_eps)
-        rule = "2^-2 (8-bit states)" if self.coded else f"{_OF_UPDATE} eps"
+        narrow = dtype_name(self.compute_dtype)
+        reduce = max((self.accumulate_dtype, self.reduce_dtype), key=_eps)
+        rule = "2^-2 (8-bit states)" if self.has_8bit_states else f"{_OF_UPDATE} eps"
         return {
             "start": "equal bit by bit",
             "forward": f"weights equal bit by bit; outputs {self.forward:.1e} of an element plus its tensor's rms "
-            f"({_ROUNDINGS} eps of {narrow}, {_IN_A_SUM} eps x sqrt({self.longest:,} summands))",
+            f"({_ROUNDINGS} eps of {narrow}, {_IN_A_SUM} eps x sqrt({self.max_summands:,} summands))",
             "gradient": f"{self.forward:.1e} of an element plus its tensor's rms, or that of all gradients if larger",
             "reduce": f"{self.reduce:.1e} of the sum of its parts' magnitudes "
-            f"({self.parts} + 2 roundings in {dtype_name(reduce)})",
+            f"({self.micro_batch_count} + 2 roundings in {dtype_name(reduce)})",
             "clip": f"{self.norm:.1e} of the norm and of the clip coefficient",
             "update": f"{_OF_WEIGHT} eps of a weight, and {rule} of the largest change in its tensor",
         }

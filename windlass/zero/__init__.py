@@ -3,21 +3,21 @@ gradients, norm, health, turn, update, whole, registry, born, born_units, alike,
 values, growing, carried, average, gathered, born_site,
 born_homes, born_deferred, born_files, born_models, init_sharded."""
 
-from windlass.zero.average import ExponentialMovingAverage as ExponentialMovingAverage
-from windlass.zero.gathered import GatheredParameters as GatheredParameters
-from windlass.zero.init_sharded import Init as Init
-from windlass.zero.values import local_grad as local_grad
-from windlass.zero.values import local_param as local_param
-from windlass.zero.values import local_state as local_state
-from windlass.zero.values import set_local_grad as set_local_grad
-from windlass.zero.values import set_local_param as set_local_param
-from windlass.zero.values import set_local_state as set_local_state
-from windlass.zero.wholes import full_grad as full_grad
-from windlass.zero.wholes import full_param as full_param
-from windlass.zero.wholes import full_state as full_state
-from windlass.zero.wholes import set_full_grad as set_full_grad
-from windlass.zero.wholes import set_full_param as set_full_param
-from windlass.zero.wholes import set_full_state as set_full_state
+from windlass.zero.access.full_values import full_grad as full_grad
+from windlass.zero.access.full_values import full_param as full_param
+from windlass.zero.access.full_values import full_state as full_state
+from windlass.zero.access.full_values import set_full_grad as set_full_grad
+from windlass.zero.access.full_values import set_full_param as set_full_param
+from windlass.zero.access.full_values import set_full_state as set_full_state
+from windlass.zero.access.gathered_parameters import GatheredParameters as GatheredParameters
+from windlass.zero.access.moving_average import ExponentialMovingAverage as ExponentialMovingAverage
+from windlass.zero.access.shard_values import local_grad as local_grad
+from windlass.zero.access.shard_values import local_param as local_param
+from windlass.zero.access.shard_values import local_state as local_state
+from windlass.zero.access.shard_values import set_local_grad as set_local_grad
+from windlass.zero.access.shard_values import set_local_param as set_local_param
+from windlass.zero.access.shard_values import set_local_state as set_local_state
+from windlass.zero.sharded_init.context import Init as Init
 
 __all__ = [
     "ExponentialMovingAverage",

@@ -24,7 +24,7 @@ def _level_stays() -> Iterator[None]:
 @pytest.mark.parametrize("name", ["loud", "10", "warn ing"])
 def test_a_level_that_there_is_not_names_those_that_there_are(name: str) -> None:
     with pytest.raises(ConfigError, match=f"log_level = '{name}' is no level.*DEBUG, INFO, WARNING, ERROR, CRITICAL"):
-        log.set_level(name, "log_level")
+        log.set_log_level(name, "log_level")
 
 
 def test_the_environment_is_told_so_too() -> None:
@@ -37,12 +37,12 @@ def test_the_environment_is_told_so_too() -> None:
 
 def test_the_environment_goes_before_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WINDLASS_LOG_LEVEL", raising=False)
-    log.set_level_of_config("error")
+    log.set_config_log_level("error")
     assert log.logger.level == logging.ERROR
-    log.set_level_of_config(None)
+    log.set_config_log_level(None)
     assert log.logger.level == logging.ERROR
     monkeypatch.setenv("WINDLASS_LOG_LEVEL", "DEBUG")
-    log.set_level_of_config("critical")
+    log.set_config_log_level("critical")
     assert log.logger.level == logging.ERROR
 
 
@@ -58,6 +58,6 @@ def test_other_ranks_say_only_what_is_wrong(
     monkeypatch.setenv("RANK", rank)
     (handler,) = [one for one in log.logger.handlers if type(one) is logging.StreamHandler]
     monkeypatch.setattr(handler, "stream", sys.stderr)
-    log.set_level("INFO", "a test")
+    log.set_log_level("INFO", "a test")
     log.logger.log(level, "hello %d", 7)
     assert capsys.readouterr().err == printed

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from windlass.base.bounded_input import parse_finite_float, parse_int
+from windlass.base.bounded_json import JsonError, exceeds_depth, parse_json
 from windlass.base.errors import CheckpointError, WindlassError
-from windlass.base.json_text import JsonError, deeper_than, parse_json
-from windlass.base.limits import real_number, whole_number
 from windlass.base.log import logger
-from windlass.base.screen import PrintableConsole
-from windlass.base.text import abridged, nearest, one_line, plural, printable, say
+from windlass.base.printable_console import PrintableConsole
+from windlass.base.text import escape_unprintable, join_abridged, nearest_name, one_line, plural, print_escaped
 
 HOSTILE = "\x1b]0;owned\x07 \x9b31m \r\x08 \u202e \u2028 \ud800 \x7f"
 
@@ -27,8 +27,8 @@ def is_harmless(text: str) -> bool:
 
 @given(st.text(st.characters()))
 def test_printable_text_is_harmless_and_stays_so(text: str) -> None:
-    once = printable(text)
-    assert is_harmless(once) and printable(once) == once
+    once = escape_unprintable(text)
+    assert is_harmless(once) and escape_unprintable(once) == once
     assert "\n" not in one_line(text) and len(one_line(text, 10)) <= 60
     if text.isprintable():
         assert once == text
@@ -42,8 +42,8 @@ def test_every_way_to_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     assert str(pickle.loads(pickle.dumps(error))) == str(error)
     assert str(WindlassError()) == "" and error.args == (f"no checkpoint {HOSTILE}",)
 
-    say(HOSTILE)
-    say(HOSTILE, to_stderr=True)
+    print_escaped(HOSTILE)
+    print_escaped(HOSTILE, to_stderr=True)
     printed = capsys.readouterr()
     assert is_harmless(printed.out) and is_harmless(printed.err) and "\\x1b" in printed.out
 
@@ -63,13 +63,13 @@ def test_every_way_to_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
 def test_plurals(count: int, words: str) -> None:
     assert plural(count, "rank") == words
     assert plural(1, "batch", "batches") == "1 batch" and plural(2, "batch", "batches") == "2 batches"
-    assert abridged(list("abc"), 2) == "a, b and 1 more" and abridged(["a"]) == "a"
+    assert join_abridged(list("abc"), 2) == "a, b and 1 more" and join_abridged(["a"]) == "a"
 
 
 def test_the_nearest_name() -> None:
-    assert nearest("WEIGHT_DEKAY", ["lr", "weight_decay"]) == "weight_decay"
-    assert nearest("nothing", ["lr"]) is None
-    assert nearest("l" * 10**6, ["l" * 10**6]) is None
+    assert nearest_name("WEIGHT_DEKAY", ["lr", "weight_decay"]) == "weight_decay"
+    assert nearest_name("nothing", ["lr"]) is None
+    assert nearest_name("l" * 10**6, ["l" * 10**6]) is None
 
 
 @pytest.mark.parametrize(
@@ -85,16 +85,16 @@ def test_the_nearest_name() -> None:
 def test_json_beyond_its_limits(text: str | bytes, reason: str) -> None:
     with pytest.raises(JsonError, match=reason):
         parse_json(text)
-    assert parse_json("[" * 100 + "]" * 100) and not deeper_than({"a": [1]}, 2)
+    assert parse_json("[" * 100 + "]" * 100) and not exceeds_depth({"a": [1]}, 2)
 
 
 @given(st.text(max_size=8))
 def test_numbers_as_people_write_them(text: str) -> None:
-    whole, real = whole_number(text), real_number(text)
+    whole, real = parse_int(text), parse_finite_float(text)
     assert whole is None or whole == int(text)
     assert real is None or abs(real) < float("inf")
 
 
 def test_numbers_beyond_reason() -> None:
-    assert [whole_number(text) for text in ("9" * 5000, "", "-", "1.5", "٣", "1_0")] == [None] * 6
-    assert [real_number(text) for text in ("nan", "inf", "1e999", "x")] == [None] * 4
+    assert [parse_int(text) for text in ("9" * 5000, "", "-", "1.5", "٣", "1_0")] == [None] * 6
+    assert [parse_finite_float(text) for text in ("nan", "inf", "1e999", "x")] == [None] * 4

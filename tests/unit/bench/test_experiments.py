@@ -14,43 +14,48 @@ from typer.testing import CliRunner
 
 from windlass.base.errors import ConfigError
 from windlass.cli.bench import bench_app
-from windlass.cli.benches import deepspeed, facts, offload, picture, training
-from windlass.cli.benches.models import LanguageModel, linear_stack
-from windlass.cli.benches.trainee import check_name, synchronises
-from windlass.cli.benches.verdicts import contradictions, equal, order, verdict
+from windlass.cli.benches import bar_chart, bench_results, deepspeed_baseline, offload_bench, training_bench
+from windlass.cli.benches.bench_engines import check_engine_name, synchronizes_gradients
+from windlass.cli.benches.bench_models import LanguageModel, linear_stack
+from windlass.cli.benches.expected_order import (
+    all_equal,
+    compare_with_expected_order,
+    describe_order,
+    find_contradictions,
+)
 
 
 @given(st.dictionaries(st.sampled_from("abcdef"), st.floats(1, 100), min_size=1), st.floats(0, 0.5))
 def test_an_order_never_contradicts_itself(values: dict[str, float], tolerance: float) -> None:
-    ranked = order(values, tolerance).replace("=", "<").split(" < ")
+    ranked = describe_order(values, tolerance).replace("=", "<").split(" < ")
     assert sorted(ranked) == sorted(values)
-    assert contradictions(values, ranked, tolerance) == []
+    assert find_contradictions(values, ranked, tolerance) == []
 
 
 def test_a_verdict_names_the_pair_that_stands_the_other_way_round() -> None:
     values = {"stage 0": 10.0, "stage 1": 8.0, "stage 2": 8.1}
-    line = verdict("speed (ms a step)", values, ("stage 0", "stage 1", "stage 2"), 0.05)
+    line = compare_with_expected_order("speed (ms a step)", values, ("stage 0", "stage 1", "stage 2"), 0.05)
     assert "measured stage 1 = stage 2 < stage 0" in line
     assert "does not hold: stage 1 8 is below stage 0 10" in line
-    assert "holds" in verdict("speed", values, ("stage 1", "stage 2", "stage 0"), 0.05)
+    assert "holds" in compare_with_expected_order("speed", values, ("stage 1", "stage 2", "stage 0"), 0.05)
 
 
 def test_sums_are_compared_relative_to_their_size() -> None:
-    assert equal({"a": 1000.0, "b": 1000.0005}, 1e-6)
-    assert not equal({"a": 1000.0, "b": 1000.002}, 1e-6)
-    assert not equal({"a": 1000.0, "b": -1000.0}, 1e-6)
+    assert all_equal({"a": 1000.0, "b": 1000.0005}, 1e-6)
+    assert not all_equal({"a": 1000.0, "b": 1000.002}, 1e-6)
+    assert not all_equal({"a": 1000.0, "b": -1000.0}, 1e-6)
 
 
 @pytest.mark.parametrize("name", ["windlass-0", "windlass-3-shm", "windlass-2-gloo", "ddp", "fsdp3", "none-kept"])
 def test_names_of_engines(name: str) -> None:
-    assert check_name(name) == name
-    assert synchronises(name) == (name != "none-kept")
+    assert check_engine_name(name) == name
+    assert synchronizes_gradients(name) == (name != "none-kept")
 
 
 @pytest.mark.parametrize("name", ["windlass-4", "windlass-0-mpi", "windlass", "fsdp", ""])
 def test_a_wrong_name_is_told_the_right_ones(name: str) -> None:
     with pytest.raises(ConfigError, match=r"windlass-STAGE.*ddp"):
-        check_name(name)
+        check_engine_name(name)
 
 
 def test_the_language_model_sees_no_future() -> None:
@@ -80,7 +85,7 @@ def test_the_stack_is_the_tutorials() -> None:
 
 
 def test_a_result_says_where_it_was_measured(tmp_path: Path) -> None:
-    path = facts.write_result(tmp_path / "new" / "x.json", {"answer": 42})
+    path = bench_results.write_result(tmp_path / "new" / "x.json", {"answer": 42})
     written = json.loads(path.read_text())
     assert written["answer"] == 42
     assert written["versions"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
@@ -93,34 +98,37 @@ def test_a_picture_is_a_png(bars: int, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "new" / "x.png"
     values = {f"stage {bar}": 1.0 + bar for bar in range(bars)}
-    panels = [picture.Panel("speed", "samples / s", values), picture.Panel("memory", "bytes", {**values, "ddp": 2.0})]
-    assert picture.draw(panels, path, "title")
+    panels = [
+        bar_chart.BarPanel("speed", "samples / s", values),
+        bar_chart.BarPanel("memory", "bytes", {**values, "ddp": 2.0}),
+    ]
+    assert bar_chart.draw_bars(panels, path, "title")
     assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
-def _row(seconds: float, losses: list[float]) -> training.Row:
-    return training.Row([seconds], 1.0, seconds, 1, [1, 1], "PSS", {}, losses, "shm", 1)
+def _row(seconds: float, losses: list[float]) -> training_bench.ConfigMeasurement:
+    return training_bench.ConfigMeasurement([seconds], 1.0, seconds, 1, [1, 1], "PSS", {}, losses, "shm", 1)
 
 
 def test_offload_names_what_missed_its_promise_and_whose_losses_differ() -> None:
     rows = {
-        offload.COMPUTE: _row(1.0, [9.0]),
+        offload_bench.COMPUTE_ONLY: _row(1.0, [9.0]),
         "stage 1, none": _row(1.1, [2.0]),
         "stage 3, all on host": _row(1.4, [2.0]),
         "DeepSpeed, stage 3, all on host": _row(3.3, [2.1]),
     }
-    verdicts, same = offload._verdicts(rows, 1e-5)
+    verdicts, same = offload_bench._compare_losses_and_times(rows, 1e-5)
     assert not same and "NOT equal: DeepSpeed, stage 3, all on host is 1.0e-01 apart" in verdicts[0]
     assert "stage 3, all on host: 1.40 x compute alone (promised: at most 1.35: MISSED)" in verdicts
     assert "DeepSpeed, stage 3, all on host: 3.30 x compute alone" in verdicts
     rows["DeepSpeed, stage 3, all on host"] = _row(3.3, [float("nan")])
-    assert not offload._verdicts(rows, 1e-5)[1]
+    assert not offload_bench._compare_losses_and_times(rows, 1e-5)[1]
 
 
 def test_deepspeed_is_asked_for_the_same_training() -> None:
-    sizes = training.Sizes(64, 1, 8, 2, 1, 1)
-    ours = offload._config(sizes, 3, "all on host", False, "/disk", pin=False)
-    theirs = deepspeed.asked(ours)
+    sizes = training_bench.BenchSizes(64, 1, 8, 2, 1, 1)
+    ours = offload_bench._config(sizes, 3, "all on host", False, "/disk", pin=False)
+    theirs = deepspeed_baseline.deepspeed_engine_config(ours)
     assert theirs["engine"] == "deepspeed"
     config = theirs["config"]
     assert config["zero_optimization"]["offload_param"]["device"] == "cpu"
@@ -131,13 +139,15 @@ def test_deepspeed_is_asked_for_the_same_training() -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is not None, reason="DeepSpeed is installed")
 def test_without_deepspeed_its_rows_are_absent_with_the_reason() -> None:
-    found, notes = offload._theirs(training.Sizes(64, 1, 8, 2, 1, 1), False, "/disk")
+    found, notes = offload_bench._deepspeed_configs(training_bench.BenchSizes(64, 1, 8, 2, 1, 1), False, "/disk")
     assert found == {} and len(notes) == 6 and all("not installed" in note for note in notes)
 
 
 def test_rows_are_doubled_by_pinning_where_that_means_something() -> None:
-    sizes = training.Sizes(64, 1, 8, 2, 1, 1)
-    once, twice = (dict(offload._ours(sizes, False, "/disk", pins)) for pins in ((True,), (True, False)))
+    sizes = training_bench.BenchSizes(64, 1, 8, 2, 1, 1)
+    once, twice = (
+        dict(offload_bench._windlass_configs(sizes, False, "/disk", pins)) for pins in ((True,), (True, False))
+    )
     assert len(once) == 11 and len(twice) == 19
     place = twice["stage 2, optimizer on host, not pinned"]["zero_optimization"]["offload_optimizer"]
     assert place == {"device": "cpu", "pin_memory": False}

@@ -19,7 +19,7 @@ from tests.unit.bench.conftest import BENCH
 
 
 def script() -> Any:
-    spec = importlib.util.spec_from_file_location("bench_parallel", BENCH / "parallel.py")
+    spec = importlib.util.spec_from_file_location("bench_parallel", BENCH / "parallel_axes.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -32,7 +32,7 @@ def script() -> Any:
 def test_every_axis_and_stage_is_among_the_meshes_and_no_mesh_is_there_twice() -> None:
     from rig.axis_cases import CASES
 
-    from windlass.comm.grid import AXES
+    from windlass.comm.mesh_shape import AXES
 
     assert {axis for case in CASES for axis in AXES if case.grid.size(axis) > 1} == set(AXES)
     assert {case.stage for case in CASES} == {0, 1, 2, 3}
@@ -78,7 +78,7 @@ def test_what_a_pipeline_passes_is_told_by_what_it_is() -> None:
 
     case = Case(2, {"pp": 2})
     assert set(formulas(case, 0)["pp"]) == {"gradients"} and set(formulas(case, 1)["pp"]) == {"activations"}
-    both = Case(2, {"pp": 2}, pipeline={"schedule": "interleaved", "chunks": 2})
+    both = Case(2, {"pp": 2}, pipeline={"schedule": "interleaved", "virtual_stages": 2})
     assert formulas(both, 0)["pp"]["gradients"] == 2 * formulas(both, 0)["pp"]["activations"]
 
 
@@ -134,11 +134,11 @@ def test_the_limit_counts_the_bubble_the_update_and_the_bytes() -> None:
     from rig.contestants import DENSE, FIELDS, Load, floor
     from rig.floor import Roofs
 
-    from windlass.comm.grid import Grid
-    from windlass.parallel.volumes import parameters_here
+    from windlass.comm.mesh_shape import MeshShape
+    from windlass.parallel.comm_volumes import count_local_parameters
 
     load, never = Load(4, 256), 1e30
-    elements = DENSE.shape().parameters
+    elements = DENSE.shape().numel
 
     def at(axis: str, name: str, **roofs: float) -> float:
         return floor(FIELDS[axis][name], DENSE, load, 100.0, Roofs(**{"memory": never, "adam": never, **roofs}))
@@ -146,7 +146,7 @@ def test_the_limit_counts_the_bubble_the_update_and_the_bytes() -> None:
     assert at("tp", "none") == at("tp", "tp") == at("sp", "sp ring") == at("tp", "torch tp") == pytest.approx(100)
     assert at("pp", "pp 1f1b") == at("pp", "torch gpipe") == pytest.approx(125)  # four micro-batches, two stages
     assert at("tp", "dp", adam=28.0) == pytest.approx(100 + elements)
-    assert at("tp", "tp", adam=28.0) == pytest.approx(100 + sum(parameters_here(DENSE.shape(), Grid(tp=2))))
+    assert at("tp", "tp", adam=28.0) == pytest.approx(100 + sum(count_local_parameters(DENSE.shape(), MeshShape(tp=2))))
     assert at("tp", "none", memory=1.0) == pytest.approx(100)
     assert at("tp", "dp", memory=1.0) == pytest.approx(100 + 4 * elements)  # half of gradients, half of parameters
     hidden = 4 * 256 * DENSE.hidden * 4
@@ -162,7 +162,7 @@ def test_a_slow_link_is_a_limit_of_its_own() -> None:
 
     load, roofs = Load(4, 256, link=1), Roofs(1e30, 1e30)
     dp, pp = (floor(FIELDS["link"][name], DENSE, load, 100.0, roofs) for name in ("dp", "pp"))
-    assert dp == 4 * DENSE.shape().parameters and pp == 4 * 256 * DENSE.hidden * 4  # the longer of it and of the work
+    assert dp == 4 * DENSE.shape().numel and pp == 4 * 256 * DENSE.hidden * 4  # the longer of it and of the work
     wide = Load(4, 256, link=1 << 60)
     assert floor(FIELDS["link"]["pp"], DENSE, wide, 100.0, roofs) == pytest.approx(125)
 
@@ -173,7 +173,7 @@ def test_a_model_of_another_size_is_timed_and_not_compared() -> None:
 
     dense = FIELDS["ep"]["dense"].sizes
     assert dense is not None and dense.experts == 0
-    per_token = EXPERTS.shape().parameters - dense.shape().parameters
+    per_token = EXPERTS.shape().numel - dense.shape().numel
     idle = (EXPERTS.experts - EXPERTS.chosen) * 3 * EXPERTS.hidden * EXPERTS.intermediate
     assert per_token == EXPERTS.layers * (idle + EXPERTS.experts * EXPERTS.hidden)  # experts not chosen, and routers
     found = Race("ep", Load(4, 256), {name: Outcome(name, losses=[8.0]) for name in FIELDS["ep"]})

@@ -145,7 +145,7 @@ def test_promises_are_about_engines_that_a_default_run_has() -> None:
 
     from rig.targets import AGAINST, MEMORY, SPEED
 
-    spec = importlib.util.spec_from_file_location("bench_train", str(_script("train.py")))
+    spec = importlib.util.spec_from_file_location("bench_train", str(_script("cpu_train.py")))
     assert spec is not None and spec.loader is not None
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)

@@ -10,27 +10,30 @@ from typing import Any
 import pytest
 
 from windlass.base.errors import WindlassError
-from windlass.cli.benches import transport
-from windlass.cli.benches.training import Sizes
+from windlass.cli.benches import transport_bench
+from windlass.cli.benches.training_bench import BenchSizes
 
-SIZES = Sizes(64, 1, 8, 2, 2, 3)
+SIZES = BenchSizes(64, 1, 8, 2, 2, 3)
 
 
 def test_on_gpus_each_of_the_eight_settings_is_run_once_and_says_all_three() -> None:
-    found = transport.settings_here(4)
+    found = transport_bench.available_settings(4)
     nccl = [one for one in found if one.device == "cuda"]
-    assert len(nccl) == 8 and len({tuple(one.env[name] for name in transport.NCCL_SWITCHES) for one in nccl}) == 8
+    assert (
+        len(nccl) == 8
+        and len({tuple(one.env[name] for name in transport_bench.NCCL_DISABLE_VARIABLES) for one in nccl}) == 8
+    )
     assert all(one.env["WINDLASS_TRANSPORT"] == "nccl" for one in nccl)
     assert nccl[0].label == "nccl" and set(nccl[0].env.values()) == {"nccl", "0"}
     assert nccl[-1].label == "nccl without IB, SHM, P2P"
     cpu = found[8:]
     assert [one.label for one in cpu] == ["shm", "gloo"] and all(one.env["CUDA_VISIBLE_DEVICES"] == "" for one in cpu)
-    assert transport.settings_here(4, cpu=False) == nccl
+    assert transport_bench.available_settings(4, cpu=False) == nccl
 
 
 def test_without_gpus_shared_memory_and_gloo_are_run() -> None:
     for cpu in (True, False):
-        found = transport.settings_here(0, cpu=cpu)
+        found = transport_bench.available_settings(0, cpu=cpu)
         assert [(one.label, one.env) for one in found] == [
             (name, {"WINDLASS_TRANSPORT": name}) for name in ("shm", "gloo")
         ]
@@ -44,7 +47,7 @@ class Ranks:
 
     def __call__(self, work: Any, nproc: int, env: dict[str, str]) -> list[dict[str, Any]]:
         (label,) = work.configs
-        assert work.rounds == 1 and not work.watch
+        assert work.rounds == 1 and not work.measure_memory
         self.calls.append((label, env))
         if label == self.fails:
             raise WindlassError("a rank of this experiment ended with exit code 1; its own words are above")
@@ -61,16 +64,16 @@ class Ranks:
 
 
 def run(
-    monkeypatch: pytest.MonkeyPatch, ranks: Ranks, out: Path, settings: list[transport.Setting]
+    monkeypatch: pytest.MonkeyPatch, ranks: Ranks, out: Path, settings: list[transport_bench.TransportSetting]
 ) -> tuple[bool, dict[str, Any]]:
-    monkeypatch.setattr(transport, "measure", ranks)
-    equal = transport.transport(settings, 2, SIZES, 3, out)
+    monkeypatch.setattr(transport_bench, "run_task", ranks)
+    equal = transport_bench.run_transport_bench(settings, 2, SIZES, 3, out)
     return equal, json.loads((out / "transport.json").read_text())
 
 
 def test_settings_take_turns_and_the_slowest_rank_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = Ranks()
-    equal, written = run(monkeypatch, ranks, tmp_path, transport.settings_here(2))
+    equal, written = run(monkeypatch, ranks, tmp_path, transport_bench.available_settings(2))
     labels = [label for label, _ in ranks.calls]
     assert equal and len(labels) == 20 and labels[10:] == labels[9::-1]
     row = written["rows"]["nccl without P2P"]
@@ -84,7 +87,7 @@ def test_settings_take_turns_and_the_slowest_rank_counts(tmp_path: Path, monkeyp
 def test_losses_are_equal_on_a_device_and_close_between_them(
     label: str, off: float, equal: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    got, written = run(monkeypatch, Ranks(off={label: off}), tmp_path, transport.settings_here(2))
+    got, written = run(monkeypatch, Ranks(off={label: off}), tmp_path, transport_bench.available_settings(2))
     assert got == equal
     assert equal or f"NOT equal: {label} is 1.0e-04 apart (bound 1e-05)" in written["verdicts"][0]
 
@@ -93,20 +96,20 @@ def test_losses_are_equal_on_a_device_and_close_between_them(
 def test_a_way_that_changes_the_losses_is_a_failure(
     off: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert not run(monkeypatch, Ranks(off={"gloo": off}), tmp_path, transport.settings_here(0))[0]
+    assert not run(monkeypatch, Ranks(off={"gloo": off}), tmp_path, transport_bench.available_settings(0))[0]
 
 
 def test_a_setting_that_leaves_no_way_is_told_and_the_others_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ranks = Ranks(fails="nccl without IB, SHM, P2P")
-    equal, written = run(monkeypatch, ranks, tmp_path, transport.settings_here(2, cpu=False))
+    equal, written = run(monkeypatch, ranks, tmp_path, transport_bench.available_settings(2, cpu=False))
     assert equal and len(written["rows"]) == 7
     assert len(ranks.calls) == 15  # what failed is not tried again
     assert written["verdicts"][-1].startswith("nccl without IB, SHM, P2P: absent, a rank of this experiment ended")
 
 
 def test_if_nothing_ran_nothing_is_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = transport.settings_here(0)[:1]
+    settings = transport_bench.available_settings(0)[:1]
     equal, written = run(monkeypatch, Ranks(fails="shm"), tmp_path, settings)
     assert not equal and written["rows"] == {} and written["verdicts"][0] == "no setting ran"

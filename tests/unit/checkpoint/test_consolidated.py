@@ -14,14 +14,14 @@ import torch
 from safetensors.torch import load_file
 
 from tests.deepspeed_writer import write
-from tests.unit.checkpoint.test_deepspeed_files import MODEL, OPTIM, changed, trained
+from tests.unit.checkpoint.test_deepspeed_index import MODEL, OPTIM, changed, trained
 from windlass.base.errors import CheckpointError
 from windlass.checkpoint import consolidated
 from windlass.checkpoint.clones import clone_tensors_for_torch_save
-from windlass.checkpoint.scripts import SCRIPTS, write_scripts
-from windlass.checkpoint.stored import Stored
+from windlass.checkpoint.recovery_scripts import SCRIPTS, write_recovery_scripts
+from windlass.checkpoint.stored_checkpoint import StoredCheckpoint
+from windlass.checkpoint.to_windlass import convert_to_windlass
 from windlass.checkpoint.to_windlass import main as ds_to_universal
-from windlass.checkpoint.to_windlass import to_windlass
 
 
 def made(path: Path, stage: int = 2, own: bool = False) -> dict[str, torch.Tensor]:
@@ -29,7 +29,7 @@ def made(path: Path, stage: int = 2, own: bool = False) -> dict[str, torch.Tenso
     state = trained()
     tag = write(path, "global_step4", state, stage=stage, ranks=2)
     if own:
-        to_windlass(tag, path / "other")
+        convert_to_windlass(tag, path / "other")
         shutil.rmtree(tag)
         (path / "latest").write_text("other")
     weights = {**state.module, **state.masters}
@@ -142,7 +142,7 @@ def test_scripts_are_written_where_files_have_no_rights(tmp_path: Path, monkeypa
         raise PermissionError(1, "Operation not permitted")
 
     monkeypatch.setattr(Path, "chmod", refuse)
-    write_scripts(tmp_path)
+    write_recovery_scripts(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == set(SCRIPTS)
 
 
@@ -159,20 +159,20 @@ def test_universal_is_what_windlass_has_anyway(tmp_path: Path, capsys: pytest.Ca
     assert ds_to_universal(argparse.Namespace(input_folder=str(source), output_folder=str(target), strict=True)) == 0
     with pytest.raises(CheckpointError, match="is no checkpoint's directory"):
         ds_to_universal(argparse.Namespace(input_folder=str(tmp_path), output_folder=str(tmp_path / "other")))
-    with Stored(tmp_path, "uni") as stored:
+    with StoredCheckpoint(tmp_path, "uni") as stored:
         assert stored.plain["client"] == {"epoch": 3} and stored.plain["engine"]["global_steps"] == 4
         for name, master in state.masters.items():
-            assert torch.equal(stored.whole(f"param/{name}"), master)
-            assert torch.equal(stored.whole(f"state/{name}/exp_avg"), state.moments[name]["exp_avg"])
+            assert torch.equal(stored.read_full(f"param/{name}"), master)
+            assert torch.equal(stored.read_full(f"state/{name}/exp_avg"), state.moments[name]["exp_avg"])
     assert ds_to_universal(["--input_folder", str(target), "--output_folder", str(tmp_path / "again")]) == 0
-    assert Stored(tmp_path, "again").index.tensors == Stored(tmp_path, "uni").index.tensors
+    assert StoredCheckpoint(tmp_path, "again").index.tensors == StoredCheckpoint(tmp_path, "uni").index.tensors
     assert ds_to_universal(["--input_folder", str(tmp_path), "--output_folder", str(tmp_path / "x")]) == 1
     assert "is no checkpoint's directory" in capsys.readouterr().err
     (source / "zero").mkdir()
     for path in source.glob("*_optim_states.pt"):
         path.unlink()
     with pytest.raises(CheckpointError, match="universal checkpoint of DeepSpeed's"):
-        Stored(tmp_path, "global_step4")
+        StoredCheckpoint(tmp_path, "global_step4")
 
 
 def test_clones_have_their_own_storage() -> None:
@@ -188,5 +188,5 @@ def test_clones_have_their_own_storage() -> None:
 def test_states_under_numbers_are_not_left_out_in_silence(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     source = write(tmp_path, "global_step4", trained(), stage=0, ranks=1)
     with caplog.at_level("WARNING", logger="windlass"):
-        to_windlass(source, tmp_path / "uni")
+        convert_to_windlass(source, tmp_path / "uni")
     assert "keeps optimizer states under numbers: they are not in" in caplog.text

@@ -15,30 +15,40 @@ from safetensors import safe_open
 from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
-from tests.unit.checkpoint import states
+from tests.unit.checkpoint import sample_states
 from windlass.base.errors import CheckpointError
-from windlass.checkpoint import FlatShard, SavedState, load, read_full, read_latest, read_plain, save, sources, tags
-from windlass.checkpoint.catalogue import look
-from windlass.checkpoint.export import export
-from windlass.checkpoint.state import holdings
-from windlass.checkpoint.storage import SafetensorsReader
-from windlass.checkpoint.tensor_file import TensorFile
+from windlass.checkpoint import (
+    FlatShard,
+    SavedState,
+    chunk_reader,
+    list_tags,
+    load,
+    read_full,
+    read_latest,
+    read_plain,
+    save,
+)
+from windlass.checkpoint.checkpoint_listing import list_checkpoints
+from windlass.checkpoint.checkpoint_state import hold_tensors
+from windlass.checkpoint.safetensors_export import export_safetensors
+from windlass.checkpoint.safetensors_file import TensorFile
+from windlass.checkpoint.safetensors_storage import SafetensorsReader
 
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    save(tmp_path, "global_step12", states.state(0, 1))
+    save(tmp_path, "global_step12", sample_states.state(0, 1))
     return tmp_path
 
 
 def test_a_state_comes_back(saved: Path) -> None:
-    into = states.empty()
+    into = sample_states.empty()
     loaded = load(saved, None, into)
-    states.assert_loaded(into)
-    assert loaded.plain == states.state(0, 1).plain
+    sample_states.assert_loaded(into)
+    assert loaded.plain == sample_states.state(0, 1).plain
     assert loaded.rank_plain is not None and torch.equal(loaded.rank_plain["rng"], torch.zeros(3, dtype=torch.uint8))
     assert (loaded.tag, loaded.path, loaded.saved_world_size) == ("global_step12", saved / "global_step12", 1)
-    assert (loaded.matched, loaded.missing, loaded.unexpected) == (len(states.SHAPES) + 2, (), ())
+    assert (loaded.matched, loaded.missing, loaded.unexpected) == (len(sample_states.SHAPES) + 2, (), ())
     assert read_latest(saved) == "global_step12"
     assert {path.name for path in loaded.path.iterdir()} == {"checkpoint.json", "rank_00000.safetensors"}
 
@@ -101,8 +111,8 @@ def test_an_equal_cut_is_read_straight_into_its_memory(saved: Path, monkeypatch:
         real(self, entry, tensor, crc32)
 
     monkeypatch.setattr(TensorFile, "read_into", spy)
-    monkeypatch.setattr(sources, "_SMALL", 0)
-    into = states.empty()
+    monkeypatch.setattr(chunk_reader, "_SMALL", 0)
+    into = sample_states.empty()
     load(saved, None, into)
     assert {shard.tensor.data_ptr() for shard in into.shards if shard.tensor.numel()} <= set(filled)
 
@@ -129,7 +139,7 @@ def test_small_neighbours_are_read_together_and_each_is_checked(
         assert len(reads) == 1
     file = path / "rank_00000.safetensors"
     with TensorFile(file) as opened:
-        at = opened.span("t200")[1] - 1
+        at = opened.byte_range("t200")[1] - 1
     damaged = bytearray(file.read_bytes())
     damaged[at] ^= 1
     file.write_bytes(damaged)
@@ -138,18 +148,20 @@ def test_small_neighbours_are_read_together_and_each_is_checked(
 
 
 def test_missing_and_unexpected_names_are_errors_unless_allowed(saved: Path) -> None:
-    into = states.empty()
+    into = sample_states.empty()
     into.tensors = {"buffer/running_mean": torch.zeros(4), "buffer/new": torch.zeros(2)}
     with pytest.raises(CheckpointError, match=r"1 missing \(buffer/new\); 1 unexpected \(buffer/count\)"):
         load(saved, None, into)
     loaded = load(saved, None, into, strict=False)
     assert (loaded.missing, loaded.unexpected) == (("buffer/new",), ("buffer/count",))
-    assert loaded.matched == len(states.SHAPES) + 1
+    assert loaded.matched == len(sample_states.SHAPES) + 1
     assert torch.equal(into.tensors["buffer/running_mean"], torch.arange(4.0))
 
 
 def test_names_can_be_left_out_by_prefix(saved: Path) -> None:
-    into = SavedState(shards=[shard for shard in states.shards(0, 1, fill=False) if shard.name.startswith("param/")])
+    into = SavedState(
+        shards=[shard for shard in sample_states.shards(0, 1, fill=False) if shard.name.startswith("param/")]
+    )
     with pytest.raises(CheckpointError, match="4 unexpected"):
         load(saved, None, into)
     assert load(saved, None, into, ignore=("state/", "master/", "buffer/")).unexpected == ()
@@ -170,10 +182,10 @@ def test_another_shape_or_dtype_is_an_error_that_names_all(saved: Path) -> None:
 
 
 def test_whole_tensors_are_read_without_a_process_group(saved: Path) -> None:
-    names = [*states.SHAPES, "buffer/running_mean", "buffer/count"]
+    names = [*sample_states.SHAPES, "buffer/running_mean", "buffer/count"]
     found = dict(read_full(saved))
     assert list(found) == names
-    assert all(torch.equal(found[name], states.whole(name)) for name in states.SHAPES)
+    assert all(torch.equal(found[name], sample_states.whole(name)) for name in sample_states.SHAPES)
     assert [name for name, _ in read_full(saved, "global_step12", ["param/bias"])] == ["param/bias"]
     assert read_plain(saved)["step"] == 12
     with pytest.raises(CheckpointError, match="no tensor named 'param/absent'"):
@@ -182,8 +194,8 @@ def test_whole_tensors_are_read_without_a_process_group(saved: Path) -> None:
 
 def test_the_data_files_are_ordinary_safetensors(saved: Path) -> None:
     with safe_open(saved / "global_step12" / "rank_00000.safetensors", framework="pt") as file:
-        assert torch.equal(file.get_tensor("param/embed.weight"), states.whole("param/embed.weight"))
-        assert torch.equal(file.get_tensor("param/scale"), states.whole("param/scale"))
+        assert torch.equal(file.get_tensor("param/embed.weight"), sample_states.whole("param/embed.weight"))
+        assert torch.equal(file.get_tensor("param/scale"), sample_states.whole("param/scale"))
         assert file.get_tensor("param/empty").shape == (0, 3)
 
 
@@ -194,18 +206,18 @@ def test_torchs_own_planners_use_the_storage(saved: Path) -> None:
     reader = SafetensorsReader(saved / "global_step12")
     planner = DefaultLoadPlanner(flatten_state_dict=False)
     state_dict_loader.load(target, storage_reader=reader, planner=planner, no_dist=True)
-    assert torch.equal(target[name], states.whole(name))
+    assert torch.equal(target[name], sample_states.whole(name))
 
 
 def test_a_tag_is_replaced_and_tags_are_listed_oldest_first(saved: Path) -> None:
-    save(saved, "b", states.state(0, 1, offset=1))
-    save(saved, "a", states.state(0, 1, offset=2), save_latest=False)
+    save(saved, "b", sample_states.state(0, 1, offset=1))
+    save(saved, "a", sample_states.state(0, 1, offset=2), save_latest=False)
     assert read_latest(saved) == "b"
-    save(saved, "global_step12", states.state(0, 1, offset=3))
-    assert tags(saved) == ["b", "a", "global_step12"]
-    into = states.empty()
+    save(saved, "global_step12", sample_states.state(0, 1, offset=3))
+    assert list_tags(saved) == ["b", "a", "global_step12"]
+    into = sample_states.empty()
     load(saved, "global_step12", into)
-    states.assert_loaded(into, offset=3)
+    sample_states.assert_loaded(into, offset=3)
     assert {path.name for path in saved.iterdir()} == {"a", "b", "global_step12", "latest"}
 
 
@@ -227,11 +239,11 @@ def test_bad_shards_and_names_are_refused() -> None:
         FlatShard("x", (2, 2), 2, torch.zeros(3))
     for name in ("", "plain/x", "rank/0/x"):
         with pytest.raises(CheckpointError, match="cannot name a tensor"):
-            holdings([], {name: torch.zeros(1)})
+            hold_tensors([], {name: torch.zeros(1)})
     with pytest.raises(CheckpointError, match="different shapes or dtypes"):
-        holdings([FlatShard("x", (4,), 0, torch.zeros(1)), FlatShard("x", (5,), 1, torch.zeros(1))], {})
+        hold_tensors([FlatShard("x", (4,), 0, torch.zeros(1)), FlatShard("x", (5,), 1, torch.zeros(1))], {})
     with pytest.raises(CheckpointError, match="give it once"):
-        holdings([FlatShard("x", (1,), 0, torch.zeros(1))], {"x": torch.zeros(1)})
+        hold_tensors([FlatShard("x", (1,), 0, torch.zeros(1))], {"x": torch.zeros(1)})
     with pytest.raises(CheckpointError, match="cannot hold tensors of dtype torch.complex128"):
         save("/nowhere", "t", SavedState(tensors={"x": torch.zeros(1, dtype=torch.complex128)}))
 
@@ -254,20 +266,20 @@ def elsewhere() -> Iterator[None]:
 def test_a_default_device_of_the_script_is_none_of_ours(
     saved: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    into = states.empty()
+    into = sample_states.empty()
     request.getfixturevalue("elsewhere")
     load(saved, None, into)
     whole = dict(read_full(saved))
-    assert look(saved, verify=True).checkpoints[0].verified
-    export(saved, tmp_path / "out")
+    assert list_checkpoints(saved, verify=True).checkpoints[0].verified
+    export_safetensors(saved, tmp_path / "out")
     torch.set_default_device(None)
-    states.assert_loaded(into)
-    assert torch.equal(whole["param/embed.weight"], states.whole("param/embed.weight"))
+    sample_states.assert_loaded(into)
+    assert torch.equal(whole["param/embed.weight"], sample_states.whole("param/embed.weight"))
 
 
 def test_shards_are_views_not_copies() -> None:
     flat = torch.zeros(10)
-    held = holdings([FlatShard("x", (5, 3), 2, flat)], {})
-    for piece in held["x"].pieces:
+    held = hold_tensors([FlatShard("x", (5, 3), 2, flat)], {})
+    for piece in held["x"].boxes:
         piece.get().fill_(1)
     assert flat.eq(1).all()

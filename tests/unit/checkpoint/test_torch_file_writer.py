@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from windlass.base.errors import CheckpointError
-from windlass.checkpoint.pickled import Named, Planned
+from windlass.checkpoint.pickle_writer import PickledObject, PlannedTensor
 from windlass.checkpoint.torch_file import read_torch_file
 from windlass.checkpoint.torch_file_writer import TorchFileWriter, write_torch_file
 
@@ -22,7 +22,7 @@ DTYPES += [torch.int8, torch.uint8, torch.bool]
 @pytest.mark.parametrize("mmap", [False, True])
 def test_torch_reads_what_was_given(mmap: bool, tmp_path: Path) -> None:
     path, whole = tmp_path / "a_states.pt", torch.randn(5, 3)
-    planned = Planned(torch.bfloat16, (4, 2), lambda: [torch.ones(3), torch.zeros(5)])
+    planned = PlannedTensor(torch.bfloat16, (4, 2), lambda: [torch.ones(3), torch.zeros(5)])
     value: dict[Any, Any] = {
         "plain": [None, True, False, 3, -1, 2**31, -(2**40), 2**70, 1.5, float("inf"), "ü\n", (), [], {}, (1, [2])],
         3: torch.float16,
@@ -52,10 +52,10 @@ def test_torch_reads_what_was_given(mmap: bool, tmp_path: Path) -> None:
 def test_objects_are_named_and_not_looked_up(tmp_path: Path) -> None:
     path = tmp_path / "a.pt"
     write_torch_file(
-        path, {"s": Named("deepspeed.runtime.fp16.loss_scaler", "LossScaler", attributes={"cur_scale": 4.0})}
+        path, {"s": PickledObject("deepspeed.runtime.fp16.loss_scaler", "LossScaler", attributes={"cur_scale": 4.0})}
     )
     assert read_torch_file(path)["s"].attributes == {"cur_scale": 4.0}
-    write_torch_file(path, Named("collections", "OrderedDict", given=([("a", 1)],)))
+    write_torch_file(path, PickledObject("collections", "OrderedDict", arguments=([("a", 1)],)))
     assert torch.load(path, weights_only=True) == {"a": 1}
 
 
@@ -65,7 +65,7 @@ def test_what_cannot_be_written_is_refused(tmp_path: Path) -> None:
         ({"x": {1, 2}}, "a builtins.set cannot be written"),
         ([torch.zeros(1, dtype=torch.complex64)], "dtype torch.complex64"),
         ([1 << 3000], "an integer of"),
-        ([Planned(torch.float32, (3,), lambda: [torch.ones(2)])], "was to have 12 bytes, and has 8"),
+        ([PlannedTensor(torch.float32, (3,), lambda: [torch.ones(2)])], "was to have 12 bytes, and has 8"),
     ):
         with pytest.raises(CheckpointError, match=said):
             write_torch_file(path, value)

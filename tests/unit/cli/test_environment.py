@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from windlass.cli.environment import backends, disks, network, settings
-from windlass.cli.environment.collect import FORMAT, collect
-from windlass.cli.environment.ds_report import OPERATORS, cli_main, ds_report
-from windlass.cli.environment.fact import ask, is_unknown, output_of
-from windlass.cli.environment.lines import lines
+from windlass.cli.environment import backend_support, costly_settings, disk_facts, network_facts
+from windlass.cli.environment.collect_facts import FACTS_FORMAT, collect_facts
+from windlass.cli.environment.ds_report import NATIVE_OPERATORS, cli_main, ds_report
+from windlass.cli.environment.format_facts import format_facts
+from windlass.cli.environment.try_fact import is_unknown, output_of, try_fact
 from windlass.cli.main import main
 
 SCHEMA = {
@@ -53,7 +53,7 @@ def call(*arguments: str) -> int:
 def test_the_json_has_the_schema_that_is_promised(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert call("env", "--json", "--disk", str(tmp_path)) == 0
     facts = json.loads(capsys.readouterr().out)
-    assert list(facts) == list(SCHEMA) and facts["format"] == FORMAT == 1
+    assert list(facts) == list(SCHEMA) and facts["format"] == FACTS_FORMAT == 1
     for name, shape in SCHEMA.items():
         if isinstance(shape, set):
             assert set(facts[name]) == shape, name
@@ -61,7 +61,7 @@ def test_the_json_has_the_schema_that_is_promised(capsys: pytest.CaptureFixture[
             assert isinstance(facts[name], shape), name
     assert not [name for name, value in facts.items() if is_unknown(value)] or sys.platform != "linux"
     for table in (facts["collectives"], facts["operators"]):
-        assert all(set(row) == set(backends.NAMES) for row in table.values())
+        assert all(set(row) == set(backend_support.BACKEND_NAMES) for row in table.values())
     rates = facts["disk"]["rates"]
     assert rates["folder"] == str(tmp_path) and rates["measured_bytes"] == 128 << 20
     assert rates["read_bytes_per_second"] > 1e6 and rates["write_bytes_per_second"] > 1e6
@@ -71,7 +71,7 @@ def test_the_json_has_the_schema_that_is_promised(capsys: pytest.CaptureFixture[
 def test_json_and_lines_say_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     assert call("env") == 0
     printed = capsys.readouterr().out
-    for line in lines(collect()):
+    for line in format_facts(collect_facts()):
         if "GiB free" not in line:  # it changes from one moment to the next
             assert line in printed.splitlines()
 
@@ -81,7 +81,7 @@ def test_a_disk_that_cannot_be_measured_is_told_and_nothing_is_made(missing: str
     place = tmp_path / "place"
     if missing == "file":
         place.write_text("")
-    disk = collect(place)["disk"]
+    disk = collect_facts(place)["disk"]
     assert disk["rates"]["unknown"].startswith("StorageError") and str(place) in disk["rates"]["unknown"]
     assert "io_uring" in disk["engine"] or "threads" in disk["engine"] or "python" in disk["engine"]
     assert place.exists() == (missing == "file")
@@ -92,12 +92,12 @@ def test_a_driver_in_trouble_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyP
     tool.write_text("#!/bin/sh\necho 'the driver does not answer' >&2\nexit 9\n")
     tool.chmod(tool.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", str(tmp_path) + os.pathsep + os.environ["PATH"])
-    facts = collect()
+    facts = collect_facts()
     for name in ("driver", "topology"):
         assert "exit code 9: the driver does not answer" in facts[name]["unknown"]
-    text = "\n".join(lines(facts))
+    text = "\n".join(format_facts(facts))
     assert "topology     unknown (RuntimeError: nvidia-smi topo -m ended with exit code 9" in text
-    monkeypatch.setattr("windlass.cli.environment.fact._PATIENCE", 0.2)
+    monkeypatch.setattr("windlass.cli.environment.try_fact._COMMAND_TIMEOUT_S", 0.2)
     tool.write_text("#!/bin/sh\nexec sleep 30\n")
     with pytest.raises(OSError, match=r"nvidia-smi did not answer within"):
         output_of("nvidia-smi")
@@ -107,12 +107,12 @@ def test_everything_may_be_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise OSError("no such thing here")
 
-    monkeypatch.setattr("windlass.cli.environment.collect.ask", lambda question: ask(fail))
-    facts = collect()
-    assert "\n".join(lines(facts)).count("unknown (OSError: no such thing here)") == 19
+    monkeypatch.setattr("windlass.cli.environment.collect_facts.try_fact", lambda question: try_fact(fail))
+    facts = collect_facts()
+    assert "\n".join(format_facts(facts)).count("unknown (OSError: no such thing here)") == 19
 
 
-@pytest.mark.parametrize("name", [one.name for one in settings.SETTINGS])
+@pytest.mark.parametrize("name", [one.name for one in costly_settings.COSTLY_SETTINGS])
 def test_a_setting_that_hurts_is_named_with_what_it_costs(name: str) -> None:
     harmful = {
         "NCCL_NET": "Socket",
@@ -129,10 +129,10 @@ def test_a_setting_that_hurts_is_named_with_what_it_costs(name: str) -> None:
     harmful |= {"WINDLASS_TRANSPORT": "gloo", "WINDLASS_DISK_ENGINE": "python", "WINDLASS_EMULATE_DEVICE": "1G"}
     harmful |= dict.fromkeys(("NCCL_NVLS_ENABLE", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "NVIDIA_TF32_OVERRIDE"), "0")
     value = harmful.get(name, "1")
-    (found,) = settings.in_force({name: value}, Path("/nowhere"))
+    (found,) = costly_settings.find_costly_settings({name: value}, Path("/nowhere"))
     assert (found["name"], found["value"], found["source"]) == (name, value, "environment")
     assert found["costs"] and found["instead"]
-    assert settings.in_force({name: ""}, Path("/nowhere")) == []
+    assert costly_settings.find_costly_settings({name: ""}, Path("/nowhere")) == []
 
 
 @pytest.mark.parametrize(
@@ -145,27 +145,32 @@ def test_a_setting_that_hurts_is_named_with_what_it_costs(name: str) -> None:
     ],
 )
 def test_settings_that_do_no_harm_are_not_told(harmless: dict[str, str]) -> None:
-    assert settings.in_force(harmless, Path("/nowhere"), cores=2) == []
+    assert costly_settings.find_costly_settings(harmless, Path("/nowhere"), cores=2) == []
 
 
 def test_nccls_own_file_counts_and_the_environment_goes_before_it(tmp_path: Path) -> None:
     file = tmp_path / "nccl.conf"
     file.write_text("# of the cluster\nNCCL_IB_DISABLE=1 # why?\n\nNCCL_P2P_DISABLE = 1\n")
-    told = {one["name"]: one["source"] for one in settings.in_force({"NCCL_P2P_DISABLE": "0"}, file)}
+    told = {one["name"]: one["source"] for one in costly_settings.find_costly_settings({"NCCL_P2P_DISABLE": "0"}, file)}
     assert told == {"NCCL_IB_DISABLE": str(file)}
-    assert [one["name"] for one in settings.in_force({"NCCL_CONF_FILE": str(file), "NCCL_P2P_DISABLE": "0"})] == [
-        "NCCL_IB_DISABLE"
-    ]
+    assert [
+        one["name"]
+        for one in costly_settings.find_costly_settings({"NCCL_CONF_FILE": str(file), "NCCL_P2P_DISABLE": "0"})
+    ] == ["NCCL_IB_DISABLE"]
 
 
 def test_too_many_threads_and_narrow_limits_are_told() -> None:
-    (told,) = settings.in_force({"OMP_NUM_THREADS": "64"}, Path("/nowhere"), cores=2)
+    (told,) = costly_settings.find_costly_settings({"OMP_NUM_THREADS": "64"}, Path("/nowhere"), cores=2)
     assert "64 threads a rank share 2 cores" in told["costs"]
-    wide = settings.Machine(8, True, None, None, 64 << 30)
-    narrow = settings.Machine(8, True, 65536, 256, 64 << 20)
-    assert settings.narrow_limits(wide) == []
-    assert [one["name"] for one in settings.narrow_limits(narrow)] == ["locked memory", "/dev/shm", "open files"]
-    assert settings.narrow_limits(settings.Machine(0, False, 65536, 1024, 64 << 20)) == []
+    wide = costly_settings.MachineLimits(8, True, None, None, 64 << 30)
+    narrow = costly_settings.MachineLimits(8, True, 65536, 256, 64 << 20)
+    assert costly_settings.find_low_limits(wide) == []
+    assert [one["name"] for one in costly_settings.find_low_limits(narrow)] == [
+        "locked memory",
+        "/dev/shm",
+        "open files",
+    ]
+    assert costly_settings.find_low_limits(costly_settings.MachineLimits(0, False, 65536, 1024, 64 << 20)) == []
 
 
 def test_interfaces_are_read_as_the_kernel_shows_them(tmp_path: Path) -> None:
@@ -178,11 +183,11 @@ def test_interfaces_are_read_as_the_kernel_shows_them(tmp_path: Path) -> None:
         for file, text in files.items():
             (tmp_path / name / file).mkdir() if text is None else (tmp_path / name / file).write_text(text)
     (tmp_path / "bonding_masters").write_text("bond0")
-    eth, ib, lo = network.interfaces(tmp_path)
+    eth, ib, lo = network_facts.network_interfaces(tmp_path)
     assert eth == {"name": "eth0", "state": "up", "megabits_per_second": 25000, "mtu": 9000, "virtual": False}
     assert ib["megabits_per_second"] is None and not ib["virtual"]
     assert lo["megabits_per_second"] is None and lo["virtual"]
-    assert network.interfaces(tmp_path / "nowhere") == []
+    assert network_facts.network_interfaces(tmp_path / "nowhere") == []
 
 
 def test_infiniband_ports_are_read(tmp_path: Path) -> None:
@@ -190,18 +195,18 @@ def test_infiniband_ports_are_read(tmp_path: Path) -> None:
     port.mkdir(parents=True)
     for name, text in {"state": "4: ACTIVE", "rate": "400 Gb/sec (4X NDR)", "link_layer": "InfiniBand"}.items():
         (port / name).write_text(text + "\n")
-    (found,) = network.infiniband(tmp_path)
+    (found,) = network_facts.infiniband_devices(tmp_path)
     ports = [{"port": 1, "state": "ACTIVE", "rate": "400 Gb/sec (4X NDR)", "link_layer": "InfiniBand"}]
     assert found == {"name": "mlx5_0", "ports": ports}
-    assert network.infiniband(tmp_path / "nowhere") == []
+    assert network_facts.infiniband_devices(tmp_path / "nowhere") == []
 
 
 def test_ds_report_has_the_table_and_the_environment(capsys: pytest.CaptureFixture[str]) -> None:
     assert ds_report([]) == 0
     printed = capsys.readouterr().out.splitlines()
     at = next(n for n, line in enumerate(printed) if line == "op name ................ installed .. compatible")
-    rows = [line.split() for line in printed[at + 2 :] if not line.startswith("[WARNING]")][: len(OPERATORS)]
-    assert [row[0] for row in rows] == [operator.name for operator in OPERATORS]
+    rows = [line.split() for line in printed[at + 2 :] if not line.startswith("[WARNING]")][: len(NATIVE_OPERATORS)]
+    assert [row[0] for row in rows] == [operator.name for operator in NATIVE_OPERATORS]
     assert {row[2] for row in rows} <= {"[YES]", "[NO]"} and {row[4] for row in rows} == {"[OKAY]"}
     names = [line.split(" ..")[0] for line in printed]
     assert {"torch version", "torch install path", "deepspeed info", "shared memory (/dev/shm) size"} <= set(names)
@@ -239,11 +244,11 @@ def test_the_command_reads_its_line_and_ends_with_its_code(
 
 
 def test_a_folder_in_memory_is_no_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    facts = collect()
+    facts = collect_facts()
     facts["disk"]["rates"] = {
         "folder": "/dev/shm", "file_system": "tmpfs", "memory": True, "free_bytes": 1 << 30, "measured_bytes": 1 << 27,
         "read_bytes_per_second": 10**9, "write_bytes_per_second": 2 * 10**9,
     }  # fmt: skip
-    text = "\n".join(lines(facts))
+    text = "\n".join(format_facts(facts))
     assert "this is memory, no disk): reads 1.00 GB/s, writes 2.00 GB/s (128 MiB each way)" in text
-    assert disks.engine().split()[0] in text
+    assert disk_facts.disk_engine().split()[0] in text

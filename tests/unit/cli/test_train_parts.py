@@ -18,54 +18,60 @@ from rich.console import Console
 
 from windlass.base.errors import CheckpointError, ConfigError, LossError, ModelError
 from windlass.cli import train as command
-from windlass.cli.training import metrics as metrics_module
-from windlass.cli.training.agreement import agree, sum_over_ranks
-from windlass.cli.training.export import export_model, replace_directory
-from windlass.cli.training.failure import RunFailed, describe_failure, read_failure, record_failure, stopped_marker
-from windlass.cli.training.interrupt import Interrupt
-from windlass.cli.training.metrics import Metrics, Row, perplexity, read_rows
-from windlass.cli.training.picture import draw_loss, smooth
-from windlass.cli.training.plan import Plan
-from windlass.cli.training.progress import Display, clock, describe
-from windlass.cli.training.sample import continue_text
+from windlass.cli.training import run_metrics as metrics_module
+from windlass.cli.training.loss_agreement import all_reduce_losses, all_reduce_sum
+from windlass.cli.training.loss_plot import plot_loss, smooth
+from windlass.cli.training.model_export import export_model, replace_directory
+from windlass.cli.training.progress_display import ProgressDisplay, describe_row, format_duration
+from windlass.cli.training.run_failure import (
+    TrainingRunError,
+    describe_failure,
+    read_failure,
+    record_failure,
+    stopped_marker_path,
+)
+from windlass.cli.training.run_metrics import MetricsLog, MetricsRow, perplexity, read_rows
+from windlass.cli.training.stop_signals import StopSignals
+from windlass.cli.training.text_continuation import generate_continuation
+from windlass.cli.training.training_plan import TrainingPlan
 from windlass.comm.bootstrap import init_distributed
 from windlass.data.tokenizer import train_tokenizer
-from windlass.launch.outcome import Failure, Outcome
+from windlass.launch.exit_status import LaunchExitStatus, RankFailure
 
 
-def row(step: int) -> Row:
-    return Row(step=step, loss=2.0, perplexity=perplexity(2.0), learning_rate=1e-3, tokens_per_second=1234.5)
+def row(step: int) -> MetricsRow:
+    return MetricsRow(step=step, loss=2.0, perplexity=perplexity(2.0), learning_rate=1e-3, tokens_per_second=1234.5)
 
 
 def test_metrics_come_back_and_a_resume_drops_the_steps_that_are_done_again(tmp_path: Path) -> None:
     path = tmp_path / "metrics.csv"
-    first = Metrics(path, None, after_step=0)
+    first = MetricsLog(path, None, after_step=0)
     for step in range(1, 6):
-        first.add(row(step))
-    first.add(Row(step=5, held_out_bits_per_byte=1.5))
+        first.append(row(step))
+    first.append(MetricsRow(step=5, held_out_bits_per_byte=1.5))
     first.close()
-    second = Metrics(path, None, after_step=3)
-    second.add(row(4))
+    second = MetricsLog(path, None, after_step=3)
+    second.append(row(4))
     second.close()
     assert read_rows(path) == [row(step) for step in range(1, 5)]
 
 
 def test_half_a_row_that_a_killed_run_left_is_dropped(tmp_path: Path) -> None:
     path = tmp_path / "metrics.csv"
-    first = Metrics(path, None, after_step=0)
-    first.add(row(1))
+    first = MetricsLog(path, None, after_step=0)
+    first.append(row(1))
     first.close()
     with open(path, "a") as stream:
         stream.write("2,1.9")
     assert read_rows(path) == [row(1)]
-    Metrics(path, None, after_step=2).close()
+    MetricsLog(path, None, after_step=2).close()
     assert read_rows(path) == [row(1)]
 
 
 def test_a_fresh_run_starts_a_fresh_file(tmp_path: Path) -> None:
     path = tmp_path / "metrics.csv"
     path.write_text("of another run")
-    Metrics(path, None, after_step=0).close()
+    MetricsLog(path, None, after_step=0).close()
     assert read_rows(path) == []
 
 
@@ -76,8 +82,8 @@ def test_without_tensorboard_one_line_says_so(
         raise metrics_module.ConfigError("not installed")
 
     monkeypatch.setattr(metrics_module, "TensorBoardWriter", missing)
-    metrics = Metrics(tmp_path / "metrics.csv", tmp_path / "events", after_step=0)
-    metrics.add(row(1))
+    metrics = MetricsLog(tmp_path / "metrics.csv", tmp_path / "events", after_step=0)
+    metrics.append(row(1))
     metrics.close()
     assert len(logged()) == 1 and "TensorBoard is not installed" in logged()[0]
     assert read_rows(tmp_path / "metrics.csv") == [row(1)]
@@ -101,9 +107,9 @@ def logged() -> Any:
 def test_off_a_terminal_a_run_of_any_length_is_a_few_lines(logged: Callable[[], list[str]]) -> None:
     for total in (3, 1000):
         before = len(logged())
-        display = Display(total, 0, Console(file=io.StringIO()))
+        display = ProgressDisplay(total, 0, Console(file=io.StringIO()))
         for step in range(1, total + 1):
-            display.step(row(step))
+            display.show_step(row(step))
         display.close()
         assert 3 <= len(logged()) - before <= 6
     assert "step 1000/1000  loss 2.000  ppl 7.4  1,234 tok/s  lr 1.00e-03  left 0:00" in logged()[-1]
@@ -111,20 +117,20 @@ def test_off_a_terminal_a_run_of_any_length_is_a_few_lines(logged: Callable[[], 
 
 def test_on_a_terminal_it_is_one_live_line(logged: Callable[[], list[str]]) -> None:
     screen = io.StringIO()
-    display = Display(10, 4, Console(file=screen, force_terminal=True, width=200))
-    display.step(row(5))
-    display.note("held out [1.2]")
+    display = ProgressDisplay(10, 4, Console(file=screen, force_terminal=True, width=200))
+    display.show_step(row(5))
+    display.show_note("held out [1.2]")
     display.close()
     assert "loss 2.000" in screen.getvalue() and "held out [1.2]" in screen.getvalue() and not logged()
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (65, "1:05"), (59.6, "1:00"), (7205, "2:00:05")])
 def test_clock(seconds: float, text: str) -> None:
-    assert clock(seconds) == text
+    assert format_duration(seconds) == text
 
 
 def test_what_was_not_measured_is_not_shown_and_overflow_is_infinite() -> None:
-    assert describe(Row(step=1, loss=1.0)) == "loss 1.000"
+    assert describe_row(MetricsRow(step=1, loss=1.0)) == "loss 1.000"
     assert perplexity(1e4) == float("inf")
 
 
@@ -137,13 +143,13 @@ def test_the_picture_is_a_png_and_a_missing_matplotlib_is_one_line(
 ) -> None:
     pytest.importorskip("matplotlib")
     rows = [row(step) for step in range(1, 30)] + [
-        Row(0, held_out_bits_per_byte=3.0),
-        Row(29, held_out_bits_per_byte=2.0),
+        MetricsRow(0, held_out_bits_per_byte=3.0),
+        MetricsRow(29, held_out_bits_per_byte=2.0),
     ]
-    assert draw_loss(rows, tmp_path / "loss.png", 3.4, "title")
+    assert plot_loss(rows, tmp_path / "loss.png", 3.4, "title")
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
-    assert not draw_loss(rows, tmp_path / "none.png", 3.4, "title")
+    assert not plot_loss(rows, tmp_path / "none.png", 3.4, "title")
     assert len(logged()) == 1 and "windlass[plot]" in logged()[0]
 
 
@@ -168,11 +174,11 @@ def test_failures_say_what_and_what_to_do(error: BaseException, words: list[str]
 
 
 def test_a_signal_is_a_wish_and_its_echo_is_not_a_second_one() -> None:
-    interrupt = Interrupt()
+    interrupt = StopSignals()
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
         interrupt.install()
-        assert not interrupt.wanted
+        assert not interrupt.stop_requested
         for number in (
             signal.SIGINT,
             signal.SIGINT,
@@ -180,7 +186,7 @@ def test_a_signal_is_a_wish_and_its_echo_is_not_a_second_one() -> None:
             signal.SIGHUP,
         ):  # the terminal's, and the launcher's copies
             os.kill(os.getpid(), number)
-        assert interrupt.wanted
+        assert interrupt.stop_requested
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -189,11 +195,11 @@ def test_a_signal_is_a_wish_and_its_echo_is_not_a_second_one() -> None:
 def test_sigterm_after_a_peer_failed_ends_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[int] = []
     monkeypatch.setattr(os, "_exit", ended.append)
-    interrupt = Interrupt(tmp_path / "failure")
-    interrupt._receive(signal.SIGTERM, None)
-    assert interrupt.wanted and not ended
+    interrupt = StopSignals(tmp_path / "failure")
+    interrupt._on_signal(signal.SIGTERM, None)
+    assert interrupt.stop_requested and not ended
     (tmp_path / "failure").touch()
-    interrupt._receive(signal.SIGTERM, None)
+    interrupt._on_signal(signal.SIGTERM, None)
     assert ended == [1]
 
 
@@ -209,50 +215,59 @@ def one_rank() -> Any:
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_ranks_agree_on_the_mean_loss_and_on_the_first_bad_one(one_rank: None, bad: float) -> None:
     fine = [torch.tensor(1.0), torch.tensor(3.0)]
-    assert agree(fine, stop=False).loss == 2.0 and agree(fine, stop=False).bad is None
-    assert agree(fine, stop=True).stop and not agree(fine, stop=False).stop
-    assert agree([*fine, torch.tensor(bad), torch.tensor(bad)], stop=False).bad == (0, 2)
-    assert sum_over_ranks([0.5, 2.0], torch.device("cpu")) == [0.5, 2.0]
+    assert (
+        all_reduce_losses(fine, stop_requested=False).loss == 2.0
+        and all_reduce_losses(fine, stop_requested=False).first_non_finite is None
+    )
+    assert (
+        all_reduce_losses(fine, stop_requested=True).stop_requested
+        and not all_reduce_losses(fine, stop_requested=False).stop_requested
+    )
+    assert all_reduce_losses([*fine, torch.tensor(bad), torch.tensor(bad)], stop_requested=False).first_non_finite == (
+        0,
+        2,
+    )
+    assert all_reduce_sum([0.5, 2.0], torch.device("cpu")) == [0.5, 2.0]
 
 
-def plan_in(folder: Path) -> Plan:
+def plan_in(folder: Path) -> TrainingPlan:
     folder.mkdir(exist_ok=True)
-    return Plan(
+    return TrainingPlan(
         out=str(folder), config={}, model="tiny", data=[], tokenizer="", nproc=1, steps=1, seq_len=2, eval_every=1,
         save_every=0, seed=0, prompt=None, sample_tokens=0,
     )  # fmt: skip
 
 
 @pytest.fixture
-def parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Plan, Path], Any]], int]:
+def parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[TrainingPlan, Path], Any]], int]:
     """Runs the parent with ranks that do what the test says: give an exit code, or a whole outcome."""
-    from windlass.cli.training import settings
+    from windlass.cli.training import train_options
 
-    def launch_of(ranks: Callable[[Plan, Path], Any]) -> Callable[[Plan, Path], Outcome]:
-        def launch(plan: Plan, failure: Path) -> Outcome:
+    def launch_of(ranks: Callable[[TrainingPlan, Path], Any]) -> Callable[[TrainingPlan, Path], LaunchExitStatus]:
+        def launch(plan: TrainingPlan, failure: Path) -> LaunchExitStatus:
             found = ranks(plan, failure)
-            return found if isinstance(found, Outcome) else Outcome(int(found))
+            return found if isinstance(found, LaunchExitStatus) else LaunchExitStatus(int(found))
 
         return launch
 
-    def run(ranks: Callable[[Plan, Path], Any]) -> int:
-        monkeypatch.setattr(settings, "make_plan", lambda options: plan_in(tmp_path / "run"))
-        monkeypatch.setattr(command, "_launch", launch_of(ranks))
-        return command.run(settings.Options(out=tmp_path / "run"))
+    def run(ranks: Callable[[TrainingPlan, Path], Any]) -> int:
+        monkeypatch.setattr(train_options, "make_training_plan", lambda options: plan_in(tmp_path / "run"))
+        monkeypatch.setattr(command, "_launch_ranks", launch_of(ranks))
+        return command.run_training(train_options.TrainOptions(out=tmp_path / "run"))
 
     return run
 
 
 def test_the_parent_tells_a_rank_s_failure(parent: Any) -> None:
-    with pytest.raises(RunFailed, match="^the loss is not finite$"):
+    with pytest.raises(TrainingRunError, match="^the loss is not finite$"):
         parent(lambda plan, failure: record_failure(failure, "the loss is not finite") * 1)
-    with pytest.raises(RunFailed, match="exit code 9"):
+    with pytest.raises(TrainingRunError, match="exit code 9"):
         parent(lambda plan, failure: 9)
 
 
 def test_a_stopped_run_is_130_and_says_how_to_go_on(parent: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    def ranks(plan: Plan, failure: Path) -> int:
-        stopped_marker(failure).touch()
+    def ranks(plan: TrainingPlan, failure: Path) -> int:
+        stopped_marker_path(failure).touch()
         return 1
 
     assert parent(ranks) == 130
@@ -263,13 +278,13 @@ def test_a_stopped_run_is_130_and_says_how_to_go_on(parent: Any, capsys: pytest.
 def test_the_exit_code_is_that_of_the_signal(
     parent: Any, number: int, code: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def saved(plan: Plan, failure: Path) -> Outcome:
-        stopped_marker(failure).touch()
-        return Outcome(code, interrupted_by=number)
+    def saved(plan: TrainingPlan, failure: Path) -> LaunchExitStatus:
+        stopped_marker_path(failure).touch()
+        return LaunchExitStatus(code, interrupted_by=number)
 
     assert parent(saved) == code
     assert "--resume --out" in capsys.readouterr().err
-    assert parent(lambda plan, failure: Outcome(code, interrupted_by=number)) == code
+    assert parent(lambda plan, failure: LaunchExitStatus(code, interrupted_by=number)) == code
     said = capsys.readouterr().err
     assert "nothing was saved" in said and "--resume" not in said
 
@@ -277,19 +292,19 @@ def test_the_exit_code_is_that_of_the_signal(
 def test_a_signal_before_a_save_names_the_checkpoint_that_is_there(
     parent: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def ranks(plan: Plan, failure: Path) -> Outcome:
-        plan.checkpoints.mkdir()
-        (plan.checkpoints / "latest").write_text("step3")
-        return Outcome(130, interrupted_by=signal.SIGINT)
+    def ranks(plan: TrainingPlan, failure: Path) -> LaunchExitStatus:
+        plan.checkpoint_folder.mkdir()
+        (plan.checkpoint_folder / "latest").write_text("step3")
+        return LaunchExitStatus(130, interrupted_by=signal.SIGINT)
 
     assert parent(ranks) == 130
     assert "last checkpoint with: windlass train --resume" in capsys.readouterr().err
 
 
 def test_the_last_lines_are_the_score_and_where_things_lie(parent: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    def ranks(plan: Plan, failure: Path) -> int:
+    def ranks(plan: TrainingPlan, failure: Path) -> int:
         result = {"bits_before": 3.456, "bits_after": 1.7, "checkpoint": "c", "picture": "p", "exported": "e"}
-        plan.result.write_text(json.dumps(result | {"prompt": "def ", "sample": "f():"}))
+        plan.result_file.write_text(json.dumps(result | {"prompt": "def ", "sample": "f():"}))
         return 0
 
     assert parent(ranks) == 0
@@ -299,13 +314,13 @@ def test_the_last_lines_are_the_score_and_where_things_lie(parent: Any, capsys: 
 
 
 def test_a_result_of_an_earlier_run_cannot_pass_for_this_one(parent: Any) -> None:
-    def ranks(plan: Plan, failure: Path) -> int:
-        assert not plan.result.exists()
+    def ranks(plan: TrainingPlan, failure: Path) -> int:
+        assert not plan.result_file.exists()
         return 3
 
-    with pytest.raises(RunFailed):
-        parent(lambda plan, failure: plan.result.write_text("{}") and 3)
-    with pytest.raises(RunFailed):
+    with pytest.raises(TrainingRunError):
+        parent(lambda plan, failure: plan.result_file.write_text("{}") and 3)
+    with pytest.raises(TrainingRunError):
         parent(ranks)
 
 
@@ -336,9 +351,9 @@ def test_an_exported_model_loads_with_the_same_logits_and_writes_text(llama: Any
     with torch.no_grad():
         torch.testing.assert_close(loaded(ids).logits, model(ids).logits)
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
-    first = continue_text(tmp_path / "hf", "def", max_new_tokens=8, seed=1)
-    assert first == continue_text(tmp_path / "hf", "def", max_new_tokens=8, seed=1)
-    assert continue_text(tmp_path / "hf", "", max_new_tokens=100, temperature=0) is not None
+    first = generate_continuation(tmp_path / "hf", "def", max_new_tokens=8, seed=1)
+    assert first == generate_continuation(tmp_path / "hf", "def", max_new_tokens=8, seed=1)
+    assert generate_continuation(tmp_path / "hf", "", max_new_tokens=100, temperature=0) is not None
 
 
 def test_weights_that_do_not_fit_are_not_exported(llama: Any, tmp_path: Path) -> None:
@@ -374,17 +389,17 @@ def test_a_directory_takes_the_place_of_another(tmp_path: Path) -> None:
 
 def test_generating_from_no_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="no config.json"):
-        continue_text(tmp_path, "x", max_new_tokens=1)
+        generate_continuation(tmp_path, "x", max_new_tokens=1)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_while_packing_unwinds(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from windlass.cli.training import settings
+    from windlass.cli.training import train_options
 
     inherited = signal.signal(number, signal.SIG_DFL)  # under nohup a hang-up is ignored, and stays so
     cleaned: list[bool] = []
 
-    def packing(options: Any) -> Plan:
+    def packing(options: Any) -> TrainingPlan:
         try:
             os.kill(os.getpid(), number)
             time.sleep(30)
@@ -392,10 +407,10 @@ def test_a_signal_while_packing_unwinds(number: int, tmp_path: Path, monkeypatch
             cleaned.append(True)
         return plan_in(tmp_path)
 
-    monkeypatch.setattr(settings, "make_plan", packing)
+    monkeypatch.setattr(train_options, "make_training_plan", packing)
     try:
         with pytest.raises(SystemExit) as ended:
-            command.run(settings.Options(out=tmp_path))
+            command.run_training(train_options.TrainOptions(out=tmp_path))
         assert ended.value.code == 128 + number and cleaned
         assert signal.getsignal(number) == signal.SIG_DFL
     finally:
@@ -403,23 +418,23 @@ def test_a_signal_while_packing_unwinds(number: int, tmp_path: Path, monkeypatch
 
 
 def test_a_killed_rank_is_told_and_not_what_followed_from_it(parent: Any) -> None:
-    def ranks(plan: Plan, failure: Path) -> Outcome:
+    def ranks(plan: TrainingPlan, failure: Path) -> LaunchExitStatus:
         record_failure(failure, "connection reset by peer")
-        return Outcome(137, (Failure(1, -9, 0), Failure(0, 1, 0)))
+        return LaunchExitStatus(137, (RankFailure(1, -9, 0), RankFailure(0, 1, 0)))
 
-    with pytest.raises(RunFailed, match="^rank 1 was ended by SIGKILL .*memory"):
+    with pytest.raises(TrainingRunError, match="^rank 1 was ended by SIGKILL .*memory"):
         parent(ranks)
-    with pytest.raises(RunFailed, match="SIGSEGV, a crash"):
-        parent(lambda plan, failure: Outcome(139, (Failure(0, -11, 0),)))
+    with pytest.raises(TrainingRunError, match="SIGSEGV, a crash"):
+        parent(lambda plan, failure: LaunchExitStatus(139, (RankFailure(0, -11, 0),)))
 
 
 def test_a_rank_that_fails_tells_the_others_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It ends past the hook of exceptions, and would pass for one that was killed."""
-    from windlass.cli.training import rank
+    from windlass.cli.training import train_rank
 
     told: list[str] = []
-    monkeypatch.setattr(rank.watchdog, "failed", lambda error: told.append(type(error).__name__))
-    assert rank.run_rank(tmp_path / "no plan", tmp_path / "failure") == 1
+    monkeypatch.setattr(train_rank.watchdog, "report_failure", lambda error: told.append(type(error).__name__))
+    assert train_rank.run_rank(tmp_path / "no plan", tmp_path / "failure") == 1
     assert told == ["CheckpointError"]
 
 
@@ -429,7 +444,7 @@ def test_a_rank_that_fails_tells_the_others_why(tmp_path: Path, monkeypatch: pyt
 def test_a_draw_out_of_range_is_told_by_its_option_alone(option: str, value: float, tmp_path: Path) -> None:
     asked: dict[str, Any] = {"max_new_tokens": 8, option: value}
     with pytest.raises(ConfigError) as raised:
-        continue_text(tmp_path, "def", **asked)
+        generate_continuation(tmp_path, "def", **asked)
     said = str(raised.value)
     assert said.startswith(f"{option} (--{option.replace('_', '-')}) is {value}") and "write " in said
     assert said.count("--") == 1, "the others are well"

@@ -7,23 +7,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from windlass.base.errors import ConfigError
-from windlass.comm.grid import AXES, DATA, EXPERT_DATA, READERS, Grid
+from windlass.comm.mesh_shape import AXES, DATA_AXES, DATA_LOADING_AXES, EXPERT_DATA_AXES, MeshShape
 
 THOUSAND = [
-    Grid(dp_shard=1024),
-    Grid(pp=4, dp_replicate=2, dp_shard=16, tp=8),
-    Grid(pp=8, dp_shard=4, ep=4, sp=2, tp=4),
-    Grid(pp=2, dp_replicate=2, dp_shard=4, ep=8, sp=4, tp=2),
-    Grid(dp_shard=16, sp=64),
-    Grid(pp=16, ep=64),
+    MeshShape(dp_shard=1024),
+    MeshShape(pp=4, dp_replicate=2, dp_shard=16, tp=8),
+    MeshShape(pp=8, dp_shard=4, ep=4, sp=2, tp=4),
+    MeshShape(pp=2, dp_replicate=2, dp_shard=4, ep=8, sp=4, tp=2),
+    MeshShape(dp_shard=16, sp=64),
+    MeshShape(pp=16, ep=64),
 ]
 small = st.integers(1, 3)
-grids = st.builds(Grid, pp=small, dp_replicate=small, dp_shard=small, ep=small, sp=small, tp=small)
+grids = st.builds(MeshShape, pp=small, dp_replicate=small, dp_shard=small, ep=small, sp=small, tp=small)
 subsets = st.lists(st.sampled_from(AXES), unique=True).map(tuple)
 
 
 @given(grids)
-def test_a_rank_is_its_place(grid: Grid) -> None:
+def test_a_rank_is_its_place(grid: MeshShape) -> None:
     places = [grid.coordinates(rank) for rank in range(grid.world)]
     assert [grid.rank(**place) for place in places] == list(range(grid.world))
     assert places == sorted(places, key=lambda place: tuple(place[axis] for axis in AXES))
@@ -31,7 +31,7 @@ def test_a_rank_is_its_place(grid: Grid) -> None:
 
 @settings(max_examples=30)
 @given(grids, subsets)
-def test_groups_partition_the_world(grid: Grid, axes: tuple[str, ...]) -> None:
+def test_groups_partition_the_world(grid: MeshShape, axes: tuple[str, ...]) -> None:
     groups = grid.groups(*axes)
     assert sorted(rank for group in groups for rank in group) == list(range(grid.world))
     assert {len(group) for group in groups} == {grid.size(*axes)}
@@ -42,7 +42,7 @@ def test_groups_partition_the_world(grid: Grid, axes: tuple[str, ...]) -> None:
 
 @settings(max_examples=30)
 @given(grids, subsets, subsets)
-def test_groups_of_other_axes_meet_in_one_rank(grid: Grid, some: tuple[str, ...], more: tuple[str, ...]) -> None:
+def test_groups_of_other_axes_meet_in_one_rank(grid: MeshShape, some: tuple[str, ...], more: tuple[str, ...]) -> None:
     """A rank is found by its place along some axes and along the others, so each pair of groups meets once."""
     others = tuple(axis for axis in AXES if axis not in some)
     for first in grid.groups(*some)[:4]:
@@ -54,10 +54,18 @@ def test_groups_of_other_axes_meet_in_one_rank(grid: Grid, some: tuple[str, ...]
 
 
 @pytest.mark.parametrize("grid", THOUSAND, ids=str)
-def test_groups_at_1024_ranks(grid: Grid) -> None:
+def test_groups_at_1024_ranks(grid: MeshShape) -> None:
     assert grid.world == 1024
-    assert (grid.data, grid.readers) == (grid.size(*DATA), grid.size(*READERS))
-    for axes in [*((axis,) for axis in AXES), ("dp_shard", "tp"), ("pp", "ep"), DATA, EXPERT_DATA, READERS, AXES]:
+    assert (grid.data, grid.data_loading_size) == (grid.size(*DATA_AXES), grid.size(*DATA_LOADING_AXES))
+    for axes in [
+        *((axis,) for axis in AXES),
+        ("dp_shard", "tp"),
+        ("pp", "ep"),
+        DATA_AXES,
+        EXPERT_DATA_AXES,
+        DATA_LOADING_AXES,
+        AXES,
+    ]:
         groups = grid.groups(*axes)
         assert len(groups) == 1024 // grid.size(*axes)
         assert sorted(rank for group in groups for rank in group) == list(range(1024))
@@ -70,25 +78,25 @@ def test_groups_at_1024_ranks(grid: Grid) -> None:
 
 
 @pytest.mark.parametrize("grid", THOUSAND, ids=str)
-def test_tensor_parallel_ranks_share_a_node_of_eight(grid: Grid) -> None:
+def test_tensor_parallel_ranks_share_a_node_of_eight(grid: MeshShape) -> None:
     nodes = [{rank // 8 for rank in group} for group in grid.groups("tp")]
     assert all(len(node) == 1 for node in nodes)
 
 
 def test_what_reads_other_samples_is_no_part_of_a_sequence() -> None:
-    grid = Grid(pp=2, dp_replicate=2, dp_shard=2, ep=2, sp=2, tp=2)
-    assert set(DATA) == {*READERS, "sp"}
-    assert set(EXPERT_DATA) == set(DATA) - {"ep"}
+    grid = MeshShape(pp=2, dp_replicate=2, dp_shard=2, ep=2, sp=2, tp=2)
+    assert set(DATA_AXES) == {*DATA_LOADING_AXES, "sp"}
+    assert set(EXPERT_DATA_AXES) == set(DATA_AXES) - {"ep"}
     for rank in range(grid.world):
         here = grid.coordinates(rank)
         for other in grid.along(rank, "pp", "sp", "tp"):
-            assert all(grid.coordinates(other)[axis] == here[axis] for axis in READERS)
+            assert all(grid.coordinates(other)[axis] == here[axis] for axis in DATA_LOADING_AXES)
 
 
 def test_sizes_and_places_lie_inside() -> None:
     with pytest.raises(ConfigError, match="the axis sp has 0 ranks"):
-        Grid(sp=0)
-    grid = Grid(pp=2, tp=2)
+        MeshShape(sp=0)
+    grid = MeshShape(pp=2, tp=2)
     for rank in (-1, 4):
         with pytest.raises(ValueError, match=f"rank {rank} does not lie in a world of 4"):
             grid.coordinates(rank)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from windlass.base.errors import CommunicationError
-from windlass.comm.launchers import local_rank_of, place_of
+from windlass.comm.rank_environment import local_rank_of, rank_environment
 
 OMPI = {
     "OMPI_COMM_WORLD_RANK": "5",
@@ -104,7 +104,7 @@ PLACES: dict[str, tuple[dict[str, str], tuple[Any, ...]]] = {
 @pytest.mark.parametrize("name", PLACES)
 def test_a_place_is_read(name: str) -> None:
     environ, wanted = PLACES[name]
-    place = place_of(environ)
+    place = rank_environment(environ)
     assert place is not None
     found = (place.source, place.rank, place.world, place.local_rank, place.local_world, place.master, place.port)
     assert found == wanted and place.warning == ""
@@ -112,11 +112,11 @@ def test_a_place_is_read(name: str) -> None:
 
 @pytest.mark.parametrize("environ", [{}, {"SLURM_NTASKS": "4"}, {"PMI_RANK": "0"}, {"MASTER_ADDR": "a"}])
 def test_no_launcher_is_no_place(environ: dict[str, str]) -> None:
-    assert place_of(environ) is None
+    assert rank_environment(environ) is None
 
 
 def test_other_launchers_are_looked_for_only_where_wanted() -> None:
-    assert place_of(OMPI, others=False) is None
+    assert rank_environment(OMPI, others=False) is None
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_other_launchers_are_looked_for_only_where_wanted() -> None:
 )
 def test_what_is_wrong_is_named(environ: dict[str, str], words: str) -> None:
     with pytest.raises(CommunicationError, match=words):
-        place_of(environ)
+        rank_environment(environ)
 
 
 def test_what_looks_wrong_is_said() -> None:
@@ -140,7 +140,7 @@ def test_what_looks_wrong_is_said() -> None:
         (batch, "was not started by srun"),
         (alone, "Open MPI started 8 processes: each trains alone"),
     ):
-        place = place_of(environ)
+        place = rank_environment(environ)
         assert place is not None and words in place.warning
 
 

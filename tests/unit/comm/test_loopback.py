@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from windlass.comm.addresses import GLOO_INTERFACE, gloo_at_loopback, is_loopback
-from windlass.comm.launchers import place_of
+from windlass.comm.rank_environment import rank_environment
 
 HOST = socket.gethostname()
 
@@ -47,5 +47,5 @@ SLURM = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_ID": "1"}
     ],
 )
 def test_ranks_of_one_host_are_known(environ: dict[str, str], expected: bool) -> None:
-    place = place_of(environ)
+    place = rank_environment(environ)
     assert place is not None and place.one_host == expected

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from windlass.base.errors import ConfigError
 from windlass.comm import mpu as module
-from windlass.comm.grid import READERS, Grid
+from windlass.comm.mesh_shape import DATA_LOADING_AXES, MeshShape
 from windlass.comm.mpu import sizes_of_mpu
 
 MEGATRON = {
@@ -23,11 +23,11 @@ MEGATRON = {
 }
 
 
-def unit(grid: Grid, rank: int, names: dict[str, str] = MEGATRON, **more: int) -> Any:
+def unit(grid: MeshShape, rank: int, names: dict[str, str] = MEGATRON, **more: int) -> Any:
     """What Megatron would say of a rank of this grid."""
     here = grid.coordinates(rank)
-    said = {"data_parallel_world_size": grid.readers}
-    said["data_parallel_rank"] = grid.along(rank, *READERS).index(rank)
+    said = {"data_parallel_world_size": grid.data_loading_size}
+    said["data_parallel_rank"] = grid.along(rank, *DATA_LOADING_AXES).index(rank)
     for axis, name in names.items():
         said |= {f"{name}_world_size": grid.size(axis), f"{name}_rank": here[axis]}
     return SimpleNamespace(**{f"get_{key}": lambda value=value: value for key, value in {**said, **more}.items()})
@@ -46,25 +46,25 @@ small = st.integers(1, 3)
 
 @given(small, small, small, small, small)
 def test_sizes_in_the_order_of_the_mesh_are_read_on_every_rank(pp: int, shard: int, ep: int, sp: int, tp: int) -> None:
-    grid = Grid(pp=pp, dp_shard=shard, ep=ep, sp=sp, tp=tp)
+    grid = MeshShape(pp=pp, dp_shard=shard, ep=ep, sp=sp, tp=tp)
     for rank in range(0, grid.world, max(1, grid.world // 7)):
         assert read_at(rank, unit(grid, rank), grid.world) == {"pp": pp, "ep": ep, "sp": sp, "tp": tp}
 
 
 def test_words_of_each_kind_of_unit() -> None:
-    grid = Grid(pp=2, dp_shard=2, tp=2)
+    grid = MeshShape(pp=2, dp_shard=2, tp=2)
     deepspeed = unit(grid, 5, {"pp": "pipe_parallel", "tp": "slice_parallel"}, model_parallel_world_size=4)
     assert read_at(5, deepspeed, 8) == {"pp": 2, "ep": 1, "sp": 1, "tp": 2}
-    old = unit(Grid(dp_shard=2, tp=2), 3, {"tp": "model_parallel"})
+    old = unit(MeshShape(dp_shard=2, tp=2), 3, {"tp": "model_parallel"})
     assert read_at(3, old, 4) == {"pp": 1, "ep": 1, "sp": 1, "tp": 2}
-    ulysses = unit(Grid(dp_shard=2, sp=2), 1, {"sp": "sequence_parallel"}, model_parallel_world_size=1)
+    ulysses = unit(MeshShape(dp_shard=2, sp=2), 1, {"sp": "sequence_parallel"}, model_parallel_world_size=1)
     assert read_at(1, ulysses, 4) == {"pp": 1, "ep": 1, "sp": 2, "tp": 1}
-    both = unit(Grid(dp_shard=2, sp=2), 1, {"sp": "sequence_parallel"}, context_parallel_world_size=1)
+    both = unit(MeshShape(dp_shard=2, sp=2), 1, {"sp": "sequence_parallel"}, context_parallel_world_size=1)
     assert read_at(1, both, 4)["sp"] == 2
 
 
 def test_data_ranks_may_be_counted_with_those_of_a_sequence() -> None:
-    grid = Grid(dp_shard=2, sp=2)
+    grid = MeshShape(dp_shard=2, sp=2)
     assert read_at(1, unit(grid, 1, data_parallel_world_size=4, data_parallel_rank=1), 4)["sp"] == 2
 
 
@@ -73,7 +73,7 @@ def test_nothing_is_asked_of_a_unit_that_knows_no_other_axis() -> None:
 
 
 def test_sizes_multiply_to_the_world() -> None:
-    mpu = unit(Grid(pp=2, dp_shard=2, tp=2), 0)
+    mpu = unit(MeshShape(pp=2, dp_shard=2, tp=2), 0)
     with pytest.raises(ConfigError, match=r"pp 2 x sp 1 x tp 2 x ep 1 do not divide the world of 6"):
         sizes_of_mpu(mpu, 6)
     with pytest.raises(ConfigError, match=r"leave 4 data ranks of a world of 16, and it says 2; sizes multiply"):
@@ -81,14 +81,14 @@ def test_sizes_multiply_to_the_world() -> None:
 
 
 def test_another_order_of_ranks_is_refused_with_both_places() -> None:
-    grid = Grid(pp=2, dp_shard=2)  # pipe is slowest here; in the unit's order it is faster than data
+    grid = MeshShape(pp=2, dp_shard=2)  # pipe is slowest here; in the unit's order it is faster than data
     mpu = unit(grid, 1, pipeline_model_parallel_rank=1, data_parallel_rank=0)
     with pytest.raises(ConfigError) as caught:
         read_at(1, mpu, 4)
     text = str(caught.value)
     assert "get_pipeline_model_parallel_rank() is 1" in text and "it would be 0" in text and "section parallel" in text
     with pytest.raises(ConfigError, match=r"get_data_parallel_rank\(\) is 1, .* it would be 0"):
-        read_at(0, unit(Grid(dp_shard=2, tp=2), 0, data_parallel_rank=1), 4)
+        read_at(0, unit(MeshShape(dp_shard=2, tp=2), 0, data_parallel_rank=1), 4)
 
 
 def test_a_unit_that_was_never_set_up_is_told() -> None:
@@ -111,4 +111,4 @@ def test_ranks_that_hear_different_sizes_are_told() -> None:
         patch.object(module.dist, "all_gather_object", gathered),
         pytest.raises(ConfigError, match=r"'tp': 2\} to rank 0 and .*'tp': 1\} to rank 1"),
     ):
-        sizes_of_mpu(unit(Grid(tp=2), 0), 2)
+        sizes_of_mpu(unit(MeshShape(tp=2), 0), 2)

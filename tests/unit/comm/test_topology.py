@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from windlass.comm.grid import DATA, Grid
+from windlass.comm.mesh_shape import DATA_AXES, MeshShape
 from windlass.comm.topology import (
     PipeDataParallelTopology,
     PipeModelDataParallelTopology,
@@ -93,8 +93,8 @@ small = st.integers(1, 3)
 
 @given(small, small, small, small, small, small)
 def test_a_grid_in_these_words(pp: int, replicate: int, shard: int, ep: int, sp: int, tp: int) -> None:
-    grid = Grid(pp, replicate, shard, ep, sp, tp)
+    grid = MeshShape(pp, replicate, shard, ep, sp, tp)
     box = topology_of(grid)
     assert [tuple(group) for group in box.get_axis_comm_lists("pipe")] == grid.groups("pp")
     assert [tuple(group) for group in box.get_axis_comm_lists("model")] == grid.groups("tp")
-    assert [tuple(group) for group in box.get_axis_comm_lists("data")] == grid.groups(*DATA)
+    assert [tuple(group) for group in box.get_axis_comm_lists("data")] == grid.groups(*DATA_AXES)

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from windlass.base.errors import ConfigError
-from windlass.compat.accelerator import choose, get_accelerator, set_accelerator
-from windlass.compat.accelerator.cuda import CUDA_Accelerator
-from windlass.compat.accelerator.host import CPU_Accelerator
-from windlass.compat.accelerator.interface import DeepSpeedAccelerator
-from windlass.compat.refusal import NotBuiltError
+from windlass.compat.accelerator import get_accelerator, real_accelerator, set_accelerator
+from windlass.compat.accelerator.abstract_accelerator import DeepSpeedAccelerator
+from windlass.compat.accelerator.cpu_accelerator import CPU_Accelerator
+from windlass.compat.accelerator.cuda_accelerator import CUDA_Accelerator
+from windlass.compat.not_built import NotBuiltError
 
 # of 0.19.8's abstract class
 NAMES = """
@@ -111,7 +111,7 @@ def test_cuda_names_need_no_cuda() -> None:
 def test_one_is_chosen_and_another_can_be_set(monkeypatch: pytest.MonkeyPatch) -> None:
     assert get_accelerator() is get_accelerator()
     assert get_accelerator()._name == ("cuda" if torch.cuda.is_available() else "cpu")
-    assert choose.is_current_accelerator_supported()
+    assert real_accelerator.is_current_accelerator_supported()
     own = CPU_Accelerator()
     set_accelerator(own)
     assert get_accelerator() is own

@@ -12,14 +12,14 @@ from torch.utils.checkpoint import checkpoint
 
 from windlass.base.errors import ModelError
 from windlass.compat.marked_offload import CheckpointHiddenStatesOffload
-from windlass.parallel import places
+from windlass.parallel import activation_store
 
 SIZE = 64
 
 
 @pytest.fixture
 def _apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(places, "separate_memories", lambda device: True)
+    monkeypatch.setattr(activation_store, "has_separate_memory", lambda device: True)
 
 
 def _trained(context: CheckpointHiddenStatesOffload | None, *, spoil: bool = False) -> tuple[Tensor, list[Tensor]]:

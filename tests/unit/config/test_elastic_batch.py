@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from windlass.base.errors import ConfigError
-from windlass.config import load
-from windlass.config.elastic_batch import elastic_batch, solve_elastic
-from windlass.config.elasticity import Elasticity
+from windlass.config import load_config
+from windlass.config.elastic_batch import find_elastic_batch, solve_elastic_batch
+from windlass.config.elasticity_section import Elasticity
 
 
 def section(**values: object) -> Elasticity:
@@ -22,21 +22,21 @@ def test_every_number_of_ranks_that_is_named_shares_the_batch_exactly(
 ) -> None:
     asked = section(micro_batch_sizes=sizes, max_train_batch_size=bound, min_gpus=least, prefer_larger_batch=larger)
     try:
-        found = elastic_batch(asked)
+        found = find_elastic_batch(asked)
     except ConfigError as error:  # only where it is impossible: the smallest micro-batch gives most ranks
         assert "no batch up to" in str(error) and bound // min(sizes) < 2 * least
         return
     assert found.train <= bound
     for ranks in range(1, min(found.train, 200) + 1):
         fits = ranks >= least and any(found.train % (size * ranks) == 0 for size in sizes)
-        assert (ranks in found.ranks) == fits
+        assert (ranks in found.rank_counts) == fits
         if fits:
-            batch = solve_elastic(asked, ranks)
+            batch = solve_elastic_batch(asked, ranks)
             assert batch.train == found.train == batch.micro * batch.accumulation * ranks
             assert batch.micro == max(size for size in sizes if found.train % (size * ranks) == 0)
         else:
             with pytest.raises(ConfigError, match=f"{ranks} ranks"):
-                solve_elastic(asked, ranks)
+                solve_elastic_batch(asked, ranks)
 
 
 def many_divisors(bound: int) -> list[int]:
@@ -79,10 +79,10 @@ def test_it_is_what_the_rule_says(sizes: list[int], bound: int, least: int, most
     train, ranks = by_the_rule(sizes, bound, least, most, larger)
     if not ranks:
         with pytest.raises(ConfigError, match="fits any number of"):
-            elastic_batch(asked)
+            find_elastic_batch(asked)
         return
-    found = elastic_batch(asked)
-    assert (found.train, list(found.ranks)) == (train, ranks)
+    found = find_elastic_batch(asked)
+    assert (found.train, list(found.rank_counts)) == (train, ranks)
 
 
 def test_the_numbers_with_many_divisors_are_all_there() -> None:
@@ -94,40 +94,40 @@ def test_the_numbers_with_many_divisors_are_all_there() -> None:
 def test_it_comes_to_what_deepspeed_comes_to() -> None:
     """10 000 samples in micro-batches of 8, 12, 16 or 17 on 32 to 1500 GPUs are 9792 there, on 23 numbers of them."""
     asked = section(max_train_batch_size=10000, micro_batch_sizes=[8, 12, 16, 17], min_gpus=32, max_gpus=1500)
-    found = elastic_batch(asked)
+    found = find_elastic_batch(asked)
     assert found.train == 9792
-    assert len(found.ranks) == 23
-    assert solve_elastic(asked, 64).micro == 17
+    assert len(found.rank_counts) == 23
+    assert solve_elastic_batch(asked, 64).micro == 17
 
 
 def test_the_larger_or_the_smaller_of_equals() -> None:
     values = {"max_train_batch_size": 7, "micro_batch_sizes": [5, 7]}
-    assert elastic_batch(section(**values)).train == 7
-    assert elastic_batch(section(**values, prefer_larger_batch=False)).train == 5
+    assert find_elastic_batch(section(**values)).train == 7
+    assert find_elastic_batch(section(**values, prefer_larger_batch=False)).train == 5
 
 
 def test_what_cannot_be_is_said() -> None:
     with pytest.raises(ConfigError, match="has 9, which is more than elasticity.max_train_batch_size 8"):
-        elastic_batch(section(max_train_batch_size=8, micro_batch_sizes=[2, 9]))
+        find_elastic_batch(section(max_train_batch_size=8, micro_batch_sizes=[2, 9]))
     with pytest.raises(ConfigError, match="no batch up to max_train_batch_size 8"):
-        elastic_batch(section(max_train_batch_size=8, micro_batch_sizes=[2], min_gpus=50))
+        find_elastic_batch(section(max_train_batch_size=8, micro_batch_sizes=[2], min_gpus=50))
     with pytest.raises(ConfigError, match="start 4 or 6 ranks"):
-        solve_elastic(section(max_train_batch_size=24, micro_batch_sizes=[2]), 5)
+        solve_elastic_batch(section(max_train_batch_size=24, micro_batch_sizes=[2]), 5)
 
 
 def test_beside_other_batch_sizes_it_is_a_contradiction_unless_they_are_to_be_ignored() -> None:
     elastic = {"enabled": True, "max_train_batch_size": 24, "micro_batch_sizes": [2]}
     with pytest.raises(ConfigError, match="train_batch_size: 8, but elasticity.enabled computes the batch"):
-        load({"train_batch_size": 8, "elasticity": elastic})
-    config = load({"train_batch_size": 8, "elasticity": {**elastic, "ignore_non_elastic_batch_info": True}})
+        load_config({"train_batch_size": 8, "elasticity": elastic})
+    config = load_config({"train_batch_size": 8, "elasticity": {**elastic, "ignore_non_elastic_batch_info": True}})
     assert config.resolve_batch(3).train == 24
     assert config.resolve_batch(3).accumulation == 4
     assert not config.refusals()
-    assert load({"train_batch_size": 8, "elasticity": {"enabled": False}}).resolve_batch(2).train == 8
+    assert load_config({"train_batch_size": 8, "elasticity": {"enabled": False}}).resolve_batch(2).train == 8
 
 
 def test_the_batch_is_shared_by_the_ranks_that_read() -> None:
     section = {"enabled": True, "max_train_batch_size": 24, "micro_batch_sizes": [2, 3]}
-    plain = load({"elasticity": section}).resolve_batch(4)
-    cut = load({"elasticity": section, "parallel": {"pp": 2, "tp": 2}}).resolve_batch(16)
+    plain = load_config({"elasticity": section}).resolve_batch(4)
+    cut = load_config({"elasticity": section, "parallel": {"pp": 2, "tp": 2}}).resolve_batch(16)
     assert cut == plain

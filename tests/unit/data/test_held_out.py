@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from windlass.data.held_out import IGNORED, HeldOut, choose_held_out
+from windlass.data.held_out import IGNORE_INDEX, HeldOutSet, choose_held_out
 
 documents = st.lists(st.tuples(st.integers(0, 2**64 - 1), st.integers(1, 500)), min_size=2, max_size=80)
 
@@ -56,23 +56,23 @@ def test_every_token_but_the_first_is_predicted_once_from_the_one_before(
     count: int, seq_len: int, micro: int, world: int
 ) -> None:
     tokens = np.arange(1000, 1000 + count, dtype=np.uint16)
-    held_out = HeldOut(tokens, 1, seq_len)
+    held_out = HeldOutSet(tokens, 1, seq_len)
     per_rank = [list(held_out.batches(micro, rank, world)) for rank in range(world)]
     assert len({len(batches) for batches in per_rank}) == 1
     predicted: list[int] = []
     for inputs, labels in (batch for batches in per_rank for batch in batches):
         assert inputs.shape == labels.shape == (micro, seq_len)
-        counted = labels != IGNORED
+        counted = labels != IGNORE_INDEX
         assert (labels[counted] == inputs[counted] + 1).all()
         predicted += labels[counted].tolist()
     assert sorted(predicted) == tokens[1:].tolist()
 
 
 def test_a_uniform_model_scores_the_logarithm_of_its_vocabulary() -> None:
-    vocab, text = 16, HeldOut(np.arange(11) % 16, text_bytes=20, seq_len=4)
+    vocab, text = 16, HeldOutSet(np.arange(11) % 16, text_bytes=20, seq_len=4)
     nats = 0.0
     for _, labels in text.batches(2, 0, 1):
         logits = torch.zeros(labels.size, vocab)
         targets = torch.from_numpy(labels).flatten()
-        nats += F.cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORED).item()
+        nats += F.cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORE_INDEX).item()
     assert text.bits_per_byte(nats) == pytest.approx(10 * math.log2(vocab) / 20)

@@ -83,7 +83,7 @@ def test_a_writer_that_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux's always-full device")
 def test_a_full_disk_leaves_no_part_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(token_file, "temporary_beside", lambda path: tmp_path / "part")
+    monkeypatch.setattr(token_file, "temporary_path_beside", lambda path: tmp_path / "part")
     (tmp_path / "part").symlink_to("/dev/full")
     with pytest.raises(OSError, match="No space left"):
         write(tmp_path / "t.bin", list(range(9)), [1])

@@ -11,15 +11,15 @@ import pytest
 from rich.console import Console
 
 from windlass.base.errors import ConfigError
-from windlass.comm.grid import Grid
-from windlass.launch import command, dry_run, request
-from windlass.launch.deepspeed_command import parser_of_deepspeed
-from windlass.launch.errors import LaunchError
-from windlass.launch.flags import AXES, parse, parser_of_run
-from windlass.launch.place import Host
-from windlass.launch.sketch import Sketch, ranges
+from windlass.comm.mesh_shape import MeshShape
+from windlass.compat.deepspeed_command import build_deepspeed_parser
+from windlass.launch import dry_run, launch_command, plan_from_flags
+from windlass.launch.launch_errors import LaunchError
+from windlass.launch.launch_flags import AXIS_FLAGS, build_run_parser, parse_flags
+from windlass.launch.rank_map import HostRankMap, format_rank_list
+from windlass.launch.rank_placement import Host
+from windlass.parallel.comm_volumes import StepWorkload, compute_step_volumes, sum_bytes_by_axis
 from windlass.parallel.model_shape import PRESETS
-from windlass.parallel.volumes import Work, by_axis, volumes
 
 GOLDEN = Path(__file__).resolve().parents[2] / "data" / "dry_run_pp4_tp4_dp2.txt"
 
@@ -28,16 +28,16 @@ GOLDEN = Path(__file__).resolve().parents[2] / "data" / "dry_run_pp4_tp4_dp2.txt
 def _plain_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("CUDA_VISIBLE_DEVICES", "LOCAL_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(request, "count_devices", lambda: 0)
+    monkeypatch.setattr(plan_from_flags, "count_devices", lambda: 0)
 
 
 def flags(*words: str) -> argparse.Namespace:
-    return parse(parser_of_run(), ["--dry-run", *words])
+    return parse_flags(build_run_parser(), ["--dry-run", *words])
 
 
 def drawn(*words: str) -> str:
     text = io.StringIO()
-    assert dry_run.show(flags(*words), Console(file=text, width=120, soft_wrap=True)) == 0
+    assert dry_run.show_rank_map(flags(*words), Console(file=text, width=120, soft_wrap=True)) == 0
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines()) + "\n"
 
 
@@ -60,8 +60,8 @@ def test_a_configuration_says_the_axes_and_the_step(tmp_path: Path) -> None:
         )
     )
     text = drawn("--nproc", "8", "--config", str(path), "--shape", "70b", "--tokens", "100")
-    work = Work(100, 3, 3, regather=2)
-    wanted = by_axis(volumes(PRESETS["70b"], Grid(dp_shard=4, tp=2), work))
+    work = StepWorkload(100, 3, 3, backward_gather_ranks=2)
+    wanted = sum_bytes_by_axis(compute_step_volumes(PRESETS["70b"], MeshShape(dp_shard=4, tp=2), work))
     lines = {line.split()[0]: line for line in text.splitlines() if line.strip()}
     assert f"{wanted['data'] / 1e9:,.1f} GB" in lines["data"]
     assert f"{wanted['tp'] / 1e9:,.1f} GB" in lines["tp"] or f"{wanted['tp'] / 1e6:,.1f} MB" in lines["tp"]
@@ -70,10 +70,10 @@ def test_a_configuration_says_the_axes_and_the_step(tmp_path: Path) -> None:
 
 
 def test_each_stage_is_asked_and_the_most_is_shown() -> None:
-    sketch = Sketch(Grid(pp=4), (Host("here", (0, 1, 2, 3)),), PRESETS["7b"], Work(64, 2))
-    (talk,) = sketch.talks()
+    sketch = HostRankMap(MeshShape(pp=4), (Host("here", (0, 1, 2, 3)),), PRESETS["7b"], StepWorkload(64, 2))
+    (talk,) = sketch.axis_traffic()
     assert talk.nbytes == 2 * 2 * 64 * 4096 * 2  # an inner stage receives from both sides
-    assert (talk.ranks, talk.nodes, talk.example) == (4, 1, (0, 1, 2, 3))
+    assert (talk.num_ranks, talk.num_nodes, talk.example_ranks) == (4, 1, (0, 1, 2, 3))
 
 
 def test_a_node_that_tensor_parallel_ranks_leave_is_told(tmp_path: Path) -> None:
@@ -115,26 +115,26 @@ def test_sizes_that_do_not_fit_are_one_message() -> None:
 def test_nothing_is_started_and_no_script_is_needed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(command, "_outcome", lambda *args: pytest.fail("a run"))
-    assert command.perform(flags("--nproc", "4", "--sp", "2", "no_such_script.py")) == 0
+    monkeypatch.setattr(launch_command, "_choose_launch", lambda *args: pytest.fail("a run"))
+    assert launch_command.launch_from_args(flags("--nproc", "4", "--sp", "2", "no_such_script.py")) == 0
     assert "4 ranks on 1 node: pp 1 x dp_replicate 1 x dp_shard 2 x ep 1 x sp 2 x tp 1" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("flag", ["--config", "--shape", "--tokens", *(f"--{axis}" for axis in AXES)])
+@pytest.mark.parametrize("flag", ["--config", "--shape", "--tokens", *(f"--{axis}" for axis in AXIS_FLAGS)])
 def test_flags_of_a_dry_run_are_refused_without_it(flag: str) -> None:
     with pytest.raises(LaunchError, match=f"{flag} is for --dry-run"):
-        command.perform(parse(parser_of_run(), [flag, "2", "script.py"]))
+        launch_command.launch_from_args(parse_flags(build_run_parser(), [flag, "2", "script.py"]))
 
 
 def test_the_deepspeed_command_has_none_of_them() -> None:
-    args = parse(parser_of_deepspeed(), ["script.py"])
+    args = parse_flags(build_deepspeed_parser(), ["script.py"])
     assert args.dry_run is False
-    dry_run.refuse_idle(args)
+    dry_run.reject_dry_run_flags(args)
 
 
 def test_ranks_in_few_words() -> None:
-    assert ranges((0, 1, 2, 3)) == "0-3"
-    assert ranges((0, 1)) == "0 1"
-    assert ranges((0, 8, 16, 24)) == "0 8 16 24"
-    assert ranges(tuple(range(0, 80, 8))) == "0 8 ... 72"
-    assert ranges((5,)) == "5"
+    assert format_rank_list((0, 1, 2, 3)) == "0-3"
+    assert format_rank_list((0, 1)) == "0 1"
+    assert format_rank_list((0, 8, 16, 24)) == "0 8 16 24"
+    assert format_rank_list(tuple(range(0, 80, 8))) == "0 8 ... 72"
+    assert format_rank_list((5,)) == "5"

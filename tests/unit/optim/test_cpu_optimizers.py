@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from windlass.base.errors import ConfigError, ModelError
-from windlass.kernels.dispatch import REFERENCE, paths
+from windlass.kernels.kernel_dispatch import REFERENCE_PATH, list_kernel_paths
 from windlass.optim import CPUSGD, CPUAdagrad, CPUAdam, CPULamb, CPULion, Lamb, Lion
-from windlass.optim.cpu import as_native
+from windlass.optim.native_cpu_equivalent import make_native_cpu_equivalent
 
 O = torch.optim  # noqa: E741
-native = pytest.mark.skipif(len(paths()) == 1, reason="no native module was built")
+native = pytest.mark.skipif(len(list_kernel_paths()) == 1, reason="no native module was built")
 OWN: list[tuple[Any, dict[str, Any]]] = [
     (CPUAdam, {"weight_decay": 0.1}),
     (CPUAdam, {"amsgrad": True}),
@@ -28,7 +28,9 @@ OWN: list[tuple[Any, dict[str, Any]]] = [
 STATE_DTYPES = ["fp32", "bf16", "8bit"]
 
 
-@pytest.fixture(autouse=True, params=[paths()[0], REFERENCE] if len(paths()) > 1 else [REFERENCE])
+@pytest.fixture(
+    autouse=True, params=[list_kernel_paths()[0], REFERENCE_PATH] if len(list_kernel_paths()) > 1 else [REFERENCE_PATH]
+)
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("WINDLASS_KERNELS", request.param)
     return str(request.param)
@@ -107,7 +109,7 @@ def test_infinities_and_nans_go_where_torch_sends_them(
 @pytest.mark.parametrize("cls", [O.AdamW, O.Adam, O.SGD, O.Adagrad])
 def test_odd_lengths_are_within_1e_6_of_torch(cls: Any) -> None:
     """Torch rounds differently in what is left of a vector; here every element is computed alike."""
-    ours = as_native(cls(parameters((1, 7, 333)), lr=0.1))
+    ours = make_native_cpu_equivalent(cls(parameters((1, 7, 333)), lr=0.1))
     if ours is None:
         pytest.skip("the reference stands in for nobody")
     theirs = cls(parameters((1, 7, 333)), lr=0.1, fused=True)
@@ -180,7 +182,7 @@ def test_scaled_16_bit_gradients_and_16_bit_copies(cls: Any, options: dict[str, 
     """One pass over what torch needs three for: casting the gradient up, the step, casting the parameter down."""
     plain, mixed = cls(parameters(), **options), cls(parameters(), **options)
     own, theirs = mixed.param_groups[0]["params"], plain.param_groups[0]["params"]
-    mixed.lowered = {p: torch.empty(p.shape, dtype=torch.bfloat16) for p in own}
+    mixed.low_precision_copies = {p: torch.empty(p.shape, dtype=torch.bfloat16) for p in own}
     mixed.grad_scale, mixed.found_inf = torch.tensor(64.0), torch.tensor(0.0)
     for step in range(3):
         gradients = [torch.randn(p.shape, generator=torch.Generator().manual_seed(step)).bfloat16() for p in own]
@@ -191,7 +193,7 @@ def test_scaled_16_bit_gradients_and_16_bit_copies(cls: Any, options: dict[str, 
         plain.step()
     for p, q in zip(own, theirs, strict=True):
         assert torch.equal(p, q)
-        assert torch.equal(mixed.lowered[p], p.detach().bfloat16())
+        assert torch.equal(mixed.low_precision_copies[p], p.detach().bfloat16())
     mixed.found_inf = torch.tensor(1.0)
     before = copy.deepcopy(mixed.state_dict())
     mixed.step()
@@ -309,8 +311,8 @@ def test_a_native_twin_continues_where_the_optimizer_is(cls: Any, warm: int, pat
     theirs, others = cls(parameters(), lr=0.01), cls(parameters(), lr=0.01)
     train(theirs, warm)
     train(others, warm)
-    ours = as_native(others)
-    if path == REFERENCE:
+    ours = make_native_cpu_equivalent(others)
+    if path == REFERENCE_PATH:
         assert ours is None
         return
     assert ours is not None and type(ours).__name__.startswith("CPU")
@@ -334,7 +336,7 @@ def test_a_native_twin_continues_where_the_optimizer_is(cls: Any, warm: int, pat
     ],
 )
 def test_what_has_no_equal_has_no_twin(make: Any) -> None:
-    assert as_native(make(parameters())) is None
+    assert make_native_cpu_equivalent(make(parameters())) is None
 
 
 @pytest.mark.parametrize(("cls", "options"), OWN)

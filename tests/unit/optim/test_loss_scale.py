@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from windlass.base.errors import LossError
 from windlass.base.log import logger
-from windlass.optim.loss_scale import DynamicLossScale, StaticLossScale, from_config
+from windlass.optim.loss_scale import DynamicLossScale, StaticLossScale, make_loss_scale
 
 KNOBS = {
     "loss_scale": 0.0,
@@ -81,7 +81,7 @@ def test_saving_and_loading_changes_nothing(before: list[bool], after: list[bool
 
 
 def test_known_histories() -> None:
-    scaler = from_config(SimpleNamespace(**KNOBS))
+    scaler = make_loss_scale(SimpleNamespace(**KNOBS))
     assert scaler.dynamic and scaler.scale == 65536
     told = []
     for _ in range(3):
@@ -100,13 +100,13 @@ def test_the_scale_stops_at_the_minimum_and_then_the_error_says_everything() -> 
     scaler.update(True)
     assert scaler.scale == 3.0
     with pytest.raises(LossError) as caught:
-        scaler.update(True, where="model.w of rank 1, micro-batch 2")
+        scaler.update(True, location="model.w of rank 1, micro-batch 2")
     for word in ("loss scale 3", "fp16.min_loss_scale 3", "model.w of rank 1, micro-batch 2", "bf16"):
         assert word in str(caught.value)
 
 
 def test_at_the_minimum_it_may_go_on() -> None:
-    scaler = DynamicLossScale(scale=1.0, window=1, hysteresis=1, at_minimum="continue")
+    scaler = DynamicLossScale(scale=1.0, window=1, hysteresis=1, on_min_scale="continue")
     scaler.update(True)
     assert scaler.scale == 1.0
     scaler.update(False)
@@ -122,7 +122,7 @@ def test_the_scale_never_becomes_infinite_and_never_starts_below_the_minimum() -
 
 
 def test_a_fixed_scale_is_fixed() -> None:
-    scaler = from_config(SimpleNamespace(**{**KNOBS, "loss_scale": 128.0}))
+    scaler = make_loss_scale(SimpleNamespace(**{**KNOBS, "loss_scale": 128.0}))
     assert not scaler.dynamic
     for overflow in (True, False, True):
         scaler.update(overflow)

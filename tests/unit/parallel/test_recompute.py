@@ -13,18 +13,18 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from tests.unit.parallel.nets import NETS, Layer, Net, differences, ids, plainly, trained
-from tests.unit.parallel.places import FarPlace
+from tests.unit.parallel.checkpointed_models import NETS, Layer, Net, differences, ids, plainly, trained
+from tests.unit.parallel.fake_activation_store import FarPlace
 from windlass import checkpointing
-from windlass.parallel.kept import Keeper
-from windlass.parallel.places import DevicePlace
-from windlass.parallel.profile import Profile
-from windlass.parallel.recompute import Manner, recompute
-from windlass.parallel.rng import tracker
+from windlass.parallel.activation_store import DeviceStore
+from windlass.parallel.checkpoint_profiler import CheckpointProfiler
+from windlass.parallel.recompute import RecomputeSettings, recompute
+from windlass.parallel.rng_tracker import rng_tracker
+from windlass.parallel.saved_tensor_offload import SavedTensorOffloader
 
 PLACES: dict[str, Callable[[], Any]] = {
     "as they are": lambda: None,
-    "buffer": lambda: DevicePlace(4),
+    "buffer": lambda: DeviceStore(4),
     "far": FarPlace,
     "far and late": lambda: FarPlace(late=True),
 }
@@ -33,15 +33,15 @@ PLACES: dict[str, Callable[[], Any]] = {
 @pytest.fixture(autouse=True)
 def _fresh() -> Iterator[None]:
     yield
-    tracker.reset()
+    rng_tracker.reset()
 
 
-def manner(place: Any = None) -> Manner:
-    keeper = None if place is None else Keeper(place, smallest=0)
-    return Manner(keeper, Profile(told=False, synchronizes=False))
+def manner(place: Any = None) -> RecomputeSettings:
+    keeper = None if place is None else SavedTensorOffloader(place, min_offload_bytes=0)
+    return RecomputeSettings(keeper, CheckpointProfiler(log_times=False, synchronize=False))
 
 
-def through(how: Manner) -> Callable[..., Any]:
+def through(how: RecomputeSettings) -> Callable[..., Any]:
     """The checkpoint function of a manner."""
     return lambda function, /, *args, **kwargs: recompute(how, function, args, kwargs)
 
@@ -56,10 +56,10 @@ def wanted(name: str, autocast: bool = False) -> dict[str, Tensor]:
 def test_checkpointing_changes_nothing(name: str, place: str) -> None:
     how = manner(PLACES[place]())
     assert not differences(trained(name, through(how)), wanted(name))
-    if how.keeper is not None:
-        assert how.keeper.counts.moved > 0
+    if how.offloader is not None:
+        assert how.offloader.counters.offloaded_bytes > 0
         gc.collect()
-        assert not any(how.keeper.counts.now.values())
+        assert not any(how.offloader.counters.stored_bytes.values())
 
 
 @pytest.mark.parametrize("place", ["as they are", "far"])
@@ -104,7 +104,7 @@ def test_only_inputs_are_kept() -> None:
     assert less == 4 * x.nbytes < plain / 4
     how = manner(FarPlace())
     assert saved_bytes(lambda: forward(through(how))) == 0
-    assert how.keeper is not None and how.keeper.counts.moved == 4 * x.nbytes
+    assert how.offloader is not None and how.offloader.counters.offloaded_bytes == 4 * x.nbytes
 
 
 @pytest.mark.parametrize("how", ["argument", "keyword", "partial"])
@@ -184,22 +184,22 @@ def test_failures_come_through_and_leave_no_trace() -> None:
 
 
 def test_named_generators_are_wound_back() -> None:
-    tracker.add("model-parallel-rng", 5)
+    rng_tracker.add("model-parallel-rng", 5)
 
     def function(x: Tensor) -> Tensor:
-        with tracker.fork():
+        with rng_tracker.fork():
             x = torch.nn.functional.dropout(x, 0.5)
         return x * torch.nn.functional.dropout(x, 0.5)
 
-    start = tracker.get_states()
+    start = rng_tracker.get_states()
     results = []
     for how in (plainly, through(manner(FarPlace()))):
-        tracker.set_states(start)
+        rng_tracker.set_states(start)
         torch.manual_seed(3)
         x = torch.ones(64, requires_grad=True)
         y = how(function, how(function, x))
         y.sum().backward()
-        results.append((y.detach(), x.grad, tracker.get_states()["model-parallel-rng"], torch.get_rng_state()))
+        results.append((y.detach(), x.grad, rng_tracker.get_states()["model-parallel-rng"], torch.get_rng_state()))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))  # type: ignore[arg-type]
     assert not torch.equal(results[0][2], start["model-parallel-rng"]), "numbers were drawn"
 
@@ -209,13 +209,13 @@ def test_a_region_inside_a_checkpoint_moves_nothing(tmp_path: Any) -> None:
     layer = Layer(dropout=0.0)
 
     def function(x: Tensor) -> Tensor:
-        with checkpointing.offloaded("nvme", nvme_path=str(tmp_path), smallest=0) as counts:
+        with checkpointing.offload_saved_tensors("nvme", nvme_path=str(tmp_path), min_offload_bytes=0) as counts:
             moved.append(counts)
             return layer(x)
 
     moved: list[Any] = []
     through(manner())(function, x).sum().backward()
-    assert len(moved) == 2 and moved[0].moved == 0
+    assert len(moved) == 2 and moved[0].offloaded_bytes == 0
     with torch.enable_grad():
         want = torch.autograd.grad(layer(x).sum(), x)[0]
     assert torch.equal(x.grad, want)  # type: ignore[arg-type]
@@ -224,7 +224,7 @@ def test_a_region_inside_a_checkpoint_moves_nothing(tmp_path: Any) -> None:
 
 def test_inputs_of_a_checkpoint_in_a_region_move_with_the_region() -> None:
     place = FarPlace()
-    keeper, layer = Keeper(place, smallest=0), Layer()
+    keeper, layer = SavedTensorOffloader(place, min_offload_bytes=0), Layer()
     x = torch.randn(4, 10, 32, requires_grad=True)
     with saved_tensors_hooks(keeper.pack, keeper.unpack):
         y = through(manner())(layer, x)

@@ -11,7 +11,7 @@ import pytest
 
 from windlass.base.errors import StorageError
 from windlass.storage import DiskTier
-from windlass.storage.engine import ENGINES, start_engine
+from windlass.storage.io_engine import ENGINES, start_io_engine
 
 MakeTier = Callable[..., DiskTier]
 
@@ -20,7 +20,7 @@ def refusal(engine: str) -> str | None:
     """Why this machine lacks an engine; None if it has it."""
     file = os.open(os.devnull, os.O_RDWR)
     try:
-        start_engine([file], asked=engine, depth=1, threads=1, largest=4096, alignment=1).engine.close()
+        start_io_engine([file], requested=engine, queue_depth=1, threads=1, block_size=4096, alignment=1).engine.close()
     except StorageError as error:
         return str(error)
     finally:

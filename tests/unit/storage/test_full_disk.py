@@ -32,7 +32,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture(autouse=True)
 def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("windlass.storage.stripes._warn", lambda file: None)
+    monkeypatch.setattr("windlass.storage.striped_files._warn_about_filesystem", lambda file: None)
 
 
 def test_a_full_disk_refuses_and_keeps_what_it_has(make_tier: MakeTier, small_disk: Path) -> None:

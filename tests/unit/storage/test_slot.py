@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from windlass.storage import DiskTier, Home, Slot, Staging
+from windlass.storage import DiskTier, Slot, StagingPool, Tier
 
 CPU = torch.device("cpu")
 
@@ -19,9 +19,9 @@ def tier(tmp_path: Path) -> Iterator[DiskTier]:
         yield found
 
 
-def made(tier: DiskTier, numel: int = 1000) -> tuple[Slot, Staging]:
-    staging = Staging(tier, 1 << 20)
-    slot = Slot("parameters of a test", numel, torch.float32, Home.NVME, CPU, tier=tier, staging=staging)
+def made(tier: DiskTier, numel: int = 1000) -> tuple[Slot, StagingPool]:
+    staging = StagingPool(tier, 1 << 20)
+    slot = Slot("parameters of a test", numel, torch.float32, Tier.NVME, CPU, disk=tier, staging=staging)
     slot.store(torch.arange(numel, dtype=torch.float32)).wait()
     return slot, staging
 
@@ -32,32 +32,32 @@ def fetched(slot: Slot, numel: int = 1000) -> torch.Tensor:
     return into
 
 
-def kept(slot: Slot, staging: Staging, start: int, stop: int, value: float) -> None:
-    values = staging.take(stop - start, torch.float32).fill_(value)
-    slot.keep(values, start, slot.store(values, start))
+def kept(slot: Slot, staging: StagingPool, start: int, stop: int, value: float) -> None:
+    values = staging.acquire(stop - start, torch.float32).fill_(value)
+    slot.keep_staged(values, start, slot.store(values, start))
 
 
 def test_what_was_read_ahead_is_fetched_without_reading_again(tier: DiskTier) -> None:
     slot, _ = made(tier)
-    assert slot.read_ahead()
-    before = tier.achieved().disk_read_bytes
-    assert torch.equal(fetched(slot), torch.arange(1000.0)) and slot.read_ahead()
+    assert slot.prefetch()
+    before = tier.io_rates().disk_read_bytes
+    assert torch.equal(fetched(slot), torch.arange(1000.0)) and slot.prefetch()
     slot.store(torch.ones(10), 5).wait()  # what lies in memory is of before
     assert fetched(slot)[4:16].tolist() == [4.0, *[1.0] * 10, 15.0]
-    assert before <= tier.achieved().disk_read_bytes
+    assert before <= tier.io_rates().disk_read_bytes
 
 
 def test_pieces_that_were_kept_are_fetched_without_the_disk(tier: DiskTier) -> None:
     slot, staging = made(tier)
     kept(slot, staging, 600, 1000, 2.0)
     kept(slot, staging, 0, 600, 1.0)
-    staging.settle()
-    before = tier.achieved().disk_read_bytes
-    assert slot.read_ahead()
+    staging.wait_all()
+    before = tier.io_rates().disk_read_bytes
+    assert slot.prefetch()
     assert torch.equal(fetched(slot), torch.tensor([1.0] * 600 + [2.0] * 400))
-    assert tier.achieved().disk_read_bytes == before
+    assert tier.io_rates().disk_read_bytes == before
     assert torch.equal(fetched(slot), torch.tensor([1.0] * 600 + [2.0] * 400))  # and it has arrived there
-    assert tier.achieved().disk_read_bytes > before
+    assert tier.io_rates().disk_read_bytes > before
 
 
 def test_one_piece_that_was_kept_is_not_all(tier: DiskTier) -> None:
@@ -70,7 +70,7 @@ def test_one_piece_that_was_kept_is_not_all(tier: DiskTier) -> None:
 def test_what_was_kept_goes_when_it_is_overwritten(how: str, tier: DiskTier) -> None:
     slot, staging = made(tier)
     kept(slot, staging, 0, 1000, 1.0)
-    slot.store(torch.full((10,), 3.0), 0).wait() if how == "store" else slot.forget()
+    slot.store(torch.full((10,), 3.0), 0).wait() if how == "store" else slot.drop_staged()
     assert fetched(slot)[9:11].tolist() == ([3.0, 1.0] if how == "store" else [1.0, 1.0])
-    staging.settle()
-    assert staging.room(staging.limit)  # nothing is lent any more
+    staging.wait_all()
+    assert staging.has_room(staging.limit)  # nothing is lent any more

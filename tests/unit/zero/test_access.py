@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from windlass.base.errors import ReleasedParameterError
-from windlass.zero.access import Released, keeper_of, mark_present, mark_released
+from windlass.base.errors import ShardedParameterError
+from windlass.zero.core.sharded_parameter import ShardedParameter, handler_of, mark_sharded, mark_unsharded
 
 
 class FakeUnit:
@@ -23,10 +23,10 @@ class FakeUnit:
     def name_of(self, parameter: nn.Parameter) -> str:
         return self.names[0]
 
-    def bring(self, parameter: nn.Parameter, together: Any) -> bool:
+    def gather_parameter(self, parameter: nn.Parameter, together: Any) -> bool:
         self.asked += 1
         if self.answer:
-            mark_present(self.parameters[0])
+            mark_unsharded(self.parameters[0])
             self.parameters[0].data = self.value
         return self.answer
 
@@ -35,17 +35,17 @@ class FakeUnit:
 def released() -> tuple[nn.Parameter, FakeUnit]:
     parameter = nn.Parameter(torch.randn(3, 4))
     unit = FakeUnit(parameter, answer=False)
-    mark_released(parameter, unit)
+    mark_sharded(parameter, unit)
     return parameter, unit
 
 
 def test_it_keeps_its_shape_and_identity_and_takes_no_memory(released: tuple[nn.Parameter, FakeUnit]) -> None:
     parameter, unit = released
-    assert isinstance(parameter, nn.Parameter) and isinstance(parameter, Released)
+    assert isinstance(parameter, nn.Parameter) and isinstance(parameter, ShardedParameter)
     assert parameter.shape == (3, 4) and parameter.numel() == 12 and parameter.dtype == torch.float32
     assert parameter.requires_grad and parameter.grad is None and parameter.is_leaf
     assert "layer" not in repr(parameter) and "3, 4" in repr(parameter)
-    assert keeper_of(parameter) is unit and unit.asked == 0
+    assert handler_of(parameter) is unit and unit.asked == 0
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_it_keeps_its_shape_and_identity_and_takes_no_memory(released: tuple[nn.
     ],
 )
 def test_any_use_of_its_values_raises_and_says_how(released: tuple[nn.Parameter, FakeUnit], use: Any) -> None:
-    with pytest.raises(ReleasedParameterError, match=r"layer\.weight.*GatheredParameters"):
+    with pytest.raises(ShardedParameterError, match=r"layer\.weight.*GatheredParameters"):
         use(released[0])
 
 
@@ -103,7 +103,7 @@ def test_a_copy_in_another_dtype_can_be_initialised_as_a_plain_one(cast: Any, fi
     """Law: same values, dtype and draws as with the parameter's own values there, which stay as they were."""
     plain = nn.Parameter(torch.randn(3, 4, dtype=torch.float16 if cast is not CASTS["half"] else torch.float32))
     parameter, found = nn.Parameter(plain.detach().clone()), []
-    mark_released(parameter, unit := FakeUnit(parameter, answer=False))
+    mark_sharded(parameter, unit := FakeUnit(parameter, answer=False))
     for one in (plain, parameter):
         torch.manual_seed(3)
         with torch.no_grad():
@@ -113,7 +113,7 @@ def test_a_copy_in_another_dtype_can_be_initialised_as_a_plain_one(cast: Any, fi
         found.append((copied, torch.rand(1)))
     assert type(found[1][0]) is torch.Tensor and torch.equal(found[0][0], found[1][0])
     assert torch.equal(found[0][1], found[1][1])
-    assert isinstance(parameter, Released) and keeper_of(parameter) is unit
+    assert isinstance(parameter, ShardedParameter) and handler_of(parameter) is unit
 
 
 @pytest.mark.parametrize("norm", [nn.utils.parametrizations.weight_norm, nn.utils.weight_norm])
@@ -126,7 +126,7 @@ def test_a_normalised_weight_can_be_initialised_as_a_plain_one_and_not_read(norm
     parameters = [one for one in convs[1].parameters() if one.dim() > 1]
     units = [FakeUnit(one, answer=False) for one in parameters]
     for parameter, unit in zip(parameters, units, strict=True):
-        mark_released(parameter, unit)
+        mark_sharded(parameter, unit)
     for conv in convs:
         hooks = [hook for hook in conv._forward_pre_hooks.values() if hasattr(hook, "compute_weight")]
         weight = hooks[0].compute_weight(conv) if hooks else conv.weight
@@ -135,7 +135,7 @@ def test_a_normalised_weight_can_be_initialised_as_a_plain_one_and_not_read(norm
         with torch.no_grad():
             draws.append((nn.init.normal_(weight).detach(), torch.rand(1)))
     assert torch.equal(draws[0][0], draws[1][0]) and torch.equal(draws[0][1], draws[1][1])
-    with pytest.raises(ReleasedParameterError, match=r"layer\.weight.*GatheredParameters"):
+    with pytest.raises(ShardedParameterError, match=r"layer\.weight.*GatheredParameters"):
         convs[1](torch.ones(1, 4, 5))
 
 
@@ -157,30 +157,30 @@ def test_a_cast_to_its_own_dtype_is_the_parameter(released: tuple[nn.Parameter, 
 )
 def test_moving_it_leaves_it_where_it_is(released: tuple[nn.Parameter, FakeUnit], move: Any) -> None:
     parameter, unit = released
-    assert move(parameter) is parameter and isinstance(parameter, Released) and unit.asked == 0
+    assert move(parameter) is parameter and isinstance(parameter, ShardedParameter) and unit.asked == 0
     module = nn.Module()
     module.weight = parameter
-    assert module.to("cpu").cpu().weight is parameter and isinstance(parameter, Released)
+    assert module.to("cpu").cpu().weight is parameter and isinstance(parameter, ShardedParameter)
 
 
 def test_a_write_is_refused(released: tuple[nn.Parameter, FakeUnit]) -> None:
-    with torch.no_grad(), pytest.raises(ReleasedParameterError):
+    with torch.no_grad(), pytest.raises(ShardedParameterError):
         released[0].fill_(1.0)
-    with pytest.raises(ReleasedParameterError):
+    with pytest.raises(ShardedParameterError):
         released[0].data = torch.zeros(3, 4)
 
 
 def test_state_dict_raises_rather_than_giving_an_empty_tensor(released: tuple[nn.Parameter, FakeUnit]) -> None:
     module = nn.Module()
     module.weight = released[0]
-    with pytest.raises(ReleasedParameterError):
+    with pytest.raises(ShardedParameterError):
         module.state_dict()
 
 
 def test_inside_a_forward_its_unit_brings_it() -> None:
     parameter = nn.Parameter(torch.randn(3, 4))
     unit = FakeUnit(parameter, answer=True)
-    mark_released(parameter, unit)  # type: ignore[arg-type]
+    mark_sharded(parameter, unit)  # type: ignore[arg-type]
     out = torch.nn.functional.linear(torch.ones(1, 4), parameter)
     assert torch.equal(out, torch.ones(1, 4) @ unit.value.T) and type(parameter) is nn.Parameter
     out.sum().backward()

@@ -18,16 +18,16 @@ from torch import nn
 
 import windlass
 from windlass.base.errors import CheckpointError, ConfigError
-from windlass.zero import born, born_models
-from windlass.zero.access import Released
-from windlass.zero.born_deferred import Deferred
-from windlass.zero.born_files import header, promises
-from windlass.zero.born_homes import PieceFile
+from windlass.zero.core.sharded_parameter import ShardedParameter
+from windlass.zero.sharded_init import from_pretrained_patch, initial_shard
+from windlass.zero.sharded_init.deferred import DeferredTensor
+from windlass.zero.sharded_init.init_tier import ShardFile
+from windlass.zero.sharded_init.weight_files import deferred_from_files, header
 
 
 @given(st.integers(0, 1000), st.integers(1, 9))
 def test_pieces_tile_a_parameter_and_none_is_larger_than_the_first(numel: int, count: int) -> None:
-    spans = [born.span(numel, index, count) for index in range(count)]
+    spans = [initial_shard.span(numel, index, count) for index in range(count)]
     assert spans[0][0] == 0 and spans[-1][1] == numel
     assert all(a[1] == b[0] for a, b in zip(spans, spans[1:], strict=False))
     assert all(0 <= stop - start <= spans[0][1] for start, stop in spans)
@@ -37,11 +37,11 @@ def test_pieces_tile_a_parameter_and_none_is_larger_than_the_first(numel: int, c
 def test_memory_order_and_strides_give_the_tensor_back(order: list[int], sizes: list[int], gaps: bool) -> None:
     tensor = torch.arange(float(torch.tensor(sizes).prod())).view(sizes).permute(order)
     tensor = tensor[..., ::2] if gaps else tensor
-    flat = born.flat_of(tensor)
-    assert born.is_dense(tensor) or gaps
-    stride = tensor.stride() if born.is_dense(tensor) else tensor.contiguous().stride()
+    flat = initial_shard.flat_of(tensor)
+    assert initial_shard.is_dense(tensor) or gaps
+    stride = tensor.stride() if initial_shard.is_dense(tensor) else tensor.contiguous().stride()
     assert torch.equal(flat.as_strided(tensor.shape, stride), tensor)
-    assert born.is_row_major(tensor.shape, tensor.stride()) == tensor.is_contiguous()
+    assert initial_shard.is_row_major(tensor.shape, tensor.stride()) == tensor.is_contiguous()
 
 
 def test_a_piece_goes_with_its_parameter() -> None:
@@ -51,18 +51,22 @@ def test_a_piece_goes_with_its_parameter() -> None:
 
     group: Any = type("Alone", (), {"size": 1, "index": 0, "ranks": (0,)})()
     parameter = nn.Parameter(torch.zeros(2))
-    birth = born.Birth("Linear.weight", parameter.detach(), group, lambda cut: Kept())
-    birth.cut = torch.zeros(2)
-    before = len(born._births)
-    born.release(parameter, birth)
-    assert isinstance(parameter, Released) and born.find(parameter) is birth and len(born._births) == before + 1
+    birth = initial_shard.ShardedInit("Linear.weight", parameter.detach(), group, lambda cut: Kept())
+    birth.shard = torch.zeros(2)
+    before = len(initial_shard._sharded_inits)
+    initial_shard.shard_parameter(parameter, birth)
+    assert (
+        isinstance(parameter, ShardedParameter)
+        and initial_shard.find(parameter) is birth
+        and len(initial_shard._sharded_inits) == before + 1
+    )
     del parameter
     gc.collect()
-    assert len(born._births) == before
+    assert len(initial_shard._sharded_inits) == before
 
 
 def test_a_file_of_pieces_takes_the_room_of_those_that_are_gone(tmp_path: Path) -> None:
-    file = PieceFile(tmp_path / "new")
+    file = ShardFile(tmp_path / "new")
     first, second = file.put(torch.arange(5)), file.put(torch.arange(3.0))
     assert torch.equal(first.load(), torch.arange(5)) and torch.equal(second.load(), torch.arange(3.0))
     end = file._end
@@ -76,7 +80,7 @@ def test_a_file_of_pieces_takes_the_room_of_those_that_are_gone(tmp_path: Path) 
 def test_a_path_that_cannot_hold_a_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("")
     with pytest.raises(ConfigError, match="nvme_path.*taken"):
-        PieceFile(tmp_path / "taken")
+        ShardFile(tmp_path / "taken")
 
 
 # ---------------------------------------------------------------------------------------------------------------- files
@@ -110,13 +114,13 @@ def test_spans_of_a_file_are_those_of_its_tensors(saved: tuple[Path, dict[str, t
 
 def test_a_promise_is_kept_whatever_is_done_to_it(saved: tuple[Path, dict[str, torch.Tensor]]) -> None:
     path, state = saved
-    first, second = promises([path], computes=True), promises([path], computes=False)
+    first, second = deferred_from_files([path], computes=True), deferred_from_files([path], computes=False)
     passed = first["a"][...].detach().to(device="cpu", dtype=torch.float64)
-    assert isinstance(passed, Deferred) and passed.dtype == torch.float64 and passed.source is not None
+    assert isinstance(passed, DeferredTensor) and passed.dtype == torch.float64 and passed.source is not None
     assert isinstance(nn.Parameter(first["a"]), nn.Parameter)
     for made in (first, second):
         joined = torch.cat([made["a"], made["a"].t().reshape(3, 4) * 2]).chunk(2, dim=0)[1]
-        assert isinstance(joined, Deferred) and joined.shape == (3, 4) and joined.source is None
+        assert isinstance(joined, DeferredTensor) and joined.shape == (3, 4) and joined.source is None
         wanted = state["a"].t().reshape(3, 4) * 2
         assert (joined.computed is None) is (made is second)
         assert joined.computed is None or torch.equal(joined.computed, wanted)
@@ -166,9 +170,13 @@ def test_the_arguments_are_those_that_scripts_write() -> None:
 
 def test_the_names_that_are_replaced_in_transformers_are_there_and_come_back() -> None:
     """A new transformers that renames them, or calls them otherwise, must fail here."""
-    modeling: Any = pytest.importorskip(born_models.MODULE)
+    modeling: Any = pytest.importorskip(from_pretrained_patch.MODULE)
     model = modeling.PreTrainedModel
-    detection, loader, missing = born_models.DETECTION, born_models.LOADER, born_models.MISSING
+    detection, loader, missing = (
+        from_pretrained_patch.DETECTION,
+        from_pretrained_patch.LOADER,
+        from_pretrained_patch.MISSING,
+    )
 
     def now() -> list[Any]:
         return [getattr(modeling, detection), model.__dict__[loader], model.__dict__[missing]]
@@ -183,7 +191,7 @@ def test_the_names_that_are_replaced_in_transformers_are_there_and_come_back() -
     assert f"cls.{loader}(\n" in source and f"{detection}()" in source
     assert f".{missing}(" in inspect.getsource(model._finalize_model_loading)
     assert "in missing_keys - self." in inspect.getsource(before[2])
-    replacement = born_models.Replacement(computes=True)
+    replacement = from_pretrained_patch.FromPretrainedPatch(computes=True)
     replacement.install()
     assert all(a is not b for a, b in zip(now(), before, strict=True))
     replacement.undo()
@@ -191,10 +199,10 @@ def test_the_names_that_are_replaced_in_transformers_are_there_and_come_back() -
 
 
 def test_a_transformers_without_these_names_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    modeling: Any = pytest.importorskip(born_models.MODULE)
-    monkeypatch.delattr(modeling, born_models.DETECTION)
-    with pytest.raises(ConfigError, match=born_models.DETECTION):
-        born_models.Replacement(computes=True).install()
+    modeling: Any = pytest.importorskip(from_pretrained_patch.MODULE)
+    monkeypatch.delattr(modeling, from_pretrained_patch.DETECTION)
+    with pytest.raises(ConfigError, match=from_pretrained_patch.DETECTION):
+        from_pretrained_patch.FromPretrainedPatch(computes=True).install()
 
 
 @pytest.mark.parametrize("kind", ["4.57", "5.0", "5.8"])
@@ -219,7 +227,7 @@ def test_each_transformers_is_replaced_by_its_own_names(kind: str, monkeypatch: 
     module.PreTrainedModel, module.is_deepspeed_zero3_enabled = PreTrainedModel, lambda: True
     monkeypatch.setitem(sys.modules, "transformers", package)
     monkeypatch.setitem(sys.modules, "transformers.modeling_utils", module)
-    replacement = born_models.Replacement(computes=True)
+    replacement = from_pretrained_patch.FromPretrainedPatch(computes=True)
     replacement.install()
     assert module.is_deepspeed_zero3_enabled() is False
     if kind == "4.57":

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from windlass.zero.layout import Layout
-from windlass.zero.norm import clip_coefficient, share_of_norm
+from windlass.zero.core.gradient_norm import clip_coefficient, local_norm_squares
+from windlass.zero.core.unit_layout import UnitLayout
 
 
 @given(shard=st.integers(1, 16), replicas=st.integers(1, 8), numel=st.integers(1, 5000), cut=st.booleans())
@@ -20,15 +20,15 @@ def test_over_all_ranks_each_element_of_the_gradient_counts_once(
     shard: int, replicas: int, numel: int, cut: bool
 ) -> None:
     world = shard * replicas
-    layout = Layout((numel,), world)
+    layout = UnitLayout((numel,), world)
     counted = torch.zeros(layout.padded, dtype=torch.int64)
     for rank in range(world):
-        start, stop = layout.cut(rank % shard, shard) if cut else (0, layout.padded)
+        start, stop = layout.shard_range(rank % shard, shard) if cut else (0, layout.padded)
         data, group = SimpleNamespace(size=world, index=rank), SimpleNamespace(size=shard if cut else world)
-        family = SimpleNamespace(mesh=SimpleNamespace(data=data), group=group)
-        slot: Any = SimpleNamespace(numel=stop - start, unit=SimpleNamespace(layout=layout, family=family))
+        dp_group = SimpleNamespace(mesh=SimpleNamespace(data=data), group=group)
+        slot: Any = SimpleNamespace(numel=stop - start, unit=SimpleNamespace(layout=layout, dp_group=dp_group))
         policy: Any = SimpleNamespace(state=cut)
-        first, last = share_of_norm(slot, policy)
+        first, last = local_norm_squares(slot, policy)
         counted[start + first : start + last] += 1
     assert bool((counted == 1).all())
 

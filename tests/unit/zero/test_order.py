@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from windlass.zero.order import FORWARD, Order, hoisted, merged
-from windlass.zero.unit import Presence
+from windlass.zero.core.collective_scheduler import FORWARD, CollectiveScheduler, hoist_gathers, merge_sequences
+from windlass.zero.core.unit import ShardState
 
 
 def gather(unit: int) -> int:
@@ -28,33 +28,33 @@ def contains(whole: tuple[int, ...], part: tuple[int, ...]) -> bool:
 
 
 def test_what_all_have_comes_once_and_the_rest_in_turns() -> None:
-    assert merged(((1, 10, 11, 2), (1, 20, 21, 2))) == (1, 10, 20, 11, 21, 2)
-    assert merged(((1, 2), (1, 2), (1, 2))) == (1, 2)
-    assert merged(((), (3, 4))) == (3, 4)
+    assert merge_sequences(((1, 10, 11, 2), (1, 20, 21, 2))) == (1, 10, 20, 11, 21, 2)
+    assert merge_sequences(((1, 2), (1, 2), (1, 2))) == (1, 2)
+    assert merge_sequences(((), (3, 4))) == (3, 4)
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_every_rank_finds_its_own_in_its_order(seed: int) -> None:
     random = Random(seed)
     lists = tuple(tuple(random.choices(range(9), k=random.randrange(12))) for _ in range(random.randrange(1, 5)))
-    whole = merged(lists)
+    whole = merge_sequences(lists)
     assert all(contains(whole, one) for one in lists)
-    assert merged(lists) == whole
+    assert merge_sequences(lists) == whole
 
 
 def test_equal_lists_stay_what_they_are_in_any_company() -> None:
     for lists in permutations([(1, 2, 3), (1, 2, 3), ()]):
-        assert merged(lists) == (1, 2, 3)
+        assert merge_sequences(lists) == (1, 2, 3)
 
 
 def test_gathers_go_one_ahead_and_reductions_keep_their_order() -> None:
     codes = [f(unit) for unit in (3, 2, 1) for f in (gather, reduction)]
     wanted = [gather(3), gather(2), reduction(3), gather(1), reduction(2), reduction(1)]
-    assert hoisted(tuple(codes)) == tuple(wanted)
+    assert hoist_gathers(tuple(codes)) == tuple(wanted)
     forward = tuple(gather(unit) for unit in (1, 2, 3))
-    assert hoisted(forward) == forward
-    assert hoisted((reduction(2), reduction(1))) == (reduction(2), reduction(1))
-    assert hoisted((reduction(2), gather(1))) == (gather(1), reduction(2))
+    assert hoist_gathers(forward) == forward
+    assert hoist_gathers((reduction(2), reduction(1))) == (reduction(2), reduction(1))
+    assert hoist_gathers((reduction(2), gather(1))) == (gather(1), reduction(2))
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -62,7 +62,7 @@ def test_no_gather_passes_another_one(seed: int) -> None:
     random = Random(seed)
     codes = tuple(random.choice((gather, reduction))(random.randrange(6)) for _ in range(random.randrange(20)))
     for kind in (0, 2):
-        assert [c for c in hoisted(codes) if c % 3 == kind] == [c for c in codes if c % 3 == kind]
+        assert [c for c in hoist_gathers(codes) if c % 3 == kind] == [c for c in codes if c % 3 == kind]
 
 
 class Board:
@@ -81,61 +81,63 @@ class Board:
 
 
 class Unit(SimpleNamespace):
-    def __init__(self, index: int, presence: Presence) -> None:
-        super().__init__(index=index, presence=presence, frees=True, brought=False, names=[f"w{index}"], in_order=None)
+    def __init__(self, index: int, shard_state: ShardState) -> None:
+        super().__init__(
+            index=index, shard_state=shard_state, frees_memory=True, unsharded_for_peers=False, names=[f"w{index}"]
+        )
 
-    def join(self, *, backward: bool = False) -> None:
-        self.presence = Presence.COMING
+    def join_unshard(self, *, backward: bool = False) -> None:
+        self.shard_state = ShardState.UNSHARDING
 
 
 @pytest.mark.parametrize("there", [False, True])
 def test_the_begin_of_a_window_is_awaited_only_by_what_needs_it(there: bool) -> None:
     """What is present is computed while slower ranks come."""
-    units, board = [Unit(number, Presence.RELEASED) for number in range(3)], Board()
-    order: Any = Order(units, hoists=True)  # type: ignore[arg-type]
-    order.agree_on(board)
+    units, board = [Unit(number, ShardState.SHARDED) for number in range(3)], Board()
+    order: Any = CollectiveScheduler(units, hoist_gathers=True)  # type: ignore[arg-type]
+    order.use_board(board)
     for step in range(2):
-        order.begin(FORWARD, reduces=False)
+        order.begin_phase(FORWARD, reduces=False)
         assert not board.waited
         for unit in units:
-            order.gather(unit, backward=False)
-            unit.presence = Presence.PRESENT
-        order.end(FORWARD)
+            order.unshard(unit, backward=False)
+            unit.shard_state = ShardState.UNSHARDED
+        order.end_phase(FORWARD)
         order.new_step()
         for unit in units[step:]:
-            unit.presence = Presence.RELEASED
+            unit.shard_state = ShardState.SHARDED
         board.waited.clear()
-    order.begin(FORWARD, reduces=False)
-    order.gather(units[0], backward=False)  # it is present
+    order.begin_phase(FORWARD, reduces=False)
+    order.unshard(units[0], backward=False)  # it is present
     board.there = there
-    assert order.ahead(units[1], backward=False) == there
+    assert order.prefetch(units[1], backward=False) == there
     assert board.waited == ["the begin of a forward"] * there
-    order.gather(units[1], backward=False)
-    order.gather(units[2], backward=False)
+    order.unshard(units[1], backward=False)
+    order.unshard(units[2], backward=False)
     assert board.waited == ["the begin of a forward"], "what was needed before is known"
 
 
 def test_who_reads_experts_meets_all_once_after_a_window_or_a_step() -> None:
     """Others may have fewer of them, and be elsewhere by then."""
     board = Board()
-    order: Any = Order([], hoists=True)
-    order.agree_on(board)
+    order: Any = CollectiveScheduler([], hoist_gathers=True)
+    order.use_board(board)
     what = "the reading of a gradient"
 
     def met() -> int:
         board.waited.clear()
-        order.meet(what, apart=True)
-        order.meet(what, apart=True)
+        order.sync(what, experts_only=True)
+        order.sync(what, experts_only=True)
         return len(board.waited)
 
     assert met() == 1 and met() == 0
-    order.begin(FORWARD, reduces=False)  # nothing is gathered in it, and yet a peer may wait for this rank there
+    order.begin_phase(FORWARD, reduces=False)  # nothing is gathered in it, and yet a peer may wait for this rank there
     assert met() == 1
     order.new_step()
     assert met() == 1
     order.new_step()
-    order.meet("a checkpoint")
+    order.sync("a checkpoint")
     assert met() == 0, "a meeting of any kind is one of all"
     board.waited.clear()
-    order.meet(what)
+    order.sync(what)
     assert board.waited == [what], "what all ranks have is read by all"

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from windlass.parallel.placement import numel_of_whole
-from windlass.zero import partition
-from windlass.zero.partition import Rules, find_blocks, plan_units
+from windlass.parallel.placement import get_global_numel
+from windlass.zero.core import unit_partition
+from windlass.zero.core.unit_partition import UnitRules, find_blocks, plan_units
 
 
 class Layer(nn.Module):
@@ -29,17 +29,17 @@ class Model(nn.Module):
         self.head.weight = self.embed.weight
 
 
-def names(rules: Rules, model: nn.Module) -> list[str]:
+def names(rules: UnitRules, model: nn.Module) -> list[str]:
     return [block.name for block in find_blocks(model, rules)]
 
 
 def test_a_transformer_block_is_one_block_with_all_it_holds() -> None:
-    assert names(Rules(), Model()) == ["", "embed", "layers.0", "layers.1", "head"]
+    assert names(UnitRules(), Model()) == ["", "embed", "layers.0", "layers.1", "head"]
 
 
 def test_every_parameter_is_in_exactly_one_unit() -> None:
     model = Model(frozen=True)
-    _, plans = plan_units(model, Rules(keep_below=9))
+    _, plans = plan_units(model, UnitRules(persistence_threshold=9))
     found = [name for plan in plans for name in plan.names]
     assert sorted(found) == sorted(name for name, _ in model.named_parameters())
 
@@ -47,36 +47,36 @@ def test_every_parameter_is_in_exactly_one_unit() -> None:
 def test_units_are_of_one_kind() -> None:
     model = Model(frozen=True)
     model.layers[1].norm.to(torch.bfloat16)
-    _, plans = plan_units(model, Rules(keep_below=5))
+    _, plans = plan_units(model, UnitRules(persistence_threshold=5))
     for plan in plans:
         assert len({(p.dtype, p.requires_grad, p.numel() < 5) for p in plan.parameters}) == 1
 
 
 def test_a_tied_weight_is_a_unit_of_its_own_that_both_users_trigger() -> None:
-    _, plans = plan_units(Model(), Rules())
+    _, plans = plan_units(Model(), UnitRules())
     tied = next(plan for plan in plans if "embed.weight" in plan.names)
     assert tied.names == ["embed.weight"] and [block.name for block in tied.blocks] == ["embed", "head"]
 
 
 def test_the_root_owns_only_what_nobody_else_does() -> None:
-    _, plans = plan_units(Model(), Rules())
+    _, plans = plan_units(Model(), UnitRules())
     assert [plan.names for plan in plans if plan.blocks[0].name == ""] == [["scale"]]
 
 
 def test_blocks_can_be_named_by_class_or_path() -> None:
-    assert names(Rules(blocks=("Layer",)), Model()) == ["", "embed", "layers.0", "layers.1", "head"]
-    assert "layers.0.experts" in names(Rules(blocks=("layers.0.experts",)), Model())
+    assert names(UnitRules(blocks=("Layer",)), Model()) == ["", "embed", "layers.0", "layers.1", "head"]
+    assert "layers.0.experts" in names(UnitRules(blocks=("layers.0.experts",)), Model())
 
 
 def test_a_block_too_large_is_cut_into_its_children() -> None:
-    assert "layers.0.up" in names(Rules(split_above=50), Model())
+    assert "layers.0.up" in names(UnitRules(split_above=50), Model())
 
 
 def test_small_neighbours_merge_below_the_limit_only() -> None:
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(6)))
-    assert len(plan_units(model, Rules())[1]) == 6
-    assert len(plan_units(model, Rules(merge_below=50))[1]) == 2
-    assert len(plan_units(model, Rules(keep_below=1000))[1]) == 1
+    assert len(plan_units(model, UnitRules())[1]) == 6
+    assert len(plan_units(model, UnitRules(merge_below=50))[1]) == 2
+    assert len(plan_units(model, UnitRules(persistence_threshold=1000))[1]) == 1
 
 
 def test_planning_takes_time_in_proportion_to_the_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,11 +86,11 @@ def test_planning_takes_time_in_proportion_to_the_parameters(monkeypatch: pytest
     def counted(parameter: nn.Parameter) -> int:
         nonlocal asked
         asked += 1
-        return numel_of_whole(parameter)
+        return get_global_numel(parameter)
 
-    monkeypatch.setattr(partition, "numel_of_whole", counted)
+    monkeypatch.setattr(unit_partition, "get_global_numel", counted)
     model = nn.ModuleList(nn.Linear(2, 2) for _ in range(100))
-    for rules in (Rules(keep_below=100), Rules(merge_below=1 << 20)):
+    for rules in (UnitRules(persistence_threshold=100), UnitRules(merge_below=1 << 20)):
         asked = 0
         _, plans = plan_units(model, rules)
         assert [len(plan.parameters) for plan in plans] == [200]

@@ -13,13 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from windlass.base.memory import Ledger
-from windlass.storage.slot import Home
-from windlass.storage.staging import Staging
-from windlass.storage.tier import DiskTier
-from windlass.zero.chunk import Chunk, chunks_of
-from windlass.zero.layout import ALIGN, Layout
-from windlass.zero.residence import Residence
+from windlass.base.device_memory import DeviceMemoryLedger
+from windlass.storage.disk_tier import DiskTier
+from windlass.storage.slot import Tier
+from windlass.storage.staging_pool import StagingPool
+from windlass.zero.core.unit_layout import ALIGN, UnitLayout
+from windlass.zero.update.optimizer_state_offload import OptimizerStateOffload
+from windlass.zero.update.update_chunk import UpdateChunk, make_chunks
 
 N = 24
 
@@ -30,32 +30,34 @@ def tier(tmp_path: Path) -> Iterator[DiskTier]:
         yield disk
 
 
-def residence_of(tier: DiskTier) -> tuple[Residence, Chunk]:
+def residence_of(tier: DiskTier) -> tuple[OptimizerStateOffload, UpdateChunk]:
     """A chunk of two tenants on disk, as yet without states."""
-    residence = Residence(torch.device("cpu"), Ledger(), tier, Staging(tier, 1 << 30), pin=False)
-    unit = SimpleNamespace(names=["weight"], state_start=0, layout=Layout((N,), 1))
+    residence = OptimizerStateOffload(
+        torch.device("cpu"), DeviceMemoryLedger(), tier, StagingPool(tier, 1 << 30), pin=False
+    )
+    unit = SimpleNamespace(names=["weight"], state_start=0, layout=UnitLayout((N,), 1))
     slot: Any = SimpleNamespace(unit=unit, holds=False)
-    chunk = Chunk(slot, 0, N, Home.NVME)
+    chunk = UpdateChunk(slot, 0, N, Tier.NVME)
     chunk.master = torch.arange(float(N))
-    chunk.tenants = [nn.Parameter(torch.empty(0)) for _ in range(2)]
-    for tenant in chunk.tenants:
+    chunk.state_keys = [nn.Parameter(torch.empty(0)) for _ in range(2)]
+    for tenant in chunk.state_keys:
         residence.states[tenant] = {}
-    residence.settle(chunk)
+    residence.store(chunk)
     return residence, chunk
 
 
-def read(residence: Residence, chunk: Chunk) -> tuple[torch.Tensor, list[dict[str, torch.Tensor]]]:
-    with residence.at_hand([chunk], changes=False):
-        states = [{key: value.clone() for key, value in residence.states[t].items()} for t in chunk.tenants]
+def read(residence: OptimizerStateOffload, chunk: UpdateChunk) -> tuple[torch.Tensor, list[dict[str, torch.Tensor]]]:
+    with residence.resident([chunk], changes=False):
+        states = [{key: value.clone() for key, value in residence.states[t].items()} for t in chunk.state_keys]
         return chunk.values().clone(), states
 
 
 def test_states_that_come_late_destroy_none_that_are_there(tier: DiskTier) -> None:
     residence, chunk = residence_of(tier)
-    with residence.at_hand([chunk]):
-        residence.states[chunk.tenants[1]]["mean"] = torch.full((N,), 2.0)
-    with residence.at_hand([chunk]):
-        residence.states[chunk.tenants[0]]["mean"] = torch.full((N,), 1.0)
+    with residence.resident([chunk]):
+        residence.states[chunk.state_keys[1]]["mean"] = torch.full((N,), 2.0)
+    with residence.resident([chunk]):
+        residence.states[chunk.state_keys[0]]["mean"] = torch.full((N,), 1.0)
     master, states = read(residence, chunk)
     assert torch.equal(master, torch.arange(float(N)))
     assert [state["mean"].unique().tolist() for state in states] == [[1.0], [2.0]]
@@ -63,14 +65,14 @@ def test_states_that_come_late_destroy_none_that_are_there(tier: DiskTier) -> No
 
 def test_states_that_go_leave_the_others(tier: DiskTier) -> None:
     residence, chunk = residence_of(tier)
-    with residence.at_hand([chunk]):
-        for number, tenant in enumerate(chunk.tenants):
+    with residence.resident([chunk]):
+        for number, tenant in enumerate(chunk.state_keys):
             residence.states[tenant] |= {
                 "mean": torch.full((N,), number + 1.0),
                 "square": torch.full((N,), number + 3.0),
             }
-    with residence.at_hand([chunk]):
-        del residence.states[chunk.tenants[0]]["mean"]
+    with residence.resident([chunk]):
+        del residence.states[chunk.state_keys[0]]["mean"]
     _, states = read(residence, chunk)
     assert [{k: v.unique().tolist() for k, v in state.items()} for state in states] == [
         {"square": [3.0]},
@@ -81,24 +83,27 @@ def test_states_that_go_leave_the_others(tier: DiskTier) -> None:
 def test_what_is_only_read_is_not_written(tier: DiskTier) -> None:
     residence, chunk = residence_of(tier)
     read(residence, chunk)  # what was written first has arrived
-    before = tier.achieved().disk_write_bytes
-    with residence.at_hand([chunk], changes=False):
+    before = tier.io_rates().disk_write_bytes
+    with residence.resident([chunk], changes=False):
         chunk.values().zero_()
-    assert chunk.master is None and tier.achieved().disk_write_bytes == before
+    assert chunk.master is None and tier.io_rates().disk_write_bytes == before
     assert torch.equal(read(residence, chunk)[0], torch.arange(float(N)))
 
 
 def test_states_are_known_without_being_read(tier: DiskTier) -> None:
     residence, chunk = residence_of(tier)
-    with residence.at_hand([chunk]):
-        residence.states[chunk.tenants[0]] |= {"mean": torch.ones(N, dtype=torch.bfloat16), "step": torch.tensor(3.0)}
+    with residence.resident([chunk]):
+        residence.states[chunk.state_keys[0]] |= {
+            "mean": torch.ones(N, dtype=torch.bfloat16),
+            "step": torch.tensor(3.0),
+        }
     read(residence, chunk)
-    before = tier.achieved().disk_read_bytes
-    found = residence.described(chunk, chunk.tenants[0])
-    assert tier.achieved().disk_read_bytes == before
+    before = tier.io_rates().disk_read_bytes
+    found = residence.describe_state(chunk, chunk.state_keys[0])
+    assert tier.io_rates().disk_read_bytes == before
     assert (found["mean"].device.type, found["mean"].dtype, found["mean"].shape) == ("meta", torch.bfloat16, (N,))
     assert found["step"].item() == 3
-    assert residence.described(chunk, chunk.tenants[1]) == {}
+    assert residence.describe_state(chunk, chunk.state_keys[1]) == {}
 
 
 def like(dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -107,9 +112,9 @@ def like(dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 def test_a_chunk_is_refilled_in_one_piece_of_memory(tier: DiskTier) -> None:
     residence, chunk = residence_of(tier)
-    with residence.refilled(chunk, {tenant: {"mean": like(), "square": like()} for tenant in chunk.tenants}):
+    with residence.overwritten(chunk, {tenant: {"mean": like(), "square": like()} for tenant in chunk.state_keys}):
         assert torch.equal(chunk.values(), torch.arange(float(N)))
-        for number, tenant in enumerate(chunk.tenants):
+        for number, tenant in enumerate(chunk.state_keys):
             state = residence.states[tenant]
             assert not state["mean"].any() and state["mean"].device.type == "cpu"
             base = chunk.values().untyped_storage().data_ptr()
@@ -125,11 +130,11 @@ def test_a_chunk_is_refilled_in_one_piece_of_memory(tier: DiskTier) -> None:
 
 def test_a_refilled_chunk_has_the_states_it_shall_have_and_no_others(tier: DiskTier) -> None:
     residence, chunk = residence_of(tier)
-    first, second = chunk.tenants
-    with residence.at_hand([chunk]):
+    first, second = chunk.state_keys
+    with residence.resident([chunk]):
         residence.states[first] |= {"old": torch.ones(N), "kept": torch.full((N,), 5.0), "step": torch.tensor(2.0)}
         residence.states[second] |= {"kept": torch.full((N,), 6.0)}
-    with residence.refilled(
+    with residence.overwritten(
         chunk, {first: {"kept": like(), "new": like(torch.uint8)}, second: {"kept": like(torch.uint8)}}
     ):
         residence.states[first]["new"].fill_(7)
@@ -141,38 +146,40 @@ def test_a_refilled_chunk_has_the_states_it_shall_have_and_no_others(tier: DiskT
 
 def test_reading_ahead_keeps_to_the_order_of_the_step_and_to_the_limit(tier: DiskTier) -> None:
     """What comes late in a step and is small would take the memory that the step needs first."""
-    staging = Staging(tier, 1 << 20)
-    residence = Residence(torch.device("cpu"), Ledger(), tier, staging, pin=False)
+    staging = StagingPool(tier, 1 << 20)
+    residence = OptimizerStateOffload(torch.device("cpu"), DeviceMemoryLedger(), tier, staging, pin=False)
     chunks = []
     for numel in (100_000, 100_000, 100_000, 4_000):  # 400 kB each, the last 16 kB
         slot: Any = SimpleNamespace(
-            unit=SimpleNamespace(names=["weight"], state_start=0, layout=Layout((numel,), 1)), holds=False, stepped=None
+            unit=SimpleNamespace(names=["weight"], state_start=0, layout=UnitLayout((numel,), 1)),
+            holds=False,
+            stepped=None,
         )
-        chunk = Chunk(slot, 0, numel, Home.NVME)
+        chunk = UpdateChunk(slot, 0, numel, Tier.NVME)
         chunk.master = torch.zeros(numel)
-        residence.settle(chunk)
+        residence.store(chunk)
         chunks.append(chunk)
-    staging.settle()
+    staging.wait_all()
 
     def under_way() -> list[int]:
-        return [number for number, chunk in enumerate(chunks) if id(chunk) in residence._visits]
+        return [number for number, chunk in enumerate(chunks) if id(chunk) in residence._fetched]
 
     residence.read_ahead(chunks[:2])
     assert under_way() == [0], "the second would leave less than a quarter of the memory"
     residence.read_ahead(chunks[3:])
     assert under_way() == [0]
-    for _ in residence.travel([[chunk] for chunk in chunks]):
+    for _ in residence.iterate_batches([[chunk] for chunk in chunks]):
         assert sum(buffer.numel() for buffer in staging._lent.values()) <= staging.limit
-    staging.settle()
+    staging.wait_all()
     residence.read_ahead(chunks[3:])
     assert under_way() == [3], "in the next step there may be room again"
-    residence.forget_ahead()
+    residence.discard_read_ahead()
 
 
 @given(st.integers(0, 5000), st.integers(1, 2000))
 def test_chunks_of_a_unit_are_of_nearly_one_size(span: int, limit: int) -> None:
-    slot: Any = SimpleNamespace(unit=SimpleNamespace(state_start=7, state_stop=7 + span, state_home=Home.NVME))
-    chunks = chunks_of([slot], limit)
+    slot: Any = SimpleNamespace(unit=SimpleNamespace(state_start=7, state_stop=7 + span, state_tier=Tier.NVME))
+    chunks = make_chunks([slot], limit)
     assert [chunk.start for chunk in chunks] == [0, *(chunk.stop for chunk in chunks[:-1])]
     assert chunks[-1].stop == span
     most = -(-limit // ALIGN) * ALIGN

@@ -9,18 +9,18 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from windlass.base.output import while_read
-from windlass.base.text import say
-from windlass.cli.environment import backends, hardware, settings, topology, versions
-from windlass.cli.environment.fact import UNKNOWN, ask, is_unknown, output_of
+from windlass.base.broken_pipe import exit_quietly_on_broken_pipe
+from windlass.base.text import print_escaped
+from windlass.cli.environment import backend_support, costly_settings, gpu_topology, hardware_facts, version_facts
+from windlass.cli.environment.try_fact import UNKNOWN, is_unknown, output_of, try_fact
 
 _RULE = "-" * 50
-_WIDE = 24
+_NAME_WIDTH = 24
 _GB = 1 << 30
 
 
 @dataclass(frozen=True)
-class Operator:
+class NativeOperator:
     """An operator under DeepSpeed's name, and the native module that has it here.
 
     Attributes:
@@ -29,21 +29,21 @@ class Operator:
 
     name: str
     module: str
-    otherwise: str
+    fallback: str
 
 
-OPERATORS = (
-    Operator("cpu_adam", "windlass.kernels._optimizers", "PyTorch's own operations"),
-    Operator("cpu_adagrad", "windlass.kernels._optimizers", "PyTorch's own operations"),
-    Operator("cpu_lion", "windlass.kernels._optimizers", "PyTorch's own operations"),
-    Operator("cpu_lamb", "windlass.kernels._optimizers", "PyTorch's own operations"),
-    Operator("cpu_sgd", "windlass.kernels._optimizers", "PyTorch's own operations"),
-    Operator("async_io", "windlass.kernels._disk", "threads of Python"),
-    Operator("fingerprint", "windlass.kernels._hashes", "PyTorch's own operations"),
+NATIVE_OPERATORS = (
+    NativeOperator("cpu_adam", "windlass.kernels._optimizers", "PyTorch's own operations"),
+    NativeOperator("cpu_adagrad", "windlass.kernels._optimizers", "PyTorch's own operations"),
+    NativeOperator("cpu_lion", "windlass.kernels._optimizers", "PyTorch's own operations"),
+    NativeOperator("cpu_lamb", "windlass.kernels._optimizers", "PyTorch's own operations"),
+    NativeOperator("cpu_sgd", "windlass.kernels._optimizers", "PyTorch's own operations"),
+    NativeOperator("async_io", "windlass.kernels._disk", "threads of Python"),
+    NativeOperator("fingerprint", "windlass.kernels._hashes", "PyTorch's own operations"),
 )
 
 
-@while_read()
+@exit_quietly_on_broken_pipe()
 def ds_report(argv: Sequence[str] | None = None) -> int:
     """Print the report; the exit code is 0.
 
@@ -58,11 +58,11 @@ def ds_report(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-@while_read()
+@exit_quietly_on_broken_pipe()
 def main(hide_operator_status: bool = False, hide_errors_and_warnings: bool = False) -> None:
     """Print the report; `deepspeed.env_report.main`."""
-    for line in report(operators=not hide_operator_status, warnings=not hide_errors_and_warnings):
-        say(line)
+    for line in report_lines(operators=not hide_operator_status, warnings=not hide_errors_and_warnings):
+        print_escaped(line)
 
 
 def cli_main() -> None:
@@ -70,7 +70,7 @@ def cli_main() -> None:
     sys.exit(ds_report())
 
 
-def report(*, operators: bool = True, warnings: bool = True) -> Iterator[str]:
+def report_lines(*, operators: bool = True, warnings: bool = True) -> Iterator[str]:
     """Its lines.
 
     Args:
@@ -78,36 +78,36 @@ def report(*, operators: bool = True, warnings: bool = True) -> Iterator[str]:
         warnings: why an operator is missing, and settings that cost speed.
     """
     if operators:
-        yield from _operators(warnings)
+        yield from _operator_lines(warnings)
     yield _RULE
     yield "general environment of windlass:"
-    for name, value in _general():
+    for name, value in _general_facts():
         yield f"{name} {'.' * max(2, 33 - len(name))} {value}"
     if warnings:
-        found = ask(settings.in_force)
+        found = try_fact(costly_settings.find_costly_settings)
         if is_unknown(found):
-            yield f"[WARNING] settings: {_said(found)}"
+            yield f"[WARNING] settings: {_format_fact(found)}"
         for one in found if isinstance(found, list) else ():
             yield f"[WARNING] {one['name']} = {one['value']}: {one['costs']}; instead: {one['instead']}"
 
 
-def _operators(warnings: bool) -> Iterator[str]:
+def _operator_lines(warnings: bool) -> Iterator[str]:
     yield from (_RULE, "native operators of windlass", _RULE)
     yield "They are built when windlass is installed, never at run time. What is not installed"
     yield "is done in another way, so each is compatible with every machine."
-    yield from (_RULE, _row("op name", "installed", "compatible"), _RULE)
-    for operator in OPERATORS:
-        why = _missing(operator.module)
+    yield from (_RULE, _operator_row("op name", "installed", "compatible"), _RULE)
+    for operator in NATIVE_OPERATORS:
+        why = _import_problem(operator.module)
         if why and warnings:
-            yield f"[WARNING] {operator.name}: {why}; {operator.otherwise} instead"
-        yield _row(operator.name, "[NO]" if why else "[YES]", "[OKAY]")
+            yield f"[WARNING] {operator.name}: {why}; {operator.fallback} instead"
+        yield _operator_row(operator.name, "[NO]" if why else "[YES]", "[OKAY]")
 
 
-def _row(name: str, installed: str, compatible: str) -> str:
-    return f"{name} {'.' * (_WIDE - 1 - len(name))} {installed} {'.' * (11 - len(installed))} {compatible}"
+def _operator_row(name: str, installed: str, compatible: str) -> str:
+    return f"{name} {'.' * (_NAME_WIDTH - 1 - len(name))} {installed} {'.' * (11 - len(installed))} {compatible}"
 
 
-def _missing(module: str) -> str:
+def _import_problem(module: str) -> str:
     """Why the native module can't be used; empty where it can."""
     try:
         importlib.import_module(module)
@@ -118,8 +118,8 @@ def _missing(module: str) -> str:
     return ""
 
 
-def _general() -> Iterator[tuple[str, str]]:
-    torch = ask(versions.torch_itself)
+def _general_facts() -> Iterator[tuple[str, str]]:
+    torch = try_fact(version_facts.torch_facts)
     if is_unknown(torch):
         yield "torch version", f"unknown ({torch[UNKNOWN]})"
     else:
@@ -127,32 +127,35 @@ def _general() -> Iterator[tuple[str, str]]:
         yield "torch version", torch["version"]
         yield "torch cuda version", str(torch["cuda"])
         yield "torch hip version", str(torch["hip"])
-    itself = versions.windlass_itself()
+    itself = version_facts.windlass_facts()
     yield "windlass install path", f"['{itself['path']}']"
     yield "windlass info", itself["version"]
-    yield "deepspeed info", versions.version_of("deepspeed") or "not installed, and no stand-in is on the path"
-    yield "nvcc version", _said(ask(_nvcc))
-    yield "nvidia driver", _said(ask(hardware.driver))
-    devices = ask(hardware.devices)
+    yield (
+        "deepspeed info",
+        version_facts.installed_version("deepspeed") or "not installed, and no stand-in is on the path",
+    )
+    yield "nvcc version", _format_fact(try_fact(_nvcc_version))
+    yield "nvidia driver", _format_fact(try_fact(hardware_facts.nvidia_driver_version))
+    devices = try_fact(hardware_facts.gpu_devices)
     names = devices if is_unknown(devices) else ", ".join(gpu["name"] for gpu in devices) or None
-    yield "devices", _said(names)
-    told = ask(topology.ask_driver)
-    yield "nvlink", _said(told if told is None or is_unknown(told) else told["nvlink"])
-    there = ask(backends.available)
+    yield "devices", _format_fact(names)
+    told = try_fact(gpu_topology.query_topology)
+    yield "nvlink", _format_fact(told if told is None or is_unknown(told) else told["nvlink"])
+    there = try_fact(backend_support.backend_availability)
     usable = there if is_unknown(there) else ", ".join(name for name, one in there.items() if one["available"])
-    yield "back ends", _said(usable)
-    shared = ask(hardware.shared_memory)
+    yield "back ends", _format_fact(usable)
+    shared = try_fact(hardware_facts.shared_memory_facts)
     size = shared if is_unknown(shared) else f"{shared['total_bytes'] / _GB:.2f} GB"
-    yield "shared memory (/dev/shm) size", _said(size)
+    yield "shared memory (/dev/shm) size", _format_fact(size)
 
 
-def _said(value: str | dict[str, str] | None) -> str:
+def _format_fact(value: str | dict[str, str] | None) -> str:
     if isinstance(value, dict):
         return f"unknown ({value[UNKNOWN]})"
     return value if value is not None else "not there"
 
 
-def _nvcc() -> str | None:
+def _nvcc_version() -> str | None:
     if shutil.which("nvcc") is None:
         return None
     words = output_of("nvcc", "--version").replace(",", " ").split()

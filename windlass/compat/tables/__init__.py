@@ -1,5 +1,23 @@
 """Old dotted name -> windlass, one file an area. Rows say what is the same, what differs and how, what is refused."""
 
-from windlass.compat.tables import accelerator, comm, core, files, ops, parallel, tools, unbuilt
+from windlass.compat.tables import (
+    accelerator_names,
+    comm_names,
+    core_names,
+    file_names,
+    not_built_names,
+    ops_names,
+    parallel_names,
+    tool_names,
+)
 
-TABLES = (core.TABLE, comm.TABLE, files.TABLE, accelerator.TABLE, tools.TABLE, ops.TABLE, parallel.TABLE, unbuilt.TABLE)
+TABLES = (
+    core_names.TABLE,
+    comm_names.TABLE,
+    file_names.TABLE,
+    accelerator_names.TABLE,
+    tool_names.TABLE,
+    ops_names.TABLE,
+    parallel_names.TABLE,
+    not_built_names.TABLE,
+)

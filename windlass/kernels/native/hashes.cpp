@@ -125,7 +125,7 @@ std::uint64_t keyed_sum(std::uint64_t address, int width, std::int64_t count, st
 
 NB_MODULE(_hashes, m) {
     nb::set_leak_warnings(false);
-    m.doc() = "Hashes of raw memory; windlass.kernels.keyed_sum is the way to them.";
+    m.doc() = "Hashes of raw memory; windlass.kernels.native_keyed_sum is the way to them.";
     m.def("keyed_sum", &keyed_sum, nb::arg("address"), nb::arg("width"), nb::arg("count"), nb::arg("start"),
           nb::arg("seed"), nb::arg("threads"), nb::call_guard<nb::gil_scoped_release>());
 }

@@ -12,7 +12,7 @@ constexpr int kMostStates = 3;
 enum class Format : int { fp32 = 0, bf16 = 1, fp16 = 2, coded = 3, none = 4 };
 enum class Rule : int { adam = 0, lion = 1, adagrad = 2, sgd = 3, lamb = 4 };
 
-// The bits of Job::flags. They are set by windlass/kernels/rules.py.
+// The bits of Job::flags. They are set by windlass/kernels/update_rules.py.
 enum Flag : unsigned {
     kCoupledDecay = 1,    // decay is added to the gradient (L2), not taken off the parameter
     kAmsgrad = 2,         // Adam divides by the largest second moment so far

@@ -229,7 +229,7 @@ void prefer_huge_pages(std::uint64_t address, std::uint64_t bytes) {
 
 NB_MODULE(_optimizers, m) {
     nb::set_leak_warnings(false);
-    m.doc() = "Optimizer updates on raw addresses; windlass.kernels.dispatch is the way to them.";
+    m.doc() = "Optimizer updates on raw addresses; windlass.kernels.kernel_dispatch is the way to them.";
     m.def("instruction_sets", &windlass::instruction_sets);
     m.def("update", &windlass::update, nb::arg("instruction_set"), nb::arg("rule"), nb::arg("flags"),
           nb::arg("numbers"), nb::arg("formats"), nb::arg("addresses"), nb::arg("divisor"), nb::arg("seed"),

@@ -1,7 +1,7 @@
 // The update rules on one vector of elements. Each takes parameter and gradient, renews its states in place and returns
 // the new parameter. The order of operations is that of torch's own fused CPU steps (Adam, SGD, Adagrad), of
 // windlass.optim.Lion and of windlass.optim.Lamb; a multiplication and an addition are fused only where `fma` says so.
-// The numbers of a job are laid out by windlass/kernels/rules.py.
+// The numbers of a job are laid out by windlass/kernels/update_rules.py.
 #pragma once
 
 #include "job.hpp"

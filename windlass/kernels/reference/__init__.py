@@ -6,8 +6,8 @@ lamb (the rules), update (from stored tensors to fp32 and back), keyed_sum (a ha
 
 from __future__ import annotations
 
-from windlass.kernels.reference.blockwise import decode as decode
-from windlass.kernels.reference.blockwise import encode as encode
+from windlass.kernels.reference.blockwise import dequantize_blockwise as dequantize_blockwise
+from windlass.kernels.reference.blockwise import quantize_blockwise as quantize_blockwise
 from windlass.kernels.reference.crc32c import crc32c as crc32c
 from windlass.kernels.reference.keyed_sum import keyed_sum as keyed_sum
-from windlass.kernels.reference.update import update as update
+from windlass.kernels.reference.reference_update import update_with_reference as update_with_reference

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from windlass.kernels.reference.fused_multiply_add import fma, root
-from windlass.kernels.rules import COUPLED, Adagrad
+from windlass.kernels.reference.fused_multiply_add import fma, rounded_sqrt
+from windlass.kernels.update_rules import COUPLED, AdagradRule
 
 
-def adagrad(rule: Adagrad, parameter: torch.Tensor, gradient: torch.Tensor, states: list[torch.Tensor]) -> torch.Tensor:
+def adagrad_update(
+    rule: AdagradRule, parameter: torch.Tensor, gradient: torch.Tensor, states: list[torch.Tensor]
+) -> torch.Tensor:
     """The new parameter; the state sum is replaced in the list. Source: Duchi et al., JMLR 12 (2011)."""
-    decay, eps, size = rule.numbers
+    decay, eps, size = rule.coefficients
     if rule.flags & COUPLED:
         gradient = fma(parameter, decay, gradient)
     states[0] = fma(gradient, gradient, states[0])
-    return parameter - gradient * size / (root(states[0]) + eps)
+    return parameter - gradient * size / (rounded_sqrt(states[0]) + eps)

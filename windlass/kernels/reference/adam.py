@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import torch
 
-from windlass.kernels.reference.fused_multiply_add import fma, root
-from windlass.kernels.rules import AMSGRAD, COUPLED, Adam
+from windlass.kernels.reference.fused_multiply_add import fma, rounded_sqrt
+from windlass.kernels.update_rules import AMSGRAD, COUPLED, AdamRule
 
 
-def adam(rule: Adam, parameter: torch.Tensor, gradient: torch.Tensor, states: list[torch.Tensor]) -> torch.Tensor:
+def adam_update(
+    rule: AdamRule, parameter: torch.Tensor, gradient: torch.Tensor, states: list[torch.Tensor]
+) -> torch.Tensor:
     """The new parameter; `states` (exp_avg, exp_avg_sq, max_exp_avg_sq with amsgrad) are replaced in the list.
 
     Source: Kingma & Ba, arXiv:1412.6980, algorithm 1; Loshchilov & Hutter, arXiv:1711.05101; Reddi et al.,
     arXiv:1904.09237.
     """
-    keep, decay, weight, beta2, rest2, correction, eps, size = rule.numbers
+    keep, decay, weight, beta2, rest2, correction, eps, size = rule.coefficients
     if rule.flags & COUPLED:
         gradient = fma(parameter, decay, gradient)
     else:
@@ -28,5 +30,5 @@ def adam(rule: Adam, parameter: torch.Tensor, gradient: torch.Tensor, states: li
     square = states[1]
     if rule.flags & AMSGRAD:
         square = states[2] = torch.maximum(states[2], square)
-    denominator = torch.div(root(square), torch.tensor(correction)) + eps
+    denominator = torch.div(rounded_sqrt(square), torch.tensor(correction)) + eps
     return parameter + states[0] * size / denominator

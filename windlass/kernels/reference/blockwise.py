@@ -18,18 +18,18 @@ from __future__ import annotations
 
 import torch
 
-from windlass.kernels.piece import BLOCK, scales_of
-from windlass.kernels.reference.narrow_rounding import NOISE_BITS, NOISE_MASK
+from windlass.kernels.reference.stochastic_rounding import NOISE_BITS, NOISE_MASK
+from windlass.kernels.update_tensors import SCALE_BLOCK, count_scales
 
-_SMALLEST_SIGNED = 1.125 * 2.0**-15  # the value of code 1
+_MIN_SIGNED_VALUE = 1.125 * 2.0**-15  # the value of code 1
 _SIGNED_SPAN, _UNSIGNED_SPAN = 15, 31  # exponents that the codes span below that of the scale
 # Biased exponents of the least scales: under them code 1, and for signed codes its product with a noise, is a normal
 # number. What is smaller is scaled as if its block's largest magnitude were this.
-_LEAST_SIGNED, _LEAST_UNSIGNED = 64, 32
-_INFINITE = 255
+_MIN_SIGNED_EXPONENT, _MIN_UNSIGNED_EXPONENT = 64, 32
+_INFINITE_EXPONENT = 255
 
 
-def encode(values: torch.Tensor, noise: torch.Tensor, signed: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_blockwise(values: torch.Tensor, noise: torch.Tensor, signed: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes and scales of flat fp32 `values`.
 
     Args:
@@ -42,24 +42,26 @@ def encode(values: torch.Tensor, noise: torch.Tensor, signed: bool) -> tuple[tor
     """
     # Rounded to 3 bits of mantissa, as integers of sign, exponent and mantissa that code and number have in common.
     sizes = (values.abs().view(torch.int32).to(torch.int64) + noise) >> NOISE_BITS
-    sizes = torch.where(values.isnan(), _INFINITE << 3, sizes)
-    exponents = _largest(sizes) >> 3
-    lost = exponents >= _INFINITE
-    exponents = exponents.clamp(min=_LEAST_SIGNED if signed else _LEAST_UNSIGNED)
-    scales = torch.where(lost, _INFINITE, exponents).to(torch.int32).bitwise_left_shift(23).view(torch.float32)
-    codes = sizes - (_spread(exponents - (_SIGNED_SPAN if signed else _UNSIGNED_SPAN), values.numel()) << 3)
+    sizes = torch.where(values.isnan(), _INFINITE_EXPONENT << 3, sizes)
+    exponents = _block_maxima(sizes) >> 3
+    lost = exponents >= _INFINITE_EXPONENT
+    exponents = exponents.clamp(min=_MIN_SIGNED_EXPONENT if signed else _MIN_UNSIGNED_EXPONENT)
+    scales = torch.where(lost, _INFINITE_EXPONENT, exponents).to(torch.int32).bitwise_left_shift(23).view(torch.float32)
+    codes = sizes - (_expand_blocks(exponents - (_SIGNED_SPAN if signed else _UNSIGNED_SPAN), values.numel()) << 3)
     if signed:
         # Rounded once more, to 0 or to code 1, by a noise that is independent of the first.
         other = (noise * 0x9E3779B1 & NOISE_MASK).float()
         rounded = (sizes.to(torch.int32) << NOISE_BITS).view(torch.float32)
-        below = (rounded > other * (2.0**-20 * _SMALLEST_SIGNED) * _spread(scales, values.numel())).to(torch.int64)
+        below = (rounded > other * (2.0**-20 * _MIN_SIGNED_VALUE) * _expand_blocks(scales, values.numel())).to(
+            torch.int64
+        )
         codes = torch.where(codes < 1, below, codes) | torch.where(values.signbit(), 128, 0)
     else:
         codes = torch.where(codes < 1, (sizes != 0).to(torch.int64), codes)
-    return torch.where(_spread(lost, values.numel()), 0, codes).to(torch.uint8), scales
+    return torch.where(_expand_blocks(lost, values.numel()), 0, codes).to(torch.uint8), scales
 
 
-def decode(codes: torch.Tensor, scales: torch.Tensor, signed: bool) -> torch.Tensor:
+def dequantize_blockwise(codes: torch.Tensor, scales: torch.Tensor, signed: bool) -> torch.Tensor:
     """The fp32 values of flat uint8 `codes`."""
     bits = codes.to(torch.int32)
     magnitudes = bits & 127 if signed else bits
@@ -67,14 +69,14 @@ def decode(codes: torch.Tensor, scales: torch.Tensor, signed: bool) -> torch.Ten
     values = torch.where(magnitudes == 0, 0, (magnitudes + base) << NOISE_BITS).view(torch.float32)
     if signed:
         values = torch.where(bits > 127, -values, values)
-    return values * _spread(scales, codes.numel())
+    return values * _expand_blocks(scales, codes.numel())
 
 
-def _largest(sizes: torch.Tensor) -> torch.Tensor:
-    whole = sizes.new_zeros(scales_of(sizes.numel()) * BLOCK)
+def _block_maxima(sizes: torch.Tensor) -> torch.Tensor:
+    whole = sizes.new_zeros(count_scales(sizes.numel()) * SCALE_BLOCK)
     whole[: sizes.numel()] = sizes
-    return whole.view(-1, BLOCK).amax(1)
+    return whole.view(-1, SCALE_BLOCK).amax(1)
 
 
-def _spread(of_blocks: torch.Tensor, count: int) -> torch.Tensor:
-    return of_blocks.repeat_interleave(BLOCK)[:count]
+def _expand_blocks(of_blocks: torch.Tensor, count: int) -> torch.Tensor:
+    return of_blocks.repeat_interleave(SCALE_BLOCK)[:count]

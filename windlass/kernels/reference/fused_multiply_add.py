@@ -23,7 +23,7 @@ def fma(a: torch.Tensor, b: torch.Tensor | float, c: torch.Tensor) -> torch.Tens
     return torch.where(even & (lost != 0) & lost.isfinite(), odd, total).float()
 
 
-def root(values: torch.Tensor) -> torch.Tensor:
+def rounded_sqrt(values: torch.Tensor) -> torch.Tensor:
     """The square root of fp32 `values`, rounded to nearest; torch's own may go through a library that rounds less well.
 
     That of fp64 is near enough: no root of an fp32 number comes as close to the middle of two as its error.

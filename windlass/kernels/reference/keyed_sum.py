@@ -9,7 +9,7 @@ import torch
 
 _BLOCK = 4096  # elements that share a factor; the other factor is one of as many
 _ROWS = 16  # blocks at once: what is in memory besides the words is 512 KiB
-_STEP = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: neighbours get far apart
+_KEY_STEP = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: neighbours get far apart
 
 
 def keyed_sum(words: torch.Tensor, start: int, seed: int) -> torch.Tensor:
@@ -24,22 +24,22 @@ def keyed_sum(words: torch.Tensor, start: int, seed: int) -> torch.Tensor:
         int64 `[]` on the device of `words`.
     """
     total = torch.zeros((), dtype=torch.int64, device=words.device)
-    table = _table(words.device)
+    table = _key_table(words.device)
     scratch = torch.empty(min(words.numel(), _ROWS * _BLOCK), dtype=torch.int64, device=words.device)
-    for first, last in _runs(start, start + words.numel()):
+    for first, last in _block_runs(start, start + words.numel()):
         part = scratch[: last - first].copy_(words[first - start : last - start])
         row, column = divmod(first, _BLOCK)
         if last - first >= _BLOCK:
             blocks = torch.arange(row, last // _BLOCK, device=words.device)
-            total += (part.view(-1, _BLOCK).mul_(table).sum(1) * _odd(blocks * _signed(_STEP) + seed)).sum()
+            total += (part.view(-1, _BLOCK).mul_(table).sum(1) * _odd_key(blocks * _to_int64(_KEY_STEP) + seed)).sum()
         else:
             block = torch.full((), row, device=words.device)
             inner = part.mul_(table[column : column + last - first]).sum()
-            total += inner * _odd(block * _signed(_STEP) + seed)
+            total += inner * _odd_key(block * _to_int64(_KEY_STEP) + seed)
     return total
 
 
-def _runs(start: int, stop: int) -> Iterable[tuple[int, int]]:
+def _block_runs(start: int, stop: int) -> Iterable[tuple[int, int]]:
     """`[start, stop)` in whole blocks, a bounded number of them, and parts of one block before and after those."""
     while start < stop:
         last = min(stop, (start // _BLOCK + 1) * _BLOCK)
@@ -50,17 +50,17 @@ def _runs(start: int, stop: int) -> Iterable[tuple[int, int]]:
 
 
 @cache
-def _table(device: torch.device) -> torch.Tensor:
-    return _odd(torch.arange(1, _BLOCK + 1, device=device) * _signed(_STEP))
+def _key_table(device: torch.device) -> torch.Tensor:
+    return _odd_key(torch.arange(1, _BLOCK + 1, device=device) * _to_int64(_KEY_STEP))
 
 
-def _odd(values: torch.Tensor) -> torch.Tensor:
+def _odd_key(values: torch.Tensor) -> torch.Tensor:
     """Keys: the finalizer of splitmix64 (Steele et al. 2014) of int64 `values`, made odd. All of it wraps around."""
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        values = (values ^ ((values >> shift) & ((1 << (64 - shift)) - 1))) * _signed(factor)
+        values = (values ^ ((values >> shift) & ((1 << (64 - shift)) - 1))) * _to_int64(factor)
     return (values ^ ((values >> 31) & ((1 << 33) - 1))) | 1
 
 
-def _signed(value: int) -> int:
+def _to_int64(value: int) -> int:
     """The int64 with the bits of a number in `[0, 2^64)`."""
     return value - (1 << 64) if value >> 63 else value

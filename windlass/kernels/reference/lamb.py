@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import torch
 
-from windlass.kernels.reference.fused_multiply_add import fma, root
-from windlass.kernels.rules import EPS_INSIDE, Lamb
+from windlass.kernels.reference.fused_multiply_add import fma, rounded_sqrt
+from windlass.kernels.update_rules import EPS_INSIDE, LambRule
 
 
-def lamb(rule: Lamb, parameter: torch.Tensor, gradient: torch.Tensor, states: list[torch.Tensor]) -> torch.Tensor:
+def lamb_update(
+    rule: LambRule, parameter: torch.Tensor, gradient: torch.Tensor, states: list[torch.Tensor]
+) -> torch.Tensor:
     """The new parameter; exp_avg and exp_avg_sq are replaced in the list. Source: arXiv:1904.00962, algorithm 2."""
-    beta1, rest1, beta2, rest2, eps, decay, size, least, most = rule.numbers
+    beta1, rest1, beta2, rest2, eps, decay, size, least, most = rule.coefficients
     states[0] = fma(gradient, rest1, states[0] * beta1)
     states[1] = fma(gradient * rest2, gradient, states[1] * beta2)
     inside = rule.flags & EPS_INSIDE
-    denominator = root(states[1] + eps) if inside else root(states[1]) + eps
+    denominator = rounded_sqrt(states[1] + eps) if inside else rounded_sqrt(states[1]) + eps
     direction = states[0] / denominator
     if decay:
         direction = fma(parameter, decay, direction)

@@ -5,15 +5,17 @@ from __future__ import annotations
 import torch
 
 from windlass.kernels.reference.fused_multiply_add import fma
-from windlass.kernels.rules import COUPLED, FIRST, MOMENTUM, NESTEROV, SGD
+from windlass.kernels.update_rules import COUPLED, FIRST_STEP, MOMENTUM, NESTEROV, SGDRule
 
 
-def sgd(rule: SGD, parameter: torch.Tensor, gradient: torch.Tensor, states: list[torch.Tensor]) -> torch.Tensor:
+def sgd_update(
+    rule: SGDRule, parameter: torch.Tensor, gradient: torch.Tensor, states: list[torch.Tensor]
+) -> torch.Tensor:
     """The new parameter; with a momentum, the state momentum_buffer is replaced in the list."""
-    decay, momentum, rest, size = rule.numbers
+    decay, momentum, rest, size = rule.coefficients
     if rule.flags & COUPLED:
         gradient = fma(parameter, decay, gradient)
     if rule.flags & MOMENTUM:
-        states[0] = gradient.clone() if rule.flags & FIRST else fma(gradient, rest, states[0] * momentum)
+        states[0] = gradient.clone() if rule.flags & FIRST_STEP else fma(gradient, rest, states[0] * momentum)
         gradient = fma(states[0], momentum, gradient) if rule.flags & NESTEROV else states[0]
     return fma(gradient, size, parameter)

@@ -1,26 +1,39 @@
 """Mixture of experts, over ranks or not. Reading order: choice, order, capacity, losses, balance, gate; grouped,
 dispatch, volume; families, mlp, copied, separate, layer; stacked, apply."""
 
-from windlass.parallel.experts.apply import Layer, Plan, apply_expert_parallel, asked_ranks, expert_parameters
-from windlass.parallel.experts.balance import Balance, balances_of, is_bias, move_all, update_balance, watch_balance
-from windlass.parallel.experts.families import Family, register_experts
-from windlass.parallel.experts.layer import MoE
-from windlass.parallel.experts.mlp import StackedMLP
+from windlass.parallel.experts.apply_expert_parallel import (
+    ExpertLayerShard,
+    ExpertParallelPlan,
+    apply_expert_parallel,
+    expert_parameters,
+    get_requested_ep_size,
+)
+from windlass.parallel.experts.expert_modules import ExpertModuleSpec, register_experts
+from windlass.parallel.experts.mixture_of_experts import MixtureOfExperts
+from windlass.parallel.experts.router_bias import (
+    RouterBias,
+    enable_router_bias_updates,
+    find_router_biases,
+    is_router_bias,
+    update_biases,
+    update_router_biases,
+)
+from windlass.parallel.experts.stacked_mlp import StackedMLP
 
 __all__ = [
-    "Balance",
-    "Family",
-    "Layer",
-    "MoE",
-    "Plan",
+    "RouterBias",
+    "ExpertModuleSpec",
+    "ExpertLayerShard",
+    "MixtureOfExperts",
+    "ExpertParallelPlan",
     "StackedMLP",
     "apply_expert_parallel",
-    "asked_ranks",
-    "balances_of",
+    "get_requested_ep_size",
+    "find_router_biases",
     "expert_parameters",
-    "is_bias",
-    "move_all",
+    "is_router_bias",
+    "update_biases",
     "register_experts",
-    "update_balance",
-    "watch_balance",
+    "update_router_biases",
+    "enable_router_bias_updates",
 ]

@@ -4,28 +4,28 @@ Reading order. Arithmetic alone: action, schedule, simulation, programs, balance
 row, module; absent, routers, tracing, timing, cut; leftovers, apply. What runs: parcel, passing, split, run, shared.
 """
 
-from windlass.parallel.pipeline.apply import apply_pipeline_parallel, stages_of
-from windlass.parallel.pipeline.balance import measured
-from windlass.parallel.pipeline.module import PipelineModule
-from windlass.parallel.pipeline.schedule import SCHEDULES, orders
-from windlass.parallel.pipeline.simulation import Costs, bubble, play
-from windlass.parallel.pipeline.specs import LayerSpec, TiedLayerSpec
-from windlass.parallel.pipeline.stage import Ended, Stages
-from windlass.parallel.pipeline.timing import timed
+from windlass.parallel.pipeline.apply_pipeline_parallel import apply_pipeline_parallel, get_pipeline_stages
+from windlass.parallel.pipeline.layer_partition import measure_layer_times
+from windlass.parallel.pipeline.layer_specs import LayerSpec, TiedLayerSpec
+from windlass.parallel.pipeline.layer_timing import measure_model_layer_times
+from windlass.parallel.pipeline.pipeline_schedules import SCHEDULES, build_schedule
+from windlass.parallel.pipeline.pipeline_sequential import PipelineSequential
+from windlass.parallel.pipeline.pipeline_stages import MicroBatchResult, PipelineStages
+from windlass.parallel.pipeline.schedule_simulation import ActionCosts, compute_bubble_fraction, simulate_schedule
 
 __all__ = [
     "SCHEDULES",
-    "Costs",
-    "Ended",
+    "ActionCosts",
+    "MicroBatchResult",
     "LayerSpec",
-    "PipelineModule",
-    "Stages",
+    "PipelineSequential",
+    "PipelineStages",
     "TiedLayerSpec",
     "apply_pipeline_parallel",
-    "bubble",
-    "measured",
-    "orders",
-    "play",
-    "stages_of",
-    "timed",
+    "compute_bubble_fraction",
+    "measure_layer_times",
+    "build_schedule",
+    "simulate_schedule",
+    "get_pipeline_stages",
+    "measure_model_layer_times",
 ]

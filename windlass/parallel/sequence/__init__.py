@@ -6,13 +6,13 @@ tiled_loss, long_context (computations in parts); ulysses_sp, distributed_attent
 names).
 """
 
-from windlass.parallel.sequence.apply import SequenceParallel as SequenceParallel
-from windlass.parallel.sequence.apply import apply_sequence_parallel as apply_sequence_parallel
-from windlass.parallel.sequence.apply import sequence_parallel_of as sequence_parallel_of
-from windlass.parallel.sequence.attention import SequenceMask as SequenceMask
-from windlass.parallel.sequence.attention import sequence_attention as sequence_attention
-from windlass.parallel.sequence.loader import ShardedLoader as ShardedLoader
+from windlass.parallel.sequence.apply_sequence_parallel import SequenceParallel as SequenceParallel
+from windlass.parallel.sequence.apply_sequence_parallel import apply_sequence_parallel as apply_sequence_parallel
+from windlass.parallel.sequence.apply_sequence_parallel import sequence_parallel_of as sequence_parallel_of
 from windlass.parallel.sequence.long_context import apply_long_context as apply_long_context
-from windlass.parallel.sequence.share import sharing as sharing
+from windlass.parallel.sequence.sequence_attention import SequenceMask as SequenceMask
+from windlass.parallel.sequence.sequence_attention import sequence_attention as sequence_attention
+from windlass.parallel.sequence.sequence_shard import use_shard as use_shard
+from windlass.parallel.sequence.sequence_sharded_loader import SequenceShardedLoader as SequenceShardedLoader
 from windlass.parallel.sequence.tiled_loss import tiled_loss as tiled_loss
-from windlass.parallel.sequence.tiled_mlp import tile_mlp as tile_mlp
+from windlass.parallel.sequence.tiled_mlp import install_tiled_mlp as install_tiled_mlp

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import nn
 
 from windlass.base.errors import ConfigError
-from windlass.parallel.exchanges import show
-from windlass.parallel.loss import IGNORED, token_losses
-from windlass.parallel.sequence.heads import to_heads, to_tokens
-from windlass.parallel.sequence.ulysses_sp import axis_of
+from windlass.parallel.autograd_collectives import gather_from_parallel_region
+from windlass.parallel.sequence.ulysses_heads import swap_heads_for_tokens, swap_tokens_for_heads
+from windlass.parallel.sequence.ulysses_sp import axis_from_process_group
+from windlass.parallel.sequence_loss import IGNORE_INDEX, cross_entropy_per_token
 
 
 class DistributedAttention(nn.Module):
@@ -47,7 +47,7 @@ class DistributedAttention(nn.Module):
         self.local_attn = local_attention
         self.spg = sequence_process_group
         self.scatter_idx, self.gather_idx = scatter_idx, gather_idx
-        self._axis = axis_of(sequence_process_group)
+        self._axis = axis_from_process_group(sequence_process_group)
 
     def forward(
         self,
@@ -81,11 +81,11 @@ class DistributedAttention(nn.Module):
         members, heads = range(axis.size), query.shape[2]
         if axis.size > 1:
             query, key, value = (_heads_first(tensor, tokens_first) for tensor in (query, key, value))
-            found = to_heads(query, key, value, axis, members, tokens)
+            found = swap_tokens_for_heads(query, key, value, axis, members, tokens)
             query, key, value = (_heads_last(tensor, tokens_first) for tensor in found)
         output = self.local_attn(query, key, value, *args, **kwargs)
         if axis.size > 1:
-            back = to_tokens(_heads_first(output, tokens_first), axis, members, tokens, heads)
+            back = swap_heads_for_tokens(_heads_first(output, tokens_first), axis, members, tokens, heads)
             output = _heads_last(back, tokens_first)
         return output
 
@@ -94,7 +94,7 @@ def vocab_sequence_parallel_cross_entropy(
     vocab_parallel_logits: torch.Tensor,
     target: torch.Tensor,
     sp_group: dist.ProcessGroup,
-    ignore_index: int = IGNORED,
+    ignore_index: int = IGNORE_INDEX,
 ) -> torch.Tensor:
     """The cross entropy of the tokens of all ranks along sp, on every rank. Collective.
 
@@ -107,10 +107,10 @@ def vocab_sequence_parallel_cross_entropy(
         that every rank computes alike.
     """
     flat = vocab_parallel_logits.reshape(-1, vocab_parallel_logits.shape[-1])
-    losses = token_losses(flat, target.reshape(-1), ignore_index=ignore_index).view(target.shape)
-    axis = axis_of(sp_group)
+    losses = cross_entropy_per_token(flat, target.reshape(-1), ignore_index=ignore_index).view(target.shape)
+    axis = axis_from_process_group(sp_group)
     sizes = axis.all_gather(torch.tensor([target.shape[0]], device=target.device)).tolist()
-    return show(losses, axis, 0, sizes)
+    return gather_from_parallel_region(losses, axis, 0, sizes)
 
 
 def _heads_first(tensor: torch.Tensor, tokens_first: bool) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from windlass.base.errors import ConfigError
-from windlass.parallel.sequence.tiled import Tiling, tiled
+from windlass.parallel.sequence.tiled_function import Tiling, run_tiled
 
 
 def sequence_tiled_compute(
@@ -55,8 +55,8 @@ def sequence_tiled_compute(
     tensors = [
         tensor if name == grad_requiring_tensor_key else tensor.detach() for name, tensor in kwargs_to_shard.items()
     ]
-    tiling = Tiling(of_part, -(-seqlen // shards), dim=1, out_dim=output_unshard_dimension, draws=True)
-    output = tiled(tiling, tensors, [p for p in compute_params or () if p.requires_grad])
+    tiling = Tiling(of_part, -(-seqlen // shards), dim=1, out_dim=output_unshard_dimension, preserve_rng_state=True)
+    output = run_tiled(tiling, tensors, [p for p in compute_params or () if p.requires_grad])
     return output if output_reduction is None else getattr(output, output_reduction)()
 
 
@@ -109,8 +109,10 @@ class TiledMLP:
         """
         parameters = list(self.parameters()) if compute_params is None else list(compute_params)
         along = x.dim() - 2
-        tiling = Tiling(partial(fn, self), -(-x.shape[along] // shards), dim=along, out_dim=along, draws=True)
-        return tiled(tiling, [x], [p for p in parameters if p.requires_grad])
+        tiling = Tiling(
+            partial(fn, self), -(-x.shape[along] // shards), dim=along, out_dim=along, preserve_rng_state=True
+        )
+        return run_tiled(tiling, [x], [p for p in parameters if p.requires_grad])
 
 
 class TiledFusedLogitsLoss:
@@ -149,5 +151,5 @@ class TiledFusedLogitsLoss:
             return fn(self, *parts)
 
         parameters = [p for p in compute_params or () if p.requires_grad]
-        total = tiled(Tiling(of_part, size, adds=True, draws=True), flat, parameters)
+        total = run_tiled(Tiling(of_part, size, sums_outputs=True, preserve_rng_state=True), flat, parameters)
         return total if output_reduction == "sum" else total / -(-flat[0].shape[0] // size)

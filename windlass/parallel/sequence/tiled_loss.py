@@ -15,31 +15,36 @@ from torch import nn
 from torch.nn import functional
 
 from windlass.base.errors import ModelError
-from windlass.comm.axis import Axis, alone
-from windlass.parallel.loss import IGNORED, TokenLosses, mean_of_all, token_losses
-from windlass.parallel.sequence.seam import unwrapped
-from windlass.parallel.sequence.tiled import Tiling, tiled
+from windlass.comm.mesh_axis import MeshAxis, single_rank_axis
+from windlass.parallel.sequence.attention_dispatch import unwrap_peft
+from windlass.parallel.sequence.tiled_function import Tiling, run_tiled
+from windlass.parallel.sequence_loss import (
+    IGNORE_INDEX,
+    TokenLossFunction,
+    compute_sequence_mean,
+    cross_entropy_per_token,
+)
 
-ELEMENTS = 2**26
+MAX_LOGIT_ELEMENTS = 2**26
 """Of logits that are there at once, where nobody says how many tokens: 256 MiB in fp32."""
 
 
-def tokens_at_once(vocabulary: int) -> int:
+def get_default_tile_tokens(vocabulary: int) -> int:
     """Tokens whose logits are computed together by default."""
-    return max(1, ELEMENTS // max(vocabulary, 1))
+    return max(1, MAX_LOGIT_ELEMENTS // max(vocabulary, 1))
 
 
 def tiled_loss(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     labels: torch.Tensor,
-    chunk: int | None = None,
+    tile_tokens: int | None = None,
     *,
     bias: torch.Tensor | None = None,
-    ignore_index: int = IGNORED,
-    losses: TokenLosses = token_losses,
-    sp: Axis | None = None,
-    items: torch.Tensor | float | None = None,
+    ignore_index: int = IGNORE_INDEX,
+    loss_function: TokenLossFunction = cross_entropy_per_token,
+    sp_axis: MeshAxis | None = None,
+    num_items: torch.Tensor | float | None = None,
 ) -> torch.Tensor:
     """The mean loss of tokens, `chunk` of them at a time.
 
@@ -57,19 +62,23 @@ def tiled_loss(
     """
     parameters = [weight] if bias is None else [weight, bias]
     head = partial(functional.linear, weight=weight, bias=bias)
-    summed = summed_losses(head, hidden, labels, parameters, chunk, losses=losses, ignore_index=ignore_index)
-    return mean_of_all(summed, (labels != ignore_index).sum(), alone("sp") if sp is None else sp, items)
+    summed = compute_tiled_loss_sum(
+        head, hidden, labels, parameters, tile_tokens, loss_function=loss_function, ignore_index=ignore_index
+    )
+    return compute_sequence_mean(
+        summed, (labels != ignore_index).sum(), single_rank_axis("sp") if sp_axis is None else sp_axis, num_items
+    )
 
 
-def summed_losses(
+def compute_tiled_loss_sum(
     head: Callable[[torch.Tensor], torch.Tensor],
     hidden: torch.Tensor,
     labels: torch.Tensor,
     parameters: Sequence[torch.Tensor],
-    chunk: int | None = None,
+    tile_tokens: int | None = None,
     *,
-    losses: TokenLosses = token_losses,
-    ignore_index: int = IGNORED,
+    loss_function: TokenLossFunction = cross_entropy_per_token,
+    ignore_index: int = IGNORE_INDEX,
 ) -> torch.Tensor:
     """The sum of the losses of all tokens, of the logits that `head` makes of hidden states `[tokens, features]`.
 
@@ -78,11 +87,11 @@ def summed_losses(
     """
 
     def of_piece(states: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return losses(head(states), targets, ignore_index=ignore_index).sum()
+        return loss_function(head(states), targets, ignore_index=ignore_index).sum()
 
-    size = tokens_at_once(parameters[0].shape[0]) if chunk is None else chunk
+    size = get_default_tile_tokens(parameters[0].shape[0]) if tile_tokens is None else tile_tokens
     flat = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
-    return tiled(Tiling(of_piece, size, adds=True), flat, parameters)
+    return run_tiled(Tiling(of_piece, size, sums_outputs=True), flat, parameters)
 
 
 class DeferredLogits:
@@ -92,63 +101,70 @@ class DeferredLogits:
     """
 
     def __init__(
-        self, head: TiledHead, hidden: torch.Tensor, changes: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = ()
+        self,
+        head: TiledLossHead,
+        hidden: torch.Tensor,
+        transforms: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (),
     ) -> None:
         self.hidden = hidden
-        self._head, self._changes = head, changes
+        self._head, self._transforms = head, transforms
 
-    def summed(self, labels: torch.Tensor, token_losses: TokenLosses, ignore_index: int) -> torch.Tensor:
+    def summed_loss(self, labels: torch.Tensor, loss_function: TokenLossFunction, ignore_index: int) -> torch.Tensor:
         """The sum of the losses of all tokens."""
-        return self._head.summed(self.hidden, self._changes, labels, token_losses, ignore_index)
+        return self._head.summed_loss(self.hidden, self._transforms, labels, loss_function, ignore_index)
 
-    def _changed(self, change: Callable[[torch.Tensor], torch.Tensor]) -> DeferredLogits:
-        return DeferredLogits(self._head, self.hidden, (*self._changes, change))
+    def _with_transform(self, change: Callable[[torch.Tensor], torch.Tensor]) -> DeferredLogits:
+        return DeferredLogits(self._head, self.hidden, (*self._transforms, change))
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> DeferredLogits:
         rest = (*args[1:], *(kwargs or {}).values())
-        if func in _EACH and isinstance(args[0], DeferredLogits) and not any(_is_many(x) for x in rest):
-            return args[0]._changed(lambda logits: func(logits, *args[1:], **(kwargs or {})))
-        raise _unknown(getattr(func, "__name__", str(func)))
+        if (
+            func in _ELEMENTWISE
+            and isinstance(args[0], DeferredLogits)
+            and not any(_has_many_elements(x) for x in rest)
+        ):
+            return args[0]._with_transform(lambda logits: func(logits, *args[1:], **(kwargs or {})))
+        raise _unsupported_use(getattr(func, "__name__", str(func)))
 
     def __mul__(self, factor: float) -> DeferredLogits:
-        return self._by_number("*", factor, lambda logits: logits * factor)
+        return self._scaled("*", factor, lambda logits: logits * factor)
 
     __rmul__ = __mul__
 
     def __truediv__(self, divisor: float) -> DeferredLogits:
-        return self._by_number("/", divisor, lambda logits: logits / divisor)
+        return self._scaled("/", divisor, lambda logits: logits / divisor)
 
-    def _by_number(self, name: str, number: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> DeferredLogits:
-        if _is_many(number):
-            raise _unknown(name)
-        return self._changed(change)
+    def _scaled(self, name: str, number: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> DeferredLogits:
+        if _has_many_elements(number):
+            raise _unsupported_use(name)
+        return self._with_transform(change)
 
     def tanh(self) -> DeferredLogits:
-        return self._changed(torch.tanh)
+        return self._with_transform(torch.tanh)
 
     def float(self) -> DeferredLogits:
-        return self._changed(lambda logits: logits.float())
+        return self._with_transform(lambda logits: logits.float())
 
     def contiguous(self) -> DeferredLogits:
         return self
 
     def to(self, *args: Any, **kwargs: Any) -> DeferredLogits:
-        return self._changed(lambda logits: logits.to(*args, **kwargs))
+        return self._with_transform(lambda logits: logits.to(*args, **kwargs))
 
     def __getitem__(self, key: Any) -> Any:
-        raise _unknown("indexing")
+        raise _unsupported_use("indexing")
 
     def __getattr__(self, name: str) -> Any:
-        raise _UnknownAttribute(str(_unknown(name)))
+        raise _UnknownAttribute(str(_unsupported_use(name)))
 
 
-_EACH = {torch.tanh, torch.mul, torch.div, torch.true_divide}
+_ELEMENTWISE = {torch.tanh, torch.mul, torch.div, torch.true_divide}
 
 
-def _is_many(value: Any) -> bool:
+def _has_many_elements(value: Any) -> bool:
     return isinstance(value, torch.Tensor | DeferredLogits) and not (
         isinstance(value, torch.Tensor) and value.dim() == 0
     )
@@ -158,85 +174,91 @@ class _UnknownAttribute(ModelError, AttributeError):
     """For who asks whether there is one."""
 
 
-def _unknown(what: str) -> ModelError:
+def _unsupported_use(what: str) -> ModelError:
     return ModelError(
         f"the model uses its logits ({what}) before their loss, so they can't be computed a part at a time; write "
         "tiled_loss=False"
     )
 
 
-class TiledHead:
+class TiledLossHead:
     """What `forward` of the layer that makes logits is while a model trains on labels: no logits are made there, and
     where their loss is wanted, the layer is called again to compute it in parts.
 
     It is called, so that whoever gathers its weight before, and lets go of it after, does so.
     """
 
-    def __init__(self, head: nn.Module, chunk: int | None) -> None:
-        self._head, self._chunk = head, chunk
-        self._plain: Callable[[torch.Tensor], torch.Tensor] = head.forward
-        self._defers = False
-        self._sum: Callable[[torch.Tensor], torch.Tensor] | None = None
-        self._given: torch.Tensor | None = None
-        self._names: list[str] = []
+    def __init__(self, head: nn.Module, tile_tokens: int | None) -> None:
+        self._head, self._tile_tokens = head, tile_tokens
+        self._original_forward: Callable[[torch.Tensor], torch.Tensor] = head.forward
+        self._is_deferring = False
+        self._compute_sum: Callable[[torch.Tensor], torch.Tensor] | None = None
+        self._raw_hidden: torch.Tensor | None = None
+        self._argument_names: list[str] = []
 
     def install(self, model: nn.Module, names: list[str]) -> None:
         """Take the place of the layer's forward, in forwards of `model`, whose arguments have these names."""
-        self._names = names
+        self._argument_names = names
         held: Any = self._head
         held.forward = self.forward
-        self._head.register_forward_pre_hook(self._note, prepend=True)
-        model.register_forward_pre_hook(self._before, with_kwargs=True)
-        model.register_forward_hook(self._after, always_call=True)
+        self._head.register_forward_pre_hook(self._record_input, prepend=True)
+        model.register_forward_pre_hook(self._pre_forward, with_kwargs=True)
+        model.register_forward_hook(self._post_forward, always_call=True)
 
     def forward(self, hidden: torch.Tensor) -> Any:
         """The layer's forward."""
-        if self._sum is not None:
-            return self._sum(hidden)
-        if not self._defers:
-            return self._plain(hidden)
-        given = hidden if self._given is None else self._given
+        if self._compute_sum is not None:
+            return self._compute_sum(hidden)
+        if not self._is_deferring:
+            return self._original_forward(hidden)
+        given = hidden if self._raw_hidden is None else self._raw_hidden
         return DeferredLogits(self, given.view_as(given))  # of its own, as a layer's output is
 
-    def summed(
+    def summed_loss(
         self,
         hidden: torch.Tensor,
-        changes: tuple[Callable[[torch.Tensor], torch.Tensor], ...],
+        transforms: tuple[Callable[[torch.Tensor], torch.Tensor], ...],
         labels: torch.Tensor,
-        losses: TokenLosses,
+        loss_function: TokenLossFunction,
         ignore_index: int,
     ) -> torch.Tensor:
         """The sum of the losses of all tokens, by a call of the layer."""
 
         def logits_of(states: torch.Tensor) -> torch.Tensor:
-            logits = self._plain(states)
-            for change in changes:
+            logits = self._original_forward(states)
+            for change in transforms:
                 logits = change(logits)
             return logits
 
         def compute(states: torch.Tensor) -> torch.Tensor:
             parameters = sorted(self._head.parameters(), key=lambda one: -one.dim())
-            return summed_losses(
-                logits_of, states, labels, parameters, self._chunk, losses=losses, ignore_index=ignore_index
+            return compute_tiled_loss_sum(
+                logits_of,
+                states,
+                labels,
+                parameters,
+                self._tile_tokens,
+                loss_function=loss_function,
+                ignore_index=ignore_index,
             )
 
-        self._sum = compute
+        self._compute_sum = compute
         try:
             found: torch.Tensor = self._head(hidden)
         finally:
-            self._sum = None
+            self._compute_sum = None
         return found
 
-    def _note(self, head: nn.Module, args: tuple[Any, ...]) -> None:
+    def _record_input(self, head: nn.Module, args: tuple[Any, ...]) -> None:
         """Hidden states as they come, before other hooks of the layer change them: those run at both calls."""
-        self._given = args[0] if self._defers and self._sum is None else None
+        self._raw_hidden = args[0] if self._is_deferring and self._compute_sum is None else None
 
-    def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        labels = {**dict(zip(self._names, args, strict=False)), **kwargs}.get("labels")
-        self._defers = labels is not None and model.training and torch.is_grad_enabled()
+    def _pre_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        labels = {**dict(zip(self._argument_names, args, strict=False)), **kwargs}.get("labels")
+        self._is_deferring = labels is not None and model.training and torch.is_grad_enabled()
 
-    def _after(self, model: nn.Module, args: Any, output: Any) -> Any:
-        self._defers, self._given = False, None
+    def _post_forward(self, model: nn.Module, args: Any, output: Any) -> Any:
+        self._is_deferring, self._raw_hidden = False, None
         if isinstance(output, tuple):
             return tuple(value for value in output if not isinstance(value, DeferredLogits))
         if isinstance(getattr(output, "logits", None), DeferredLogits):
@@ -244,15 +266,15 @@ class TiledHead:
         return None
 
 
-def tile_loss(model: Any, chunk: int | None = None) -> None:
+def install_tiled_loss(model: Any, tile_tokens: int | None = None) -> None:
     """Have a causal model of transformers whose loss function is a `ModelLoss` compute its loss `chunk` tokens at a
     time where it trains on labels, in place; its outputs then have no `logits`.
 
     Raises:
         ModelError: it has no layer that makes logits.
     """
-    inner = unwrapped(model)
+    inner = unwrap_peft(model)
     head = inner.get_output_embeddings()
     if head is None:
         raise ModelError(f"{type(model).__name__} has no layer that makes logits (get_output_embeddings)")
-    TiledHead(head, chunk).install(model, list(inspect.signature(inner.forward).parameters))
+    TiledLossHead(head, tile_tokens).install(model, list(inspect.signature(inner.forward).parameters))

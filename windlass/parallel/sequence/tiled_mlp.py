@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from windlass.base.errors import ModelError
-from windlass.parallel.sequence.tiled import Tiling, tiled
+from windlass.parallel.sequence.tiled_function import Tiling, run_tiled
 
 
 def find_mlps(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -29,7 +29,7 @@ def find_mlps(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, module
 
 
-def tile_mlp(module: nn.Module, tokens: int | None = None) -> None:
+def install_tiled_mlp(module: nn.Module, tile_tokens: int | None = None) -> None:
     """Have `module` compute `tokens` tokens at a time, in place; its class, its parameters and its hooks stay.
 
     Args:
@@ -42,32 +42,36 @@ def tile_mlp(module: nn.Module, tokens: int | None = None) -> None:
         ModelError: it has no linear layer, or is tiled already.
     """
     before: Any = module.forward
-    if isinstance(before, partial) and before.func is _forward:
+    if isinstance(before, partial) and before.func is _tiled_forward:
         raise ModelError(f"this {type(module).__name__} is tiled already")
     linears = [one for one in module.modules() if _is_linear(one)]
     if not linears:
         raise ModelError(f"this {type(module).__name__} has no linear layer to compute in parts")
-    size = _features(linears[0])[0] if tokens is None else tokens
+    size = _in_out_features(linears[0])[0] if tile_tokens is None else tile_tokens
     held: Any = module
-    held.forward = partial(_forward, module, before, size)
+    held.forward = partial(_tiled_forward, module, before, size)
 
 
-def _forward(module: nn.Module, plain: Callable[..., torch.Tensor], size: int, hidden: torch.Tensor) -> torch.Tensor:
+def _tiled_forward(
+    module: nn.Module, original_forward: Callable[..., torch.Tensor], tile_tokens: int, hidden: torch.Tensor
+) -> torch.Tensor:
     """Instead of the module's own forward `plain`."""
     samples = hidden.shape[:-2].numel()
-    each = max(1, size // max(samples, 1))
+    each = max(1, tile_tokens // max(samples, 1))
     if hidden.dim() < 2 or hidden.shape[-2] <= each:
-        return plain(hidden)
+        return original_forward(hidden)
     draws = module.training and any(isinstance(one, nn.Dropout) and one.p > 0 for one in module.modules())
     along = hidden.dim() - 2
-    return tiled(
-        Tiling(plain, each, dim=along, out_dim=along, draws=draws), [hidden], [*dict.fromkeys(module.parameters())]
+    return run_tiled(
+        Tiling(original_forward, each, dim=along, out_dim=along, preserve_rng_state=draws),
+        [hidden],
+        [*dict.fromkeys(module.parameters())],
     )
 
 
 def _is_mlp(module: nn.Module) -> bool:
     linears = [one for one in module.children() if _is_linear(one)]
-    if len(linears) < 2 or _takes(module) != 1:
+    if len(linears) < 2 or _num_arguments(module) != 1:
         return False
     for one in module.modules():
         weights = dict(one.named_parameters(recurse=False))
@@ -75,11 +79,11 @@ def _is_mlp(module: nn.Module) -> bool:
             return False
         if isinstance(one, nn.modules.batchnorm._BatchNorm | nn.modules.conv._ConvNd | nn.RNNBase | nn.ModuleList):
             return False
-    enters, leaves = {_features(one)[0] for one in linears}, {_features(one)[1] for one in linears}
-    return _features(linears[0])[0] in leaves and len(enters | leaves) >= 2
+    enters, leaves = {_in_out_features(one)[0] for one in linears}, {_in_out_features(one)[1] for one in linears}
+    return _in_out_features(linears[0])[0] in leaves and len(enters | leaves) >= 2
 
 
-def _takes(module: nn.Module) -> int:
+def _num_arguments(module: nn.Module) -> int:
     """How many arguments its forward needs; -1 if it may take others."""
     parameters = inspect.signature(type(module).forward).parameters.values()
     named = [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
@@ -93,7 +97,7 @@ def _is_linear(module: nn.Module) -> bool:
     return isinstance(weight, torch.Tensor) and (isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D")
 
 
-def _features(module: nn.Module) -> tuple[int, int]:
+def _in_out_features(module: nn.Module) -> tuple[int, int]:
     """Features that go in and come out. transformers' Conv1D has them the other way round."""
     if isinstance(module, nn.Linear):
         return module.in_features, module.out_features

@@ -13,19 +13,23 @@ from torch import nn
 from torch.nn import functional
 
 from windlass.base.errors import ConfigError, DataError
-from windlass.comm.axis import Axis
-from windlass.comm.grid import AXES, READERS, Grid
-from windlass.comm.groups import Group
-from windlass.parallel.loss import IGNORED, shifted
-from windlass.parallel.sequence.apply import apply_sequence_parallel, derivation_along, sequence_parallel_of
+from windlass.comm.mesh_axis import MeshAxis
+from windlass.comm.mesh_shape import AXES, DATA_LOADING_AXES, MeshShape
+from windlass.comm.rank_group import RankGroup
+from windlass.parallel.sequence.apply_sequence_parallel import (
+    apply_sequence_parallel,
+    derivation_along,
+    sequence_parallel_of,
+)
+from windlass.parallel.sequence_loss import IGNORE_INDEX, shift_targets
 
 
-def axis_of(group: dist.ProcessGroup, name: str = "sp") -> Axis:
+def axis_from_process_group(group: dist.ProcessGroup, name: str = "sp") -> MeshAxis:
     """A process group as an axis."""
-    return Axis(name, Group(group, tuple(dist.get_process_group_ranks(group)), dist.get_rank(group)))
+    return MeshAxis(name, RankGroup(group, tuple(dist.get_process_group_ranks(group)), dist.get_rank(group)))
 
 
-class SequenceGroups:
+class SequenceParallelGroups:
     """Neighbouring ranks along sp, the others data ranks: what registering a model returns, for `initialize(mpu=...)`.
 
     Collective over all ranks when it is made.
@@ -45,25 +49,25 @@ class SequenceGroups:
                 f"sequence_parallel_size = {size} does not divide the {world} ranks; "
                 f"{[n for n in range(1, world + 1) if world % n == 0]} would"
             )
-        grid = Grid(dp_shard=world // size, sp=size)
+        grid = MeshShape(dp_shard=world // size, sp=size)
         self._only_training = only_training
-        self.sp = _axis("sp", grid.groups("sp"))
-        self.readers = _axis("dp", grid.groups(*READERS))
-        self.data = _axis("dp x sp", grid.groups(*AXES))
-        self.alone = _axis("tp", grid.groups("tp"))
+        self.sp = _make_axis("sp", grid.groups("sp"))
+        self.data_loading = _make_axis("dp", grid.groups(*DATA_LOADING_AXES))
+        self.data = _make_axis("dp x sp", grid.groups(*AXES))
+        self.model_parallel = _make_axis("tp", grid.groups("tp"))
 
     def apply(self, model: Any) -> None:
         """Cut the sequences of `model`, whose batches come as parts of them, unless they are cut already."""
         if self.sp.size > 1 and sequence_parallel_of(model) is None:
-            apply_sequence_parallel(model, self.sp, given=True, only_training=self._only_training)
+            apply_sequence_parallel(model, self.sp, pre_sharded=True, only_training=self._only_training)
 
     def __getattr__(self, name: str) -> Any:
         """`get_..._group`, `get_..._rank` and `get_..._world_size` of each kind of group."""
         for words, axis in _GROUPS.items():
             what = name.removeprefix(f"get_{words}_")
-            if what != name and what in _ASKED:
+            if what != name and what in _GETTERS:
                 found = self.__dict__[axis]
-                return lambda: _ASKED[what](found)
+                return lambda: _GETTERS[what](found)
         raise AttributeError(f"{type(self).__name__} has no {name}")
 
 
@@ -74,18 +78,18 @@ _GROUPS = {
     "model_parallel": "alone",
     "tensor_model_parallel": "alone",
 }
-_ASKED = {
+_GETTERS = {
     "group": lambda axis: axis.group.process_group,
     "rank": lambda axis: axis.index,
     "world_size": lambda axis: axis.size,
 }
 
 
-def _axis(name: str, partition: list[tuple[int, ...]]) -> Axis:
+def _make_axis(name: str, partition: list[tuple[int, ...]]) -> MeshAxis:
     """This rank's group of a partition of all ranks; every rank makes every group."""
     made = {ranks: dist.new_group(list(ranks)) for ranks in partition}
     own = next(ranks for ranks in partition if dist.get_rank() in ranks)
-    return Axis(name, Group(made[own], own, own.index(dist.get_rank())))
+    return MeshAxis(name, RankGroup(made[own], own, own.index(dist.get_rank())))
 
 
 class UlyssesSPAttentionHF:
@@ -102,7 +106,7 @@ class UlyssesSPAttentionHF:
         seq_length_is_variable: bool = True,
         disable_in_eval: bool = False,
         max_length: int | None = None,
-    ) -> SequenceGroups:
+    ) -> SequenceParallelGroups:
         """Cut the sequences of a model over neighbouring ranks. Collective over all ranks.
 
         Args:
@@ -122,7 +126,7 @@ class UlyssesSPAttentionHF:
                 f'core_attn_implementation = "{core_attn_implementation}" needs a mask of all pairs of tokens, which '
                 'no rank has room for; write "sdpa"'
             )
-        groups = SequenceGroups(sequence_parallel_size, only_training=disable_in_eval)
+        groups = SequenceParallelGroups(sequence_parallel_size, only_training=disable_in_eval)
         if isinstance(model_name_or_path, nn.Module):
             groups.apply(model_name_or_path)
         return groups
@@ -159,9 +163,13 @@ class UlyssesSPDataLoaderAdapter:
     ) -> None:
         self.dl: Any = dl
         self.device, self.sp_rank, self.sp_group, self.sp_world_size = device, sp_rank, sp_group, sp_world_size
-        self._axis, self._pads, self._pad_token = axis_of(sp_group), pad_to_sp_multiple, pad_token_id
+        self._axis, self._pad_to_multiple, self._pad_token = (
+            axis_from_process_group(sp_group),
+            pad_to_sp_multiple,
+            pad_token_id,
+        )
         self._batches: Iterator[dict[str, Any]] = iter(dl)
-        self._parts: deque[dict[str, Any]] = deque()
+        self._shards: deque[dict[str, Any]] = deque()
 
     def __len__(self) -> int:
         return len(self.dl) * self.sp_world_size
@@ -170,21 +178,21 @@ class UlyssesSPDataLoaderAdapter:
         return self
 
     def __next__(self) -> dict[str, Any]:
-        if not self._parts:
+        if not self._shards:
             try:
                 batch = next(self._batches)
             except StopIteration:
                 self._batches = iter(self.dl)  # the next epoch
                 raise
-            self._parts.extend(self._part(whole) for whole in self._of_all(batch))
-        return self._parts.popleft()
+            self._shards.extend(self._shard_batch(whole) for whole in self._all_gather_batches(batch))
+        return self._shards.popleft()
 
-    def _of_all(self, batch: dict[str, Any]) -> list[dict[str, Any]]:
+    def _all_gather_batches(self, batch: dict[str, Any]) -> list[dict[str, Any]]:
         """Every rank's batch."""
         missing = [name for name in ("input_ids", "labels") if not isinstance(batch.get(name), torch.Tensor)]
         if missing:
             raise DataError(f"a batch to be cut along sp has the keys {sorted(batch)}, and no tensor for {missing}")
-        said = self._axis.everyone(
+        said = self._axis.all_gather_object(
             {k: (tuple(v.shape), v.dtype) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
         )
         found: list[dict[str, Any]] = [{} for _ in said]
@@ -200,7 +208,7 @@ class UlyssesSPDataLoaderAdapter:
                 one[name] = part.view(shape).to(value.device)
         return found
 
-    def _part(self, batch: dict[str, Any]) -> dict[str, Any]:
+    def _shard_batch(self, batch: dict[str, Any]) -> dict[str, Any]:
         """This rank's part of a whole batch."""
         samples, length = batch["input_ids"].shape[:2]
         if length < self.sp_world_size:
@@ -209,8 +217,8 @@ class UlyssesSPDataLoaderAdapter:
             derive = derivation_along(self.sp_group)
             counted = torch.arange(length, device=batch["input_ids"].device)
             batch["position_ids"] = (derive(batch) if derive is not None else counted).expand(samples, length)
-        batch["shift_labels"] = shifted(batch.pop("labels"))
-        more = -length % self.sp_world_size if self._pads else 0
+        batch["shift_labels"] = shift_targets(batch.pop("labels"))
+        more = -length % self.sp_world_size if self._pad_to_multiple else 0
         each, rest = divmod(length + more, self.sp_world_size)
         start = self.sp_rank * each + min(self.sp_rank, rest)
         stop = start + each + (self.sp_rank < rest)
@@ -225,5 +233,5 @@ class UlyssesSPDataLoaderAdapter:
         if name == "position_ids":
             steps = torch.arange(1, more + 1, device=value.device, dtype=value.dtype)
             return torch.cat([value, value[:, -1:] + steps], dim=1)
-        filling = {"shift_labels": IGNORED, "input_ids": self._pad_token}.get(name, 0)
+        filling = {"shift_labels": IGNORE_INDEX, "input_ids": self._pad_token}.get(name, 0)
         return functional.pad(value, (0, 0) * (value.dim() - 2) + (0, more), value=filling)

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tests.unit.parallel.sequence.nets import Largest
+from tests.unit.parallel.sequence.tiled_models import Largest
 from windlass.base.errors import ConfigError, ModelError
-from windlass.parallel.loss import ModelLoss, shifted
 from windlass.parallel.sequence.long_context import apply_long_context
-from windlass.parallel.sequence.tiled_loss import tiled_loss, tokens_at_once
+from windlass.parallel.sequence.tiled_loss import get_default_tile_tokens, tiled_loss
+from windlass.parallel.sequence_loss import ModelLoss, shift_targets
 
 
 def plain_loss(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None) -> Tensor:
@@ -41,7 +41,7 @@ def test_a_loss_in_parts_is_the_loss(chunk: int | None, with_bias: bool) -> None
 def test_the_mean_may_be_over_another_count() -> None:
     hidden, weight, labels = torch.randn(9, 6), torch.randn(11, 6), torch.randint(0, 11, (9,))
     mean = tiled_loss(hidden, weight, labels, 2)
-    torch.testing.assert_close(tiled_loss(hidden, weight, labels, 2, items=36), mean / 4)
+    torch.testing.assert_close(tiled_loss(hidden, weight, labels, 2, num_items=36), mean / 4)
 
 
 def test_only_the_logits_of_one_part_are_there_at_a_time() -> None:
@@ -58,7 +58,7 @@ def test_only_the_logits_of_one_part_are_there_at_a_time() -> None:
 
 
 def test_by_default_256_mib_of_logits_are_there() -> None:
-    assert tokens_at_once(128_256) == 523 and tokens_at_once(2**40) == 1
+    assert get_default_tile_tokens(128_256) == 523 and get_default_tile_tokens(2**40) == 1
 
 
 # ------------------------------------------------------------------------------------------------------------ models
@@ -188,9 +188,9 @@ def test_a_model_that_looks_at_its_logits_is_told(monkeypatch: pytest.MonkeyPatc
 
 def test_requests_that_make_no_sense() -> None:
     with pytest.raises(ModelError, match="recompute=False"):
-        apply_long_context(build("llama"), recompute=False, offload="cpu")
+        apply_long_context(build("llama"), recompute=False, activation_tier="cpu")
     with pytest.raises(ConfigError, match="needs some"):
-        apply_long_context(build("llama"), offload="nvme")
+        apply_long_context(build("llama"), activation_tier="nvme")
     with pytest.raises(ModelError, match="no model of transformers"):
         apply_long_context(nn.Linear(3, 3))
     model = build("llama")
@@ -206,7 +206,7 @@ def test_the_loss_function_takes_what_transformers_passes() -> None:
     logits, labels = torch.randn(2, 7, 11), torch.randint(0, 11, (2, 7))
     labels[0, :3] = -100
     counts = [{}, {"num_items_in_batch": 50}, {"num_items_in_batch": torch.tensor(50)}]
-    for more in (*counts, {"shift_labels": shifted(labels)}):
+    for more in (*counts, {"shift_labels": shift_targets(labels)}):
         wanted = ForCausalLMLoss(logits, labels, vocab_size=11, **more)
         torch.testing.assert_close(loss(logits, labels, vocab_size=11, **more), wanted)
     with pytest.raises(ModelError, match="needs labels"):

@@ -1,7 +1,7 @@
 """`deepspeed`, as windlass stands in for it: every name comes from the table in `windlass.compat`."""
 
-from windlass.compat.finder import take_over
-from windlass.compat.place import announce
+from windlass.compat.module_finder import install_finder
+from windlass.compat.stand_in_path import log_hidden_deepspeed
 
-take_over(__name__)
-announce()
+install_finder(__name__)
+log_hidden_deepspeed()

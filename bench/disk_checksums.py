@@ -1,0 +1,182 @@
+"""What the checksums of the disk tier cost: steps of two engines by turns, with and without them, and what the kernel
+itself takes of the processor.
+
+python bench/disk_checksums.py --path /mnt/nvme
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from torch import nn
+
+import windlass
+from windlass.cli.benches.bench_console import bench_console
+from windlass.cli.benches.bench_results import write_result
+from windlass.storage.io_engine import native_module
+
+_RESULTS = Path(__file__).parent / "results" / "checksums.json"
+_KERNEL_BYTES = 256 << 20
+_TARGET_RATIO = 1.02
+
+
+def main(
+    path: Annotated[Path, typer.Option(help="A folder on the disk to use.")] = Path("."),
+    width: Annotated[int, typer.Option(min=64, help="Of the layers; each has width^2 parameters.")] = 2048,
+    layers: Annotated[int, typer.Option(min=1, help="How many.")] = 12,
+    batch: Annotated[int, typer.Option(min=1, help="Rows of a step.")] = 1024,
+    rounds: Annotated[int, typer.Option(min=6, help="Steps of each engine.")] = 15,
+    results: Annotated[Path, typer.Option(help="The JSON file.")] = _RESULTS,
+) -> None:
+    """Print the ratio of each round, their median with its interval, and beside it what the kernel takes; write JSON.
+
+    On a machine that others use rounds differ by more than what is asked for. The account does not: the bytes that are
+    summed in a step are counted, and the kernel's rate is taken in seconds of its thread on the processor. The exit
+    code is 1 where both are above what is promised: the account, and the lower end of the interval.
+    """
+    rates = _time_kernel()
+    with tempfile.TemporaryDirectory(prefix="windlass-checksums-", dir=path) as folder:
+        summed: list[int] = []
+        steps = {
+            checks: _make_step(f"{folder}/{checks}", width, layers, batch, summed if checks else None)
+            for checks in (True, False)
+        }
+        for step in steps.values():
+            step(), step()
+        summed.clear()
+        seconds = dict[bool, list[float]]({True: [], False: []})
+        for number in range(rounds):
+            for checks in (True, False) if number % 2 else (False, True):
+                seconds[checks].append(steps[checks]())
+    nbytes = sum(summed) / rounds
+    ratios = [one / other for one, other in zip(seconds[True], seconds[False], strict=True)]
+    middle, (low, high), sure = statistics.median(ratios), *interval(ratios)
+    rate = max(rates.values()) if rates else math.nan
+    kernel, shortest = nbytes / rate, min(seconds[True] + seconds[False])
+    account = {
+        "bytes_a_step": nbytes,
+        "bytes_a_second": rate,
+        "processor_seconds_a_step": kernel,
+        "of_the_median_step": kernel / statistics.median(seconds[False]),
+        "of_the_shortest_step": kernel / shortest,
+    }
+    say = bench_console().print
+    say(f"{layers * width**2 / 1e6:.0f}M parameters, all on disk, {rounds} steps of each by turns")
+    for checks, name in ((False, "without"), (True, "with")):
+        say(f"  {name} checksums: median {statistics.median(seconds[checks]):.3f} s a step")
+    say(f"  ratios {', '.join(f'{ratio:.3f}' for ratio in ratios)}")
+    say(f"  median ratio {middle:.3f}, and with {100 * sure:.0f} % certainty in [{low:.3f}, {high:.3f}]")
+    say(f"  summed {nbytes / 1e9:.2f} GB a step at {rate / 1e9:.1f} GB/s of one core: {1000 * kernel:.1f} ms")
+    say(
+        f"  which is {100 * account['of_the_median_step']:.2f} % of the median step, "
+        f"{100 * account['of_the_shortest_step']:.2f} % of the shortest one"
+    )
+    found = {"median": middle, "interval": [low, high], "certainty": sure, "ratios": ratios}
+    shared = os.getloadavg()[0] > 2 * (os.cpu_count() or 1)
+    told = {"machine_was_shared": shared, "paired_ratios": found, "account": account, "kernel_bytes_a_second": rates}
+    write_result(results, told)
+    missed = low > _TARGET_RATIO and account["of_the_shortest_step"] > _TARGET_RATIO - 1
+    say(
+        f"  promised: {_TARGET_RATIO}: {'MISSED' if missed else 'not contradicted' if high > _TARGET_RATIO else 'held'}"
+    )
+    raise typer.Exit(missed)
+
+
+def interval(values: Sequence[float]) -> tuple[tuple[float, float], float]:
+    """Two of the values between which the median of what they are drawn from lies with at least 95 % certainty,
+    whatever its distribution, and that certainty. With fewer than six values it is less."""
+    count, ordered = len(values), sorted(values)
+    outside, number = 0.0, 0  # of `count` draws, `number` or fewer lie below the median
+    while True:
+        more = outside + 2 * math.comb(count, number) / 2**count
+        if more > 0.05 or number >= (count - 1) // 2:
+            break
+        outside, number = more, number + 1
+    left = max(number - 1, 0)
+    return (ordered[left], ordered[-1 - left]), 1 - (outside or more)
+
+
+def _make_step(folder: str, width: int, layers: int, batch: int, summed: list[int] | None) -> Callable[[], float]:
+    """One training step of an engine of its own; returns its seconds.
+
+    Args:
+        summed: takes the bytes of each transfer that is summed; None: nothing is.
+    """
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(width, width, bias=False), nn.Tanh()) for _ in range(layers)))
+    there = {"device": "nvme", "nvme_path": folder}
+    config = {
+        "train_micro_batch_size_per_gpu": batch,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        "zero_optimization": {
+            "stage": 3,
+            "stage3_param_persistence_threshold": 0,
+            "stage3_max_reuse_distance": 0,
+            "offload_param": there,
+            "offload_optimizer": there,
+        },
+    }
+    engine, *_ = windlass.initialize(model=model, config=config)
+    mover = engine._sharded.tiers.disk._transfers
+    spans = mover._spans
+
+    def noted(*where: Any) -> Any:
+        found = spans(*where)
+        if summed is None:
+            return [(*span[:4], 0) for span in found]
+        summed.append(sum(span[3] for span in found))
+        return found
+
+    mover._spans = noted
+    rows = torch.randn(batch, width, dtype=torch.bfloat16)
+
+    def step() -> float:
+        begin = time.perf_counter()
+        engine.backward(engine(rows).float().square().mean())
+        engine.step()
+        return time.perf_counter() - begin
+
+    return step
+
+
+def _time_kernel() -> dict[str, float]:
+    """Bytes a second of the thread on the processor, by each path of the kernel."""
+    module, why = native_module()
+    if module is None:
+        bench_console().print(f"no native checksums: {why}")
+        return {}
+    source, into = (
+        torch.randint(0, 256, (_KERNEL_BYTES,), dtype=torch.uint8),
+        torch.zeros(_KERNEL_BYTES, dtype=torch.uint8),
+    )
+    works: dict[str, Callable[[], Any]] = {"a copy (torch, one thread)": lambda: into.copy_(source)}
+    for name in module.checksum_paths():
+        works[name] = lambda name=name: module.page_checksums(source.data_ptr(), _KERNEL_BYTES, name)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    rates = {}
+    for name, work in works.items():
+        took = []
+        for _ in range(5):
+            begin = time.thread_time()
+            work()
+            took.append(time.thread_time() - begin)
+        rates[name] = _KERNEL_BYTES / min(took)
+        bench_console().print(f"{name}: {rates[name] / 1e9:.1f} GB/s")
+    torch.set_num_threads(threads)
+    rates.pop("a copy (torch, one thread)")
+    return rates
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,139 @@
+"""What tensor, sequence, expert and pipeline parallelism send, take and make possible: bytes of each axis beside the
+formulas, steps beside data parallelism and torch's own, on slow links too, and the longest sequence under a memory cap.
+
+python bench/parallel_axes.py
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rig import contest, lengths
+from rig.axis_bytes import count
+from rig.axis_cases import CASES, Line, unequal
+from rig.contestants import EXPLANATION, FIELDS, Load
+from rig.tricks import ROWS
+
+from windlass.base.device_memory import parse_bytes
+from windlass.cli.benches.bench_console import bench_console
+from windlass.cli.benches.bench_results import write_result
+
+_RESULTS = Path(__file__).parent / "results"
+TIMED_AXES = tuple(axis for axis in FIELDS if axis != "link")
+BENCH_PARTS = ("bytes", *TIMED_AXES, "link", "length")
+
+
+def main(
+    only: Annotated[str, typer.Option(help=f"Comma-separated: {', '.join(BENCH_PARTS)}.")] = ",".join(BENCH_PARTS),
+    rounds: Annotated[int, typer.Option(min=1, help="Turns that each contestant takes.")] = 9,
+    steps: Annotated[int, typer.Option(min=1, help="Timed steps of a turn.")] = 3,
+    samples: Annotated[int, typer.Option(min=2, help="Sequences of all ranks together, an even number.")] = 4,
+    tokens: Annotated[int, typer.Option(min=8, help="Of a sequence, where steps are timed.")] = 256,
+    links: Annotated[str, typer.Option(help="Bytes a second of slow links, for dp beside pp.")] = "100M,25M,10M",
+    cap: Annotated[str, typer.Option(help="Memory that a rank may take, where sequences grow.")] = "160M",
+    longest: Annotated[int, typer.Option(min=256, help="Tokens that no sequence exceeds.")] = 1 << 15,
+    strict: Annotated[bool, typer.Option("--strict", help="Fail where a step takes longer than torch's own.")] = False,
+    name: Annotated[str, typer.Option(help="Of the files in --results.")] = "parallel",
+    results: Annotated[Path, typer.Option(help="Folder of the JSON and the picture.")] = _RESULTS,
+) -> None:
+    """Do these parts, print tables, write the JSON and the picture; the exit code is 1 if bytes or losses differ."""
+    parts = parse_parts(only)
+    if samples % 2:
+        raise typer.BadParameter(f"--samples {samples} can't be halved; write an even number")
+    os.environ.update(OMP_NUM_THREADS="1", WINDLASS_LOG_LEVEL="ERROR")
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ.pop("WINDLASS_TRANSPORT", None)
+    console, found, wrong = bench_console(), {}, list[str]()
+    if "bytes" in parts:
+        found["bytes"], more = _measure_axis_bytes(console)
+        wrong += more
+    loads = {axis: [Load(samples, tokens)] for axis in parts if axis in TIMED_AXES}
+    if "link" in parts:
+        loads["link"] = [Load(samples, tokens, parse_bytes(rate.strip(), "--links")) for rate in links.split(",")]
+    for axis, each in loads.items():
+        if axis not in TIMED_AXES:
+            os.environ["WINDLASS_TRANSPORT"] = "gloo"  # memory that ranks share is no link; the axes before took it
+        races = [_time_contestants(axis, load, rounds, steps, console) for load in each]
+        found[axis] = contest.plain(races[0]) if axis in TIMED_AXES else [contest.plain(race) for race in races]
+        wrong += [f"{axis}: the losses of {one} differ" for race in races for one in race.unequal]
+        wrong += [line for race in races for line in race.slower] if strict else []
+    if "link" in loads:
+        console.print(contest.links(races))
+    os.environ.pop("WINDLASS_TRANSPORT", None)
+    if loads:
+        found["limit"] = EXPLANATION
+        console.print(f"limit: {EXPLANATION}")
+    if "length" in parts:
+        found["length"], more = _measure_longest_sequence(
+            console, parse_bytes(cap, "--cap"), longest, results / f"{name}-length.png"
+        )
+        wrong += more
+    path = write_result(results / f"{name}.json", {"bench": "parallel", **found, "wrong": wrong})
+    console.print(f"written: {path}", soft_wrap=True)
+    for line in wrong:
+        console.print(f"WRONG: {line}", soft_wrap=True, markup=False)
+    if wrong:
+        raise typer.Exit(1)
+
+
+def _time_contestants(axis: str, load: Load, rounds: int, steps: int, console: Console) -> contest.Race:
+    race = contest.race(axis, load, rounds, steps, console.print)
+    console.print(contest.table(race))
+    for line in contest.notes(race):
+        console.print(line, soft_wrap=True, markup=False)  # an error may have brackets
+    return race
+
+
+def parse_parts(text: str) -> list[str]:
+    """The parts that are asked for, in the order of `PARTS`.
+
+    Raises:
+        BadParameter: there is no such part.
+    """
+    asked = {word.strip() for word in text.split(",")}
+    if missing := asked - set(BENCH_PARTS):
+        raise typer.BadParameter(f"--only {', '.join(sorted(missing))}: there are {', '.join(BENCH_PARTS)}")
+    return [part for part in BENCH_PARTS if part in asked]
+
+
+def _measure_axis_bytes(console: Console) -> tuple[Any, list[str]]:
+    lines = count(CASES, console.print)
+    console.print(_axis_bytes_table(lines))
+    differ = unequal(lines)
+    console.print(f"bytes: {len(lines) - len(differ)} of {len(lines)} lines are equal to the byte")
+    said = [f"{one.case}: {one.axis} {one.operation} is {one.measured:,}" for one in differ]
+    return [line.plain() for line in lines], said
+
+
+def _axis_bytes_table(lines: list[Line]) -> Table:
+    made = Table(title="bytes that a rank receives in a step, transport gloo", title_justify="left")
+    for column in ("mesh", "stage of the pipeline", "axis", "operation"):
+        made.add_column(column)
+    for column in ("formula", "scalars", "measured", ""):
+        made.add_column(column, justify="right", no_wrap=True)
+    before = ""
+    for one in lines:
+        numbers = (f"{value:,}" for value in (one.formula, one.scalars, one.measured))
+        mesh, before = ("" if one.case == before else one.case), one.case
+        made.add_row(mesh, str(one.pipe), one.axis, one.operation, *numbers, "equal" if one.equal else "DIFFERENT")
+    return made
+
+
+def _measure_longest_sequence(console: Console, cap: int, longest: int, picture: Path) -> tuple[Any, list[str]]:
+    found = lengths.stretch(list(ROWS), cap, first=128, most=longest, say=console.print)
+    console.print(lengths.table(found, cap))
+    console.print(lengths.EXPLANATION, soft_wrap=True)
+    apart = lengths.losses_apart(found)
+    console.print(f"losses of {len(found)} rows on one sequence: at most {apart:.1e} apart")
+    if lengths.draw(found, cap, picture):
+        console.print(f"drawn: {picture}", soft_wrap=True)
+    return lengths.plain(found, cap), [] if apart <= lengths.EQUAL_LOSS else [f"length: losses are {apart:.1e} apart"]
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,205 @@
+"""Trains LoRA adapters of peft on tiny Llamas, plain or under DeepSpeed, saves them, and tells losses and logits.
+
+adapters.py OUT CASES       CASES: JSON, a list of {"name", "variant", "route", "config" or null, ...}; see `Case`
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.state import AcceleratorState
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import LlamaForCausalLM, Trainer, TrainingArguments, set_seed
+from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
+
+from tests.compat.scripts.transformers_training import WORLD_BATCH, Lines, Losses
+
+STEPS = 3
+RATE = 5e-3
+GROWN = 52
+_LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"], "task_type": "CAUSAL_LM"}
+# what is trained, whether the head is the embedding, whether there are new tokens
+VARIANTS: dict[str, dict[str, Any]] = {
+    "lora": {"lora": {}, "tied": True},
+    "modules": {"lora": {"modules_to_save": ["embed_tokens", "lm_head"]}, "grown": True},
+    "tied": {"lora": {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}, "tied": True, "grown": True},
+    "tokens": {"lora": {"trainable_token_indices": [48, 49, 50]}, "tied": True, "grown": True},
+    "dora": {"lora": {"use_dora": True}, "tied": True},
+}
+
+
+@dataclass
+class Case:
+    """One adapter.
+
+    Args:
+        variant: key of `VARIANTS`.
+        route: "trainer", or "engine": `deepspeed.initialize` by hand.
+        config: of DeepSpeed; None: plainly.
+        born: at stage 3, the base is built when the configuration is known, so under `zero.Init`.
+    """
+
+    name: str
+    variant: str
+    route: str
+    config: dict[str, Any] | None = None
+    ranks: int = 1
+    born: bool = False
+
+
+def base(out: Path, variant: str) -> LlamaForCausalLM:
+    """The pretrained model, with its new tokens."""
+    which = VARIANTS[variant]
+    model = LlamaForCausalLM.from_pretrained(out / ("tied" if which.get("tied") else "untied"), dtype=torch.float32)
+    if which.get("grown"):
+        set_seed(7)
+        model.resize_token_embeddings(GROWN)
+    return model
+
+
+def adapted(out: Path, variant: str) -> PeftModel:
+    """With adapters, of which some start at random too."""
+    model = base(out, variant)
+    set_seed(5)
+    return get_peft_model(model, LoraConfig(**_LORA, init_lora_weights="gaussian", **VARIANTS[variant]["lora"]))
+
+
+def probe() -> torch.Tensor:
+    """Tokens, new ones among them where there are some."""
+    return torch.arange(2, 50).view(2, 24) % 48
+
+
+def logits(model: Any, grown: bool) -> torch.Tensor:
+    """Of the probe."""
+    model.eval()
+    with torch.no_grad():
+        return model(input_ids=(probe() + 4 if grown else probe()).to(model.device)).logits.cpu()
+
+
+def by_trainer(case: Case, out: Path, folder: Path) -> tuple[list[float], torch.Tensor]:
+    """Train with transformers' Trainer; losses, and logits afterwards."""
+    model = None if case.born else adapted(out, case.variant)
+    losses = Losses()
+    args = TrainingArguments(
+        output_dir=str(folder),
+        deepspeed=case.config,
+        per_device_train_batch_size=WORLD_BATCH // case.ranks,
+        max_steps=STEPS,
+        learning_rate=RATE,
+        lr_scheduler_type="constant",
+        logging_steps=1,
+        save_strategy="steps",
+        save_steps=STEPS,
+        report_to=[],
+        disable_tqdm=True,
+        seed=3,
+        use_cpu=not torch.cuda.is_available() and case.config is None,
+    )
+    model = model or adapted(out, case.variant)
+    trainer = Trainer(model=model, args=args, train_dataset=Lines(vocabulary=limit(case)), callbacks=[losses])
+    trainer.train()
+    trainer.save_model(str(folder / "saved"))
+    found = logits(trainer.model_wrapped if case.config else trainer.model, grown(case))
+    if case.config is not None:
+        trainer.accelerator.free_memory()
+    return [log["loss"] for log in losses.logs if "loss" in log], found
+
+
+def by_engine(case: Case, out: Path, folder: Path) -> tuple[list[float], torch.Tensor]:
+    """Train by hand; the adapter is saved by rank 0 while parameters are whole, as DeepSpeed's users do."""
+    known = HfDeepSpeedConfig(case.config) if case.born else None
+    model = adapted(out, case.variant)
+    del known
+    data, losses = Lines(vocabulary=limit(case)), []
+    whole: Callable[..., Any] = lambda *_: nullcontext()  # noqa: E731
+    if case.config is None:
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=RATE)
+        run, backward, step = model, lambda loss: loss.backward(), optimizer.step
+    else:
+        import deepspeed
+
+        config = {**case.config, "train_micro_batch_size_per_gpu": WORLD_BATCH // case.ranks}
+        config["optimizer"] = {"type": "AdamW", "params": {"lr": RATE, "weight_decay": 0.01}}
+        trained = [p for p in model.parameters() if p.requires_grad]
+        run, *_ = deepspeed.initialize(model=model, model_parameters=trained, config=config)
+        backward, step, whole = run.backward, run.step, deepspeed.zero.GatheredParameters
+    rank, each = int(os.environ.get("RANK", "0")), WORLD_BATCH // case.ranks
+    model.train()
+    for number in range(STEPS):
+        first = number * WORLD_BATCH
+        ids = torch.stack([data[first + rank * each + i]["input_ids"] for i in range(each)])
+        loss = run(input_ids=ids, labels=ids).loss
+        backward(loss)
+        if case.config is None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        step()
+        if case.config is None:
+            optimizer.zero_grad()
+        losses.append(mean(loss.detach(), case.ranks))
+    with whole(list(model.parameters())):
+        if rank == 0:
+            model.save_pretrained(folder / "saved")
+    found = logits(run, grown(case))
+    if case.config is not None:
+        run.destroy()
+    return losses, found
+
+
+def grown(case: Case) -> bool:
+    """Whether there are new tokens."""
+    return bool(VARIANTS[case.variant].get("grown"))
+
+
+def limit(case: Case) -> int:
+    """The data use the new tokens, if there are some."""
+    return GROWN if grown(case) else 48
+
+
+def mean(value: torch.Tensor, ranks: int) -> float:
+    """Over the ranks."""
+    if ranks > 1:
+        torch.distributed.all_reduce(value)
+    return value.item() / ranks
+
+
+def reloaded(out: Path, variant: str, saved: Path) -> torch.Tensor:
+    """Logits of a saved adapter on a plain base, which no engine knows."""
+    return logits(PeftModel.from_pretrained(base(out, variant), saved), "grown" in VARIANTS[variant])
+
+
+def main(out: Path, cases: list[Case]) -> None:
+    """Run all cases; rank 0 writes what they told, and what the saved adapters are."""
+    told: dict[str, dict[str, Any]] = {}
+    for case in cases:
+        gc.freeze()  # accelerate collects garbage often, and walking through all imports takes long
+        AcceleratorState._reset_state(reset_partial_state=True)
+        unset_hf_deepspeed_config()
+        folder = out / f"{case.name}-{case.ranks}"
+        run = by_trainer if case.route == "trainer" else by_engine
+        losses, found = run(case, out, folder)
+        gc.collect()
+        told[case.name] = {"losses": losses}
+        if os.environ.get("RANK", "0") == "0":
+            unset_hf_deepspeed_config()
+            saved = folder / "saved"
+            told[case.name] |= {
+                "equal": torch.equal(reloaded(out, case.variant, saved), found),
+                "bytes": (saved / "adapter_model.safetensors").stat().st_size,
+                "moved": float((found - logits(base(out, case.variant), grown(case))).abs().max()),
+            }
+    if os.environ.get("RANK", "0") == "0":
+        name = f"told-{cases[0].ranks}{'-plain' if cases[0].config is None else ''}.json"
+        (out / name).write_text(json.dumps(told))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), [Case(**case) for case in json.loads(Path(sys.argv[2]).read_text())])

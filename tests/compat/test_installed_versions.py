@@ -1,0 +1,35 @@
+"""One run of the clients, on two ranks, with the versions that are installed: for CI on the oldest and the newest.
+
+The other tests of this folder say more and take longer.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.compat.conftest import start
+
+pytest.importorskip("accelerate")
+pytestmark = pytest.mark.slow  # test_trainer.py holds the pinned versions to more
+
+
+@pytest.fixture(scope="module")
+def losses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
+    """Losses of a few steps from saved weights, by run: `plain`, and each stage over two ranks."""
+    folder = tmp_path_factory.mktemp("versions")
+    start("short_training.py", folder, "plain", ranks=0, stands_in=False, seconds=900)
+    start("short_training.py", folder, "sharded", ranks=2, seconds=900)
+    return {path.stem: json.loads(path.read_text()) for path in Path(folder).glob("*.json")}
+
+
+def test_a_loaded_model_trains_to_the_plain_losses(losses: dict[str, list[float]]) -> None:
+    """Law: the Trainer's losses at stages 2 and 3 over two ranks are those of one plain process with both batches,
+    in bf16 and fp32, with a layer that the file lacks."""
+    assert {"plain-fp32", "plain-bf16", "zero3-fp32", "zero3-bf16", "zero2-fp32"} <= losses.keys()
+    for name, found in losses.items():
+        plain = losses[f"plain-{name.partition('-')[2]}"]
+        assert len(found) == len(plain) == 3 and found[0] != found[-1]
+        assert found == pytest.approx(plain, rel=2e-4 if name.endswith("fp32") else 1e-2), (name, losses)

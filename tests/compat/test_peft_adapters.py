@@ -1,0 +1,106 @@
+"""Law: LoRA adapters of peft train under DeepSpeed as they do without, and what is saved is the same adapter."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.compat.client_configs import config
+from tests.compat.conftest import start
+
+pytest.importorskip("peft")
+
+_VARIANTS = ("lora", "modules", "tied", "tokens", "dora")
+
+
+def _by_hand(stage: int) -> dict[str, Any]:
+    section = {"stage": stage, **({"stage3_param_persistence_threshold": 0} if stage == 3 else {})}
+    return {"train_micro_batch_size_per_gpu": 2, "gradient_clipping": 1.0, "zero_optimization": section}
+
+
+def _case(variant: str, route: str, stage: int, born: bool) -> dict[str, Any]:
+    made = config(stage) if route == "trainer" else _by_hand(stage)
+    return {"variant": variant, "route": route, "config": made, "born": born}
+
+
+# New tokens of a base that was born sharded are left out: there peft 0.21 calls torch.cuda, whatever the machine.
+_CASES: dict[str, dict[str, Any]] = {
+    f"{variant}-{route}-{stage}{'-born' if born else ''}": _case(variant, route, stage, born)
+    for variant in _VARIANTS
+    for route in ("trainer", "engine")
+    for stage, born in ((2, False), (3, False), (3, True))
+    if not (variant == "tokens" and born)
+}
+_QUICK = (
+    "lora-trainer-3",
+    "lora-engine-2",
+    "modules-trainer-3-born",
+    "modules-engine-3",
+    "tied-trainer-3",
+    "tokens-engine-3",
+    "dora-trainer-3-born",
+)
+Told = dict[str, dict[str, Any]]
+Ask = Callable[[int, bool], Told]
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> Ask:
+    """What cases told: on 0 ranks without DeepSpeed, on 1 and 2 with it; all of them, or the quick ones."""
+    from transformers import LlamaForCausalLM
+
+    from tests.compat.scripts import transformers_training
+
+    out = tmp_path_factory.mktemp("adapters")
+    for tied in (True, False):
+        torch.manual_seed(0)
+        shape = transformers_training.model_config()
+        shape.tie_word_embeddings = tied
+        LlamaForCausalLM(shape).save_pretrained(out / ("tied" if tied else "untied"))
+    found: dict[tuple[int, bool], Told] = {}
+
+    def get(ranks: int, every: bool) -> Told:
+        if (ranks, every) not in found:
+            chosen = {name: case for name, case in _CASES.items() if every or name in _QUICK}
+            if ranks == 0:
+                both = [(variant, route) for variant in _VARIANTS for route in ("trainer", "engine")]
+                chosen = {f"{variant}-{route}-plain": {"variant": variant, "route": route} for variant, route in both}
+            cases = [{"name": name, "ranks": max(ranks, 1), **case} for name, case in chosen.items()]
+            (out / "cases.json").write_text(json.dumps(cases))
+            start("peft_training.py", out, out / "cases.json", ranks=ranks, stands_in=ranks > 0, seconds=600)
+            file = out / f"told-{max(ranks, 1)}{'' if ranks else '-plain'}.json"
+            found[ranks, every] = json.loads(file.read_text())
+        return found[ranks, every]
+
+    return get
+
+
+def _holds(plain: dict[str, Any], one: dict[str, Any]) -> None:
+    assert one["losses"] == pytest.approx(plain["losses"], abs=2e-6)
+    assert one["moved"] > 0.05  # it has learned something, so that an adapter of nothing would be found out
+    assert one["equal"], "the saved adapter computes other logits than the engine that saved it"
+    assert one["bytes"] <= plain["bytes"]
+
+
+@pytest.mark.parametrize("name", _QUICK)
+def test_adapters_train_and_are_saved_over_two_ranks(told: Ask, name: str) -> None:
+    """Law: losses are those without DeepSpeed; on the plain base the saved adapter computes the engine's logits, bit by
+    bit; the file has what it has without DeepSpeed, and no base."""
+    _holds(_plain_of(told, name), told(2, False)[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", _CASES)
+def test_adapters_train_and_are_saved(told: Ask, name: str, ranks: int) -> None:
+    """The same, of everything."""
+    _holds(_plain_of(told, name), told(ranks, True)[name])
+
+
+def _plain_of(told: Ask, name: str) -> dict[str, Any]:
+    variant, route = name.split("-")[:2]
+    return told(0, True)[f"{variant}-{route}-plain"]

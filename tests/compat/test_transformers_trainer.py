@@ -1,0 +1,149 @@
+"""Law: transformers' Trainer under a DeepSpeed configuration trains as the plain Trainer does, at every stage."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.compat.client_configs import config as _config
+from tests.compat.conftest import start
+
+pytest.importorskip("accelerate")
+
+_SCHEDULE = {
+    "type": "WarmupDecayLR",
+    "params": {
+        "warmup_min_lr": "auto",
+        "warmup_max_lr": "auto",
+        "warmup_num_steps": "auto",
+        "total_num_steps": "auto",
+        "warmup_type": "linear",
+    },
+}
+_HOST = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+
+
+def _own_optimizer(config: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if key != "optimizer"}
+
+
+_ALL = {"resume": True, "evaluate": True, "save": True, "generate": True}
+_CASES: dict[str, dict[str, Any]] = {
+    **{f"stage-{stage}": {"config": _config(stage), **_ALL} for stage in range(4)},
+    "host": {"config": _config(3, _HOST), "resume": True},
+    "accumulated": {"config": _config(2), "accumulation": 2},
+    "accumulated-3": {"config": _config(3), "accumulation": 2},
+    "trainers-optimizer": {"config": _own_optimizer(_config(3, _HOST))},
+    "bf16": {"config": _config(3), "dtype": "bf16"},
+    "schedule": {"config": _config(2, scheduler=_SCHEDULE)},
+    "resized-2": {"config": _config(2), "resize": 56, "save": True},
+    "resized-3": {"config": _config(3), "resize": 56, "save": True},
+}
+_WHOLE = {"stage3_gather_16bit_weights_on_model_save": True}
+_AXES: dict[str, dict[str, Any]] = {
+    **{
+        f"tensor-{stage}": {
+            "config": _config(stage, _WHOLE, tensor_parallel={"autotp_size": 2}),
+            "readers": 1,
+            "save": True,
+            "resume": True,
+        }
+        for stage in (0, 2)  # above that transformers itself refuses to load a model
+    },
+    **{f"sequence-{stage}": {"config": _config(stage), "readers": 1, "sequences": 2, "save": True} for stage in (1, 3)},
+}
+Told = dict[str, dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Told]:
+    """What all cases told: on 0 ranks the plain Trainer, on 1 and 2 under DeepSpeed's configurations."""
+    from transformers import LlamaForCausalLM
+
+    from tests.compat.scripts import transformers_training
+
+    out = tmp_path_factory.mktemp("trainer")
+    torch.manual_seed(0)
+    LlamaForCausalLM(transformers_training.model_config()).save_pretrained(out / "start")
+    found: dict[int, Told] = {}
+
+    def get(ranks: int) -> Told:
+        if ranks not in found:
+            found[ranks] = {}  # where it fails, it fails once
+            asked = {**_CASES, **_AXES} if ranks == 2 else _CASES
+            cases = [{"name": name, "ranks": ranks, **case} for name, case in asked.items()]
+            if ranks == 0:
+                cases = [{"name": "plain", **_ALL}, {"name": "resized", "resize": 56, "save": True}]
+            (out / f"cases-{ranks}.json").write_text(json.dumps(cases))
+            start("transformers_training.py", out, out / f"cases-{ranks}.json", ranks=ranks, stands_in=ranks > 0)
+            found[ranks] = json.loads((out / f"told-{max(ranks, 1)}{'' if ranks else '-plain'}.json").read_text())
+            for name, one in found[ranks].items():
+                one["folder"] = out / f"{name}-{ranks}"
+        return found[ranks]
+
+    return get
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", [name for name in _CASES if name != "bf16" and name != "schedule"])
+def test_losses_are_the_plain_trainers(told: Callable[[int], Told], name: str, ranks: int) -> None:
+    """Law: losses, gradient norms and learning rates, and those after a resume in a new Trainer."""
+    plain, one = told(0)["resized" if _CASES[name].get("resize") else "plain"], told(ranks)[name]
+    assert one["losses"] == pytest.approx(plain["losses"], abs=2e-6)
+    assert one["norms"] == pytest.approx(plain["norms"], rel=1e-5)
+    if _CASES[name].get("resume"):
+        assert one["resumed"] == pytest.approx(dict(zip("34", plain["losses"][2:], strict=True)), abs=2e-6)
+    if _CASES[name].get("evaluate"):
+        assert one["eval_loss"] == pytest.approx(plain["eval_loss"], abs=2e-6)
+    if _CASES[name].get("generate"):
+        assert one["generated"] == plain["generated"]
+
+
+@pytest.mark.parametrize("name", _AXES)
+def test_models_and_sequences_that_are_cut_over_ranks_train_as_one(told: Callable[[int], Told], name: str) -> None:
+    """Law: losses and norms with matrices, and with sequences, on two ranks are the plain Trainer's."""
+    plain, one = told(0)["plain"], told(2)[name]
+    assert one["losses"] == pytest.approx(plain["losses"], abs=2e-6)
+    assert one["norms"] == pytest.approx(plain["norms"], rel=1e-5)
+    if _AXES[name].get("resume"):
+        assert one["resumed"] == pytest.approx(dict(zip("34", plain["losses"][2:], strict=True)), abs=2e-6)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_bf16_trains_near_fp32(told: Callable[[int], Told], ranks: int) -> None:
+    """Law: bf16 with fp32 masters follows the fp32 losses to the precision of bf16 logits."""
+    assert told(ranks)["bf16"]["losses"] == pytest.approx(told(0)["plain"]["losses"], rel=2e-3)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_configurations_schedule_is_deepspeeds(told: Callable[[int], Told], ranks: int) -> None:
+    """DeepSpeed's warm-up has made no step when the second update is made: that one has the lowest rate, too."""
+    plain, one = told(0)["plain"], told(ranks)["schedule"]
+    assert one["losses"][:2] == pytest.approx(plain["losses"][:2], abs=2e-6)
+    assert one["rates"] == pytest.approx([0.0, 2.5e-3, 5e-3, 2.5e-3])
+    assert abs(one["losses"][2] - plain["losses"][2]) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [
+        *((name, ranks) for name, case in _CASES.items() if case.get("save") for ranks in (1, 2)),
+        *((name, 2) for name, case in _AXES.items() if case.get("save")),
+    ],
+)
+def test_saved_models_are_whole_and_the_same(told: Callable[[int], Told], name: str, ranks: int) -> None:
+    """Law: `save_model` writes every weight, equal to the plain Trainer's, and checkpoints are where resume looks."""
+    case = {**_CASES, **_AXES}[name]
+    plain, one = told(0)["resized" if case.get("resize") else "plain"], told(ranks)[name]
+    expected, found = (load_file(of["folder"] / "saved" / "model.safetensors") for of in (plain, one))
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        torch.testing.assert_close(found[key], value, atol=5e-5, rtol=1e-4, msg=lambda text, key=key: f"{key}: {text}")
+    if case.get("resume"):
+        assert (one["folder"] / "checkpoint-2" / "global_step2").is_dir()
+        assert (one["folder"] / "checkpoint-2" / "latest").read_text() == "global_step2"

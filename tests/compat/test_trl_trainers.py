@@ -1,0 +1,97 @@
+"""Law: the trainers of trl under DeepSpeed's configurations train as they do without it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.compat.client_configs import config
+from tests.compat.conftest import start
+
+pytest.importorskip("trl")
+
+_KINDS: dict[str, dict[str, Any]] = {
+    "sft": {"kind": "sft"},
+    "sft-lora": {"kind": "sft", "lora": True},
+    "dpo": {"kind": "dpo", "options": {"reference": True}},
+    "dpo-before": {"kind": "dpo", "options": {"precompute_ref_log_probs": True}},
+    "dpo-lora": {"kind": "dpo", "lora": True},
+    "grpo": {"kind": "grpo", "options": {"beta": 0.1}},
+    "grpo-lora": {"kind": "grpo", "lora": True, "options": {"beta": 0.1}},
+}
+_CASES: dict[str, dict[str, Any]] = {
+    f"{name}-{stage}{'-born' if born else ''}": {**kind, "config": config(stage), "born": born}
+    for name, kind in _KINDS.items()
+    for stage, born in ((2, False), (3, False), (3, True))
+}
+_QUICK = (
+    "sft-3-born",
+    "sft-lora-3",
+    "dpo-3",
+    "dpo-before-3-born",
+    "grpo-2",
+    "grpo-3",
+)
+Told = dict[str, dict[str, Any]]
+Ask = Callable[[int, bool, bool], Told]
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> Ask:
+    """What cases told, on as many ranks, with DeepSpeed or (over 2 ranks: by DDP) without; all, or the quick ones.
+
+    Texts that GRPO generates depend on the rank that does so: it is compared with as many ranks.
+    """
+    from tests.compat.scripts import trl_training
+
+    out = tmp_path_factory.mktemp("preferences")
+    trl_training.write(out)
+    found: dict[tuple[int, bool, bool], Told] = {}
+
+    def get(ranks: int, plain: bool, every: bool) -> Told:
+        if (ranks, plain, every) not in found:
+            chosen = _CASES if not plain else _KINDS
+            chosen = {name: case for name, case in chosen.items() if every or name in _QUICK or _has_quick(name)}
+            cases = [{"name": name, "ranks": ranks, **case} for name, case in chosen.items()]
+            (out / "cases.json").write_text(json.dumps(cases))
+            launched = 0 if plain and ranks == 1 else ranks
+            start("trl_training.py", out, out / "cases.json", ranks=launched, stands_in=not plain, seconds=600)
+            found[ranks, plain, every] = json.loads((out / f"told-{ranks}{'-plain' if plain else ''}.json").read_text())
+        return found[ranks, plain, every]
+
+    return get
+
+
+def _has_quick(kind: str) -> bool:
+    return any(_kind_of(name) == kind for name in _QUICK)
+
+
+def _kind_of(name: str) -> str:
+    return name.removesuffix("-born").rpartition("-")[0]
+
+
+def _holds(told: Ask, name: str, ranks: int, every: bool) -> None:
+    plain, one = told(ranks, True, every)[_kind_of(name)], told(ranks, False, every)[name]
+    keys = {key for key, values in plain.items() if values}
+    assert {"loss", "grad_norm"} < keys
+    for key in keys:
+        assert one[key] == pytest.approx(plain[key], abs=2e-6), key
+    if _CASES[name]["config"]["zero_optimization"]["stage"] == 3:
+        assert one["hooks"] == [1, 1]  # trl took them off to generate, and put them back
+
+
+@pytest.mark.parametrize("name", _QUICK)
+def test_trainers_over_two_ranks(told: Ask, name: str) -> None:
+    """Law: losses, gradient norms, rewards and divergences are those of the same trainer without DeepSpeed."""
+    _holds(told, name, 2, False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", _CASES)
+def test_trainers(told: Ask, name: str, ranks: int) -> None:
+    """The same, of everything."""
+    _holds(told, name, ranks, True)

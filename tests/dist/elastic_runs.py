@@ -1,0 +1,217 @@
+"""Runs that are saved in one layout and taken up in another: the rows of the matrix, and how one is held.
+
+A step is always the same micro-batches, which any number of ranks share; so a run is the same run in every
+layout, up to the order in which gradients are added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+import torch.distributed as dist
+
+from tests import oracle
+from tests.dist.equivalence_runs import Setting, ds_config, specimen
+from tests.dist.harness import run_ranks
+from tests.dist.test_offload import LATE, homes
+from tests.dist.test_offload_resume import Counting
+from tests.models import Place, cast
+from tests.oracle import Recipe
+
+GLOBAL = 12  # micro-batches of a step on all ranks together, which any number of ranks can share
+BEFORE, AFTER = 2, 5  # steps before the save, and after it
+SCHEDULE = {"type": "WarmupLR", "params": {"warmup_min_lr": 1e-4, "warmup_num_steps": 5, "warmup_type": "linear"}}
+HOMES = {"device": ("none", "none"), "host": ("cpu", "cpu"), "disk": ("nvme", "nvme")}
+CUTS: dict[str, tuple[tuple[str, Any], ...]] = {
+    "all": (),
+    "hpz": (("zero_hpz_partition_size", 2),),
+    "mics": (("mics_shard_size", 2),),
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How many ranks, what of theirs is cut, and where it rests."""
+
+    ranks: int
+    stage: int
+    home: str = "device"
+    transport: str = "gloo"
+    cut: str = "all"
+
+    def setting(self, folder: str) -> Setting:
+        """For `ds_config`; parameters are in several chunks, and chunks have parts of several."""
+        state, param = HOMES[self.home]
+        away = homes(state, param if self.stage == 3 else "none", folder)
+        return Setting(self.stage, zero=(*away, *CUTS[self.cut], ("sub_group_size", 100)))
+
+
+def allowed(ranks: int, stage: int, home: str, cut: str = "all") -> bool:
+    """Whether there is such a layout: at stage 0 nothing is cut, so nothing can rest elsewhere; the other cuts need
+    ranks to spare."""
+    if cut != "all" and (ranks != 4 or stage != 3 or (cut == "hpz" and home != "device")):
+        return False
+    return stage > 0 or home == "device"
+
+
+LAYOUTS = [
+    Layout(ranks, stage, home)
+    for ranks, stage, home in product((1, 2, 3, 4), (0, 1, 2, 3), HOMES)
+    if allowed(ranks, stage, home)
+]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A run that changes its layout in the middle."""
+
+    first: Layout
+    second: Layout
+    model: str = "mlp"
+    optimizer: str = "AdamW"
+    precision: str = "fp32"
+    micro_batches: int = GLOBAL
+
+    @property
+    def bound(self) -> float:
+        """How far losses may part: sums in another order, and what 16 bits make of that."""
+        rounds = "rounds" in specimen(self.model).traits or self.optimizer == "Muon"  # which iterates in bf16
+        return 1e-6 if self.precision == "fp32" and not rounds else 2e-2
+
+
+PARAMS: dict[str, tuple[tuple[str, Any], ...]] = {
+    "Adam": (("lr", 1e-3), ("weight_decay", 0.01), ("adam_w_mode", False)),
+    "AdamW": (("lr", 1e-3), ("weight_decay", 0.01)),
+    "Adagrad": (("lr", 1e-3),),
+    "Lamb": (("lr", 1e-3),),
+    "Muon": (("lr", 1e-3),),
+}
+
+
+def engine_for(row: Row, layout: Layout, folder: str, seed: int) -> Any:
+    import windlass
+
+    params = PARAMS.get(row.optimizer, ())
+    recipe = Recipe(
+        ranks=layout.ranks,
+        accumulation=row.micro_batches // layout.ranks,
+        precision=row.precision,
+        optimizer=row.optimizer,
+        optimizer_params=params,
+    )
+    config = {
+        **ds_config(recipe, layout.setting(folder)),
+        "scheduler": SCHEDULE,
+        "comm": {"transport": layout.transport},
+    }
+    if row.precision == "fp16":
+        config["fp16"] = {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 3}
+    more: dict[str, Any] = {}
+    if row.optimizer == "stranger":
+        del config["optimizer"]
+        more["optimizer"] = lambda parameters: Counting(parameters, lr=1e-3)
+    model = oracle.build(specimen(row.model), seed + dist.get_rank())
+    return windlass.initialize(model=model, config=config, **more)[0]
+
+
+def steps(engine: Any, row: Row, first: int, last: int) -> list[float]:
+    """Train; the mean loss of each step over all ranks."""
+    subject, dtype = specimen(row.model), Recipe(precision=row.precision).dtype
+    rank, world = dist.get_rank(), dist.get_world_size()
+    means = []
+    for step in range(first, last):
+        mine = []
+        for number in range(rank, row.micro_batches, world):
+            mine.append(
+                float(subject.train(engine, cast(subject.batch(Place(step, number, 0)), dtype), engine.backward))
+            )
+            engine.step()
+        found: list[list[float]] = [[]] * world
+        dist.all_gather_object(found, mine)
+        means.append(sum(map(sum, found)) / row.micro_batches)
+    return means
+
+
+def told(engine: Any) -> dict[str, Any]:
+    """What must be the same wherever it is loaded."""
+    return {
+        "fingerprint": engine.fingerprint(),
+        "steps": (engine.global_steps, engine.skipped_steps, engine.global_samples),
+        "scale": engine.loss_scale(),
+        "rates": engine.get_lr(),
+        "within a step": engine.micro_steps % engine.gradient_accumulation_steps(),
+    }
+
+
+def save_and_go_on(row: Row, folder: str) -> dict[str, Any]:
+    """Train, save, and on without interruption."""
+    engine = engine_for(row, row.first, folder, 0)
+    steps(engine, row, 0, BEFORE)
+    engine.save_checkpoint(folder)
+    saved = told(engine)
+    losses = steps(engine, row, BEFORE, BEFORE + AFTER)
+    engine.destroy()
+    return {"saved": saved, "losses": losses}
+
+
+def take_up(row: Row, folder: str) -> dict[str, Any]:
+    """From other weights, in the other layout: load, and on."""
+    engine = engine_for(row, row.second, folder, 50)
+    engine.load_checkpoint(folder)
+    loaded = told(engine)
+    losses = steps(engine, row, BEFORE, BEFORE + AFTER)
+    engine.destroy()
+    return {"saved": loaded, "losses": losses}
+
+
+def each(take: Callable[[Row, str], dict[str, Any]], rows: list[tuple[Row, str]]) -> list[dict[str, Any]]:
+    """What every row came to on these ranks."""
+    found = []
+    for row, folder in rows:
+        try:
+            found.append(take(row, folder))
+        except Exception as error:
+            error.add_note(f"under {row}")
+            raise
+    return found
+
+
+def over_ranks(
+    take: Callable[[Row, str], dict[str, Any]], rows: list[tuple[Row, str]], layout_of: Callable[[Row], Layout]
+) -> dict[Row, dict[str, Any]]:
+    """`each` of these rows, in as few worlds as there are numbers of ranks; what rank 0 found."""
+    found: dict[Row, dict[str, Any]] = {}
+    for ranks in sorted({layout_of(row).ranks for row, _ in rows}):
+        these = [(row, folder) for row, folder in rows if layout_of(row).ranks == ranks]
+        came = run_ranks(each, ranks, take, these, env=LATE, timeout=60.0 + 30.0 * len(these))
+        for other in came[1:]:
+            assert [one["saved"] for one in other] == [one["saved"] for one in came[0]], "ranks do not agree"
+        found.update(dict(zip([row for row, _ in these], came[0], strict=True)))
+    return found
+
+
+def complaints(row: Row, wanted: dict[str, Any], found: dict[str, Any]) -> list[str]:
+    """Where the run that was taken up is not the one that went on."""
+    said = [f"{key}: {found['saved'][key]}, not {value}" for key, value in wanted["saved"].items()
+            if found["saved"][key] != value]  # fmt: skip
+    for step, (have, want) in enumerate(zip(found["losses"], wanted["losses"], strict=True)):
+        if not abs(have - want) <= row.bound * max(1.0, abs(want)):
+            said.append(f"loss {step} after the save is {have!r}, not {want!r}")
+    return said
+
+
+def hold(rows: list[Row], folder: Any) -> None:
+    """Assert that every row is one run. What rows begin with in common is trained and saved once."""
+    begun = list(dict.fromkeys(replace(row, second=row.first) for row in rows))
+    places = {row: f"{folder}/{number}" for number, row in enumerate(begun)}
+    wanted = over_ranks(save_and_go_on, list(places.items()), lambda row: row.first)
+    numbered = [(row, places[replace(row, second=row.first)]) for row in rows]
+    found = over_ranks(take_up, numbered, lambda row: row.second)
+    said = []
+    for row in rows:
+        if wrong := complaints(row, wanted[replace(row, second=row.first)], found[row]):
+            said.append(f"{row}: {'; '.join(wrong[:3])}")
+    assert not said, f"{len(said)} of {len(rows)}:\n" + "\n".join(said[:8])

@@ -1,0 +1,95 @@
+"""The factors of the great law and their sensible combinations, for the covering array and the full product."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tests.dist.equivalence_runs import SGD, Setting, adamw, specimen
+from tests.hf_models import HF_ZOO
+from tests.models import ZOO
+from tests.oracle import Recipe
+
+TINY_BUCKETS = (("reduce_bucket_size", 600), ("allgather_bucket_size", 500))
+SMALL_BUCKETS = (("reduce_bucket_size", 60_000), ("allgather_bucket_size", 50_000))  # as tiny to a larger model
+FROZEN_KNOBS = (
+    ("stage3_prefetch_bucket_size", 0),
+    ("stage3_max_live_parameters", 0),
+    ("stage3_max_reuse_distance", 0),
+)
+
+FACTORS: Mapping[str, Sequence[Any]] = {
+    "model": list(ZOO),
+    "stage": [3, 2, 1, 0],
+    "ranks": [2, 3, 4, 1],
+    "optimizer": ["SGD", "AdamW"],
+    "accumulation": [1, 3],
+    "precision": ["fp32", "bf16"],
+    "overlap": [True, False],
+    "plain_backward": [False, True],
+    "transport": ["shm", "gloo"],
+    "clipping": [1.0, 0.1, 0.0],
+    "buckets": ["default", "tiny"],
+    "persistence": [0, 300, 100_000],
+    "knobs": ["default", "frozen", "merged"],
+}
+HF_FACTORS: Mapping[str, Sequence[Any]] = {**FACTORS, "model": list(HF_ZOO), "ranks": [2, 3]}
+
+
+def allowed(row: dict[str, Any]) -> bool:
+    """Whether a (partial) row is a case: says nothing of rows that lack the factors it looks at."""
+    if "model" not in row:
+        return True
+    traits = specimen(row["model"]).traits
+    if "fp32" in traits and row.get("precision") == "bf16":
+        return False
+    return not ("once" in traits and row.get("accumulation", 1) > 1)
+
+
+def recipe_of(row: dict[str, Any], steps: int = 5) -> Recipe:
+    """What the row trains."""
+    return Recipe(
+        ranks=row["ranks"],
+        accumulation=row["accumulation"],
+        precision=row["precision"],
+        optimizer=row["optimizer"],
+        optimizer_params=SGD if row["optimizer"] == "SGD" else adamw(specimen(row["model"]), row["precision"]),
+        clipping=row["clipping"],
+        steps=steps,
+    )
+
+
+def setting_of(row: dict[str, Any]) -> Setting:
+    """How the row asks the engine to train it."""
+    zero: tuple[tuple[str, Any], ...] = ()
+    if row["buckets"] == "tiny":
+        zero = SMALL_BUCKETS if row["model"] == "four_blocks" else TINY_BUCKETS
+    zero += {"default": (), "frozen": FROZEN_KNOBS, "merged": (("unit_merge_threshold", 1000),)}[row["knobs"]]
+    return Setting(
+        stage=row["stage"],
+        overlap=row["overlap"],
+        plain_backward=row["plain_backward"],
+        persistence=row["persistence"],
+        transport=row["transport"],
+        zero=zero,
+    )
+
+
+def name_of(row: dict[str, Any]) -> str:
+    """A test id that says every factor."""
+    words = [
+        row["model"],
+        f"stage{row['stage']}",
+        f"w{row['ranks']}",
+        f"a{row['accumulation']}",
+        row["precision"],
+        row["optimizer"],
+        row["transport"],
+        "plain" if row["plain_backward"] else "engine",
+        "overlap" if row["overlap"] else "serial",
+        f"clip{row['clipping']}",
+        row["buckets"],
+        f"persist{row['persistence']}",
+        row["knobs"],
+    ]
+    return "-".join(words)

@@ -1,0 +1,323 @@
+"""How ranks train a transformers model over all axes of the mesh, and how one process does."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.dist.harness import run_ranks
+
+VOCABULARY, LENGTH, ROWS, STEPS = 30, 13, 2, 5
+ADAMW: dict[str, Any] = {"lr": 2e-3, "eps": 1e-4, "weight_decay": 0.02}
+CLIP = 0.5
+
+
+def llama(*, tied: bool) -> nn.Module:
+    """Four layers, grouped queries: 4 heads over 2."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=44,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        tie_word_embeddings=tied,
+        use_cache=False,
+    )
+    return LlamaForCausalLM(config)
+
+
+def gpt2(*, tied: bool) -> nn.Module:
+    """Four layers with fused queries, keys and values, learned positions, biases."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        vocab_size=VOCABULARY,
+        n_embd=32,
+        n_layer=4,
+        n_head=4,
+        n_positions=64,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=0,
+        eos_token_id=0,
+        tie_word_embeddings=tied,
+        use_cache=False,
+    )
+    return GPT2LMHeadModel(config)
+
+
+def mixtral(*, tied: bool) -> nn.Module:
+    """Two layers of five experts, two for each token."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=5,
+        num_experts_per_tok=2,
+        max_position_embeddings=64,
+        sliding_window=None,
+        tie_word_embeddings=tied,
+        use_cache=False,
+    )
+    return MixtralForCausalLM(config)
+
+
+def uneven(*, tied: bool) -> nn.Module:
+    """Three layers of three heads, small enough that several are merged into one unit."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=VOCABULARY + 1,
+        hidden_size=24,
+        intermediate_size=37,
+        num_hidden_layers=3,
+        num_attention_heads=3,
+        max_position_embeddings=64,
+        tie_word_embeddings=tied,
+        use_cache=False,
+    )
+    return LlamaForCausalLM(config)
+
+
+def adapted(base: nn.Module) -> nn.Module:
+    """A frozen model with adapters of rank 3 beside all linear layers of its blocks."""
+    import peft
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of transformers to peft, and of peft on Conv1D
+        found: nn.Module = peft.get_peft_model(base, peft.LoraConfig(r=3, target_modules="all-linear"))
+    return found
+
+
+MODELS: dict[str, Callable[..., nn.Module]] = {
+    "uneven": uneven,
+    "llama": llama,
+    "gpt2": gpt2,
+    "mixtral": mixtral,
+    "llama-lora": lambda *, tied: adapted(llama(tied=tied)),
+    "gpt2-lora": lambda *, tied: adapted(gpt2(tied=tied)),
+    "uneven-lora": lambda *, tied: adapted(uneven(tied=tied)),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One combination; what it must not change is the result."""
+
+    model: str
+    axes: tuple[tuple[str, int], ...]
+    stage: int = 0
+    host: bool = False
+    tied: bool = False
+    sequence: str = "ulysses"
+    transport: str = "auto"
+    world: int = 0  # of ranks; 0: as many as the axes take
+    accumulation: int = 1
+    more: tuple[tuple[str, Any], ...] = ()
+    zero: tuple[tuple[str, Any], ...] = ()
+    born: bool = False  # built under zero.Init
+    optimizer: str = "AdamW"
+    params: tuple[tuple[str, Any], ...] = tuple(ADAMW.items())
+    bound: float = 1e-5  # of losses, norms and parameters
+
+    @property
+    def ranks(self) -> int:
+        """In all."""
+        taken = 1
+        for _, size in self.axes:
+            taken *= size
+        return self.world or taken
+
+    def __str__(self) -> str:
+        axes = "-".join(f"{axis}{size}" for axis, size in self.axes)
+        marks = [*(["tied"] if self.tied else []), *(["host"] if self.host else [])]
+        marks += ["born"] if self.born else []
+        marks += [self.sequence] if any(axis == "sp" for axis, _ in self.axes) else []
+        marks += [self.optimizer] if self.optimizer != "AdamW" else []
+        return "-".join([self.model, axes, f"of{self.ranks}", f"stage{self.stage}", *marks])
+
+
+@dataclass
+class Found:
+    """What one rank saw."""
+
+    reader: int = 0
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    grads: list[dict[str, torch.Tensor | None]] = field(default_factory=list)
+    params: dict[str, torch.Tensor] = field(default_factory=dict)
+    model: dict[str, torch.Tensor] = field(default_factory=dict)
+    print: str = ""
+
+
+def build(name: str, *, tied: bool) -> nn.Module:
+    """The model, the same wherever it is made."""
+    torch.manual_seed(11)
+    model = MODELS[name](tied=tied)
+    with torch.no_grad():  # so that no bias or norm can be forgotten
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape) * 0.02)
+    return model
+
+
+def batch(step: int, micro: int, reader: int) -> dict[str, torch.Tensor]:
+    """One reader's micro-batch: two rows, of which one has labels that do not count."""
+    generator = torch.Generator().manual_seed(1000 * step + 100 * micro + reader)
+    ids = torch.randint(0, VOCABULARY, (ROWS, LENGTH), generator=generator)
+    labels = ids.clone()
+    labels[1, : 3 + reader + micro] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def config_of(case: Case) -> dict[str, Any]:
+    """The configuration that asks for it."""
+    zero: dict[str, Any] = {"stage": case.stage, "stage3_param_persistence_threshold": 40, **dict(case.zero)}
+    if case.host:
+        zero["offload_optimizer"] = {"device": "cpu"}
+        if case.stage == 3:
+            zero["offload_param"] = {"device": "cpu"}
+    return {
+        "train_micro_batch_size_per_gpu": ROWS,
+        "gradient_accumulation_steps": case.accumulation,
+        "gradient_clipping": CLIP,
+        "optimizer": {"type": case.optimizer, "params": dict(case.params)},
+        "zero_optimization": zero,
+        "parallel": {**dict(case.axes), "sp_mode": case.sequence, **dict(case.more)},
+        "comm": {"transport": case.transport},
+    }
+
+
+def train(case: Case, steps: int = STEPS, save: str | None = None, source: str | None = None) -> Found:
+    """One rank's run."""
+    import windlass
+
+    config = config_of(case)
+    with windlass.zero.Init(enabled=case.born):
+        model = build(case.model, tied=case.tied)
+    assert not case.born or windlass.zero.sharded_init.initial_shard.find(next(model.parameters())) is not None
+    engine, *_ = windlass.initialize(model=model, config=config)
+    if source is not None:
+        engine.load_checkpoint(source)
+    readers, reader = engine.data_loading_ranks
+    found = Found(reader=reader)
+    for step in range(engine.global_steps, engine.global_steps + steps):
+        batches = [batch(step, micro, reader) for micro in range(case.accumulation)]
+        if engine.mesh.pp.size > 1:
+            found.losses.append(float(engine.train_batch(iter(batches))))
+        else:
+            total = 0.0
+            for number, one in enumerate(batches):
+                loss = engine(**one).loss
+                engine.backward(loss)
+                total += loss.item() / case.accumulation
+                if number == case.accumulation - 1:
+                    named = engine.module.named_parameters()
+                    found.grads.append({name: _copy(windlass.zero.full_grad(p)) for name, p in named})
+                engine.step()
+            found.losses.append(total)
+        found.norms.append(engine.get_global_grad_norm())
+    found.params = {n: windlass.zero.full_param(p).detach().clone() for n, p in engine.module.named_parameters()}
+    found.print = str(engine.fingerprint())
+    found.model = engine.full_state_dict()
+    if save is not None:
+        engine.save_checkpoint(save)
+    engine.destroy()
+    return found
+
+
+def _copy(value: torch.Tensor | None) -> torch.Tensor | None:
+    return None if value is None else value.detach().clone()
+
+
+@cache
+def plain(
+    name: str,
+    tied: bool,
+    readers: int,
+    accumulation: int,
+    steps: int = STEPS,
+    rule: str = "AdamW",
+    params: tuple[tuple[str, Any], ...] = tuple(ADAMW.items()),
+) -> dict[str, Any]:
+    """One process on all readers' batches."""
+    from windlass.optim import muon_groups, optimizer_factory
+
+    model = build(name, tied=tied)
+    model.train()
+    optimizer = optimizer_factory.build_optimizer(
+        rule, dict(params), muon_groups(model) if rule == "Muon" else list(model.parameters())
+    )
+    found: dict[str, Any] = {"losses": [], "norms": [], "grads": []}
+    for step in range(steps):
+        losses = torch.stack(
+            [
+                torch.stack([model(**batch(step, micro, reader)).loss for micro in range(accumulation)]).mean()
+                for reader in range(readers)
+            ]
+        )
+        losses.mean().backward()
+        found["losses"].append(losses.tolist())
+        found["grads"].append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+        found["norms"].append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
+        optimizer.step()
+        optimizer.zero_grad()
+    found["params"] = {n: p.detach().clone() for n, p in model.named_parameters()}
+    found["names"] = set(model.state_dict())
+    return found
+
+
+def near(one: torch.Tensor | None, other: torch.Tensor, what: str, bound: float = 1e-5) -> None:
+    """Equal up to `bound` of the largest element."""
+    assert one is not None and one.shape == other.shape, f"{what}: {None if one is None else one.shape}"
+    scale = float(other.abs().max()) or 1.0
+    assert float((one - other).abs().max()) <= bound * scale, f"{what}: {float((one - other).abs().max()) / scale}"
+
+
+def check(case: Case) -> list[Found]:
+    """Train it on ranks, and hold losses, gradients, norms and parameters against one process."""
+    found: list[Found] = run_ranks(train, case.ranks, case)
+    readers = 1 + max(one.reader for one in found)
+    wanted = plain(case.model, case.tied, readers, case.accumulation, STEPS, case.optimizer, case.params)
+    return hold(case, found, wanted)
+
+
+def hold(case: Case, found: list[Found], wanted: dict[str, Any], first: int = 0) -> list[Found]:
+    """What ranks saw from the step `first` on against one process."""
+    pipelined = dict(case.axes).get("pp", 1) > 1
+    for one in found:
+        for at in range(len(one.losses)):
+            step = first + at
+            losses, norm = wanted["losses"][step], wanted["norms"][step]
+            loss = sum(losses) / len(losses) if pipelined else losses[one.reader]
+            assert abs(one.losses[at] - loss) <= case.bound * abs(loss), f"loss of step {step}"
+            assert abs(one.norms[at] - norm) <= case.bound * norm, f"norm of step {step}"
+            for name, gradient in one.grads[at].items() if one.grads else ():
+                what = f"gradient of {name} in step {step}"
+                if name in wanted["grads"][step]:
+                    near(gradient, wanted["grads"][step][name], what, 2 * case.bound)
+                else:
+                    assert gradient is None, what
+        for name, value in one.params.items():
+            near(value, wanted["params"][name], name, case.bound)
+    assert {name for one in found for name in one.params} == set(wanted["params"])
+    assert set(found[0].model) == wanted["names"]
+    for name, value in wanted["params"].items():
+        near(found[0].model[name], value, f"{name} in the state dict", case.bound)
+    assert len({one.print for one in found}) == 1
+    return found

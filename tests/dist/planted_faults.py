@@ -1,0 +1,183 @@
+"""Faults that a sharded run might have, planted in windlass for a while: what `windlass verify` has to find."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import nn
+
+from windlass.comm import shm_transport, wire_transport
+from windlass.engine.training_engine import Engine
+from windlass.zero import sharded_model as sharded_module
+from windlass.zero.core.gradient_reducer import GradientReducer
+from windlass.zero.sharded_model import ShardedModel
+from windlass.zero.update.elementwise_update import ElementwiseUpdate
+
+
+@contextmanager
+def missing_reduce() -> Iterator[None]:
+    """Every rank keeps its own part of the gradients, and takes it for the sum."""
+    whole = shm_transport.ordered_sum
+
+    def own_part(parts: Any, out: torch.Tensor, **how: Any) -> Any:
+        return whole([parts[0]], out, **how)
+
+    with patch.object(shm_transport, "ordered_sum", own_part), patch.object(wire_transport, "ordered_sum", own_part):
+        yield
+
+
+@contextmanager
+def doubled_scale() -> Iterator[None]:
+    """Gradients are added up with twice the weight that they have."""
+    arrive = GradientReducer.accumulate_grad
+
+    def twice(self: GradientReducer, number: int, index: int) -> None:
+        slot = self.slots[number]
+        gradient = slot.unit.parameters[index].grad
+        if gradient is not None:
+            gradient.mul_(2)
+        arrive(self, number, index)
+
+    with patch.object(GradientReducer, "arrive", twice):
+        yield
+
+
+@contextmanager
+def doubled_loss() -> Iterator[None]:
+    """`engine.backward` begins with twice the loss."""
+    backward = Engine.backward
+
+    def twice(self: Engine, loss: torch.Tensor, *args: Any, **more: Any) -> torch.Tensor:
+        return backward(self, loss * 2, *args, **more)
+
+    with patch.object(Engine, "backward", twice):
+        yield
+
+
+@contextmanager
+def untied_weight() -> Iterator[None]:
+    """The head gets a weight of its own, with the values of the embedding's."""
+    build = ShardedModel.__init__
+
+    def untying(self: ShardedModel, model: Any, *args: Any, **more: Any) -> None:
+        model.head.weight = nn.Parameter(model.embed.weight.detach().clone())
+        build(self, model, *args, **more)
+
+    with patch.object(ShardedModel, "__init__", untying):
+        yield
+
+
+@contextmanager
+def untied_gradient() -> Iterator[None]:
+    """The head computes with a copy of the embedding's weight, through which no gradient goes."""
+    build = ShardedModel.__init__
+
+    def untying(self: ShardedModel, model: Any, *args: Any, **more: Any) -> None:
+        build(self, model, *args, **more)
+        head = model.head
+        head.forward = lambda x: nn.functional.linear(x, head.weight.detach())
+
+    with patch.object(ShardedModel, "__init__", untying):
+        yield
+
+
+@contextmanager
+def stale_gather() -> Iterator[None]:
+    """The other ranks' cuts of the last unit are not brought after a step (stages 1 and 2)."""
+    bring = ShardedModel._gather_updated
+
+    def all_but_the_last(self: ShardedModel, units: list[Any]) -> None:
+        bring(self, [unit for unit in units if unit is not self.units[-1]])
+
+    with patch.object(ShardedModel, "_bring", all_but_the_last):
+        yield
+
+
+@contextmanager
+def kept_gather() -> Iterator[None]:
+    """What was whole before a step stays, with the old values (stage 3)."""
+
+    def keep(units: list[Any]) -> None:
+        for unit in units:
+            if unit.frees:
+                unit.pinned = True
+
+    def release_all(self: Any) -> None:
+        return
+
+    with (
+        patch.object(sharded_module, "_renew", keep),
+        patch("windlass.zero.core.unshard_runtime.Runtime.release_all", release_all),
+    ):
+        yield
+
+
+@contextmanager
+def wrong_clip() -> Iterator[None]:
+    """Gradients are clipped to half the norm that was asked for."""
+    coefficient = sharded_module.clip_coefficient
+
+    with patch.object(sharded_module, "clip_coefficient", lambda norm, limit: coefficient(norm, limit / 2)):
+        yield
+
+
+@contextmanager
+def wrong_norm() -> Iterator[None]:
+    """The norm counts what two ranks have twice."""
+    agree = sharded_module.agree
+
+    def double(*args: Any, **more: Any) -> Any:
+        from dataclasses import replace
+
+        verdict = agree(*args, **more)
+        return replace(verdict, norm=verdict.norm * 2**0.5)
+
+    with patch.object(sharded_module, "agree", double):
+        yield
+
+
+@contextmanager
+def skipped_update() -> Iterator[None]:
+    """The first parameter of the model is left out of every update."""
+    run = ElementwiseUpdate.run
+
+    def without(self: ElementwiseUpdate, used: dict[int, list[bool]], divisor: float) -> Any:
+        first = min(used)
+        return run(self, {**used, first: [False, *used[first][1:]]}, divisor)
+
+    with patch.object(ElementwiseUpdate, "run", without):
+        yield
+
+
+@contextmanager
+def wrong_divisor() -> Iterator[None]:
+    """Gradients are divided by half of what they should be on their way into the update."""
+    run = ElementwiseUpdate.run
+
+    def halved(self: ElementwiseUpdate, used: dict[int, list[bool]], divisor: float) -> Any:
+        return run(self, used, divisor / 2)
+
+    with patch.object(ElementwiseUpdate, "run", halved):
+        yield
+
+
+FAULTS: dict[str, Callable[[], AbstractContextManager[None]]] = {
+    fault.__name__: fault
+    for fault in (
+        missing_reduce,
+        doubled_scale,
+        doubled_loss,
+        untied_weight,
+        untied_gradient,
+        stale_gather,
+        kept_gather,
+        wrong_clip,
+        wrong_norm,
+        skipped_update,
+        wrong_divisor,
+    )
+}

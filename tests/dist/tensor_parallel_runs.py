@@ -1,0 +1,122 @@
+"""What one rank does in the laws of tensor parallelism: it trains a cut model beside a whole one and tells how far they
+are apart."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.causal_models import build, language
+from tests.oracle import relative_error
+from windlass.comm.mesh import build_mesh
+from windlass.comm.mesh_axis import MeshAxis
+from windlass.comm.mesh_shape import MeshShape
+from windlass.parallel.placement import get_placement
+from windlass.parallel.tensor import TensorParallelPlan, apply_tensor_parallel, gather_full_tensor
+
+EXACT = 1e-5
+NORMS: dict[str, Any] = {"sequence_norms": True}
+
+
+@dataclass(frozen=True)
+class Apart:
+    """How far a cut model is from the whole one: the largest relative errors, and where; bytes that moved in a step."""
+
+    loss: float
+    logits: float
+    gradients: tuple[float, str]
+    parameters: tuple[float, str]
+    moved: dict[str, int]
+
+
+def tensor_axis() -> MeshAxis:
+    """The axis of tensor parallelism, over all ranks."""
+    return build_mesh(MeshShape(tp=dist.get_world_size())).tp
+
+
+def added_up(model: nn.Module, axis: MeshAxis) -> None:
+    """Add up gradients of which each rank saw a part, as the engine does."""
+    for parameter in model.parameters():
+        if axis.name in get_placement(parameter).partial_axes and parameter.grad is not None:
+            axis.all_reduce(parameter.grad)
+
+
+def whole_gradients(model: nn.Module, axis: MeshAxis) -> dict[str, Tensor | None]:
+    """Gradients by name, put together by their placements."""
+    return {
+        name: None if parameter.grad is None else gather_full_tensor(parameter.grad, get_placement(parameter), axis)
+        for name, parameter in model.named_parameters()
+    }
+
+
+def whole_values(model: nn.Module, axis: MeshAxis) -> dict[str, Tensor | None]:
+    """Parameters by name, put together by their placements."""
+    return {
+        name: gather_full_tensor(value.data, get_placement(value), axis) for name, value in model.named_parameters()
+    }
+
+
+def stepped(model: nn.Module) -> None:
+    """One step of SGD, of whatever lies here."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.sub_(parameter.grad, alpha=0.05)
+                parameter.grad = None
+
+
+def pair(
+    name: str, changes: dict[str, Any], options: dict[str, Any], dtype: torch.dtype = torch.float32
+) -> tuple[nn.Module, nn.Module, MeshAxis, TensorParallelPlan]:
+    """A whole model, the same one cut, the axis, and the plan."""
+    plain = build(name, **changes).train().to(dtype)
+    model, axis = copy.deepcopy(plain), tensor_axis()
+    plan = apply_tensor_parallel(model, axis, **options)
+    return plain, model, axis, plan
+
+
+def trained_beside(
+    name: str,
+    changes: dict[str, Any],
+    options: dict[str, Any],
+    steps: int = 5,
+    dtype: torch.dtype = torch.float32,
+) -> Apart:
+    """Train both for a few steps on the same batches."""
+    plain, model, axis, _ = pair(name, changes, options, dtype)
+    loss, gradients = 0.0, (0.0, "")
+    moved: dict[str, int] = {}
+    with torch.no_grad():
+        ids = language(99)["input_ids"]
+        wanted, found = plain(input_ids=ids).logits, model(input_ids=ids).logits
+        logits = relative_error({"logits": found}, {"logits": wanted})[0]
+    for step in range(steps):
+        batch = language(step)
+        want = plain(**batch).loss
+        want.backward()
+        axis.traffic.reset()
+        have = model(**batch).loss
+        have.backward()
+        moved = dict(axis.traffic.bytes_moved)
+        loss = max(loss, abs(float(have) - float(want)) / abs(float(want)))
+        added_up(model, axis)
+        all_of_them = {name: parameter.grad for name, parameter in plain.named_parameters()}
+        gradients = max(gradients, relative_error(whole_gradients(model, axis), all_of_them))
+        stepped(plain)
+        stepped(model)
+    parameters = relative_error(whole_values(model, axis), dict(plain.named_parameters()))
+    return Apart(loss, logits, gradients, parameters, moved)
+
+
+def recompute(model: Any, reentrant: bool) -> None:
+    """Turn activation checkpointing on, under its newer name where transformers has it."""
+    newer = getattr(model, "activation_checkpointing_enable", None)
+    if newer is not None:
+        newer({"use_reentrant": reentrant})
+    else:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})

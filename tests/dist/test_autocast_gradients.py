@@ -1,0 +1,77 @@
+"""Gradients of the modules that torch_autocast names travel in its dtype, and all others do not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import windlass
+from tests.dist.equivalence_runs import whole_grads
+from tests.dist.harness import RankError, run_ranks
+from tests.models import Place, mlp, rows
+
+NAMES = ["torch.nn.Linear"]
+
+
+def config(stage: int, names: list[str], **more: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 3,
+        "torch_autocast": {"enabled": True, "dtype": "bf16", "lower_precision_safe_modules": names},
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, "unit_merge_threshold": 10_000},
+        **more,
+    }
+
+
+def reduced(stages: list[int], names: list[str]) -> list[dict[str, torch.Tensor | None]]:
+    found = []
+    for stage in stages:
+        torch.manual_seed(0)
+        engine = windlass.initialize(model=mlp(), config=config(stage, names))[0]
+        engine.backward(engine(**rows(Place(0, 0, dist.get_rank()))))
+        found.append(whole_grads(engine.module))
+        engine.step()
+        engine.destroy()
+    return found
+
+
+def plain(names: list[str], ranks: int) -> dict[str, torch.Tensor]:
+    """The mean of the ranks' gradients, those of the named modules rounded on their way."""
+    torch.manual_seed(0)
+    model = mlp()
+    sums: dict[str, torch.Tensor] = {}
+    own = {f"{n}.{p}" for n, m in model.named_modules() if isinstance(m, nn.Linear) for p, _ in m.named_parameters()}
+    for rank in range(ranks):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = model(**rows(Place(0, 0, rank)))
+        loss.backward()
+        for name, parameter in model.named_parameters():
+            part = parameter.grad
+            sent = part.bfloat16().float() if name in own and names and ranks > 1 else part
+            sums[name] = sums.get(name, 0) + sent / ranks
+            parameter.grad = None
+    return sums
+
+
+@pytest.mark.parametrize("names", [NAMES, []], ids=["linear", "none"])
+def test_gradients_of_named_modules_travel_in_the_autocast_dtype(names: list[str]) -> None:
+    for ranks in (1, 2):
+        wanted = plain(names, ranks)
+        for found in run_ranks(reduced, ranks, [0, 1, 2, 3], names, transport="gloo"):
+            for stage, gradients in enumerate(found):
+                for name, want in wanted.items():
+                    have = gradients[name]
+                    assert have is not None and torch.allclose(have, want, rtol=1e-6, atol=1e-9), (stage, name)
+
+
+def unknown() -> None:
+    windlass.initialize(model=mlp(), config=config(1, ["torch.nn.Linea"]))
+
+
+def test_a_name_of_no_class_is_an_error() -> None:
+    with pytest.raises(RankError, match=r"lower_precision_safe_modules: 'torch.nn.Linea' is no class"):
+        run_ranks(unknown, 1)

@@ -1,0 +1,162 @@
+"""What each axis really moves for models of transformers, beside the formulas of `parallel.volumes`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.dist.harness import run_ranks
+from windlass.comm.mesh import build_mesh
+from windlass.comm.mesh_axis import MeshAxis
+from windlass.comm.mesh_shape import MeshShape
+from windlass.parallel.comm_volumes import (
+    CommVolume,
+    StepWorkload,
+    compute_expert_parallel_volumes,
+    compute_sequence_parallel_volumes,
+    compute_tensor_parallel_volumes,
+)
+from windlass.parallel.model_shape import ModelShape, from_transformers
+
+TOKENS, SAMPLES = 24, 2
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "vocab_size": 40, "use_cache": False}
+
+
+def config_of(**changes: Any) -> Any:
+    import transformers as hf
+
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "tie_word_embeddings": False}
+    return hf.LlamaConfig(**{**SIZES, **heads, **changes})
+
+
+def moved(axis: MeshAxis, model: Any) -> dict[str, int]:
+    """Bytes by operation of one forward and backward of whole sequences."""
+    ids = torch.randint(0, 40, (SAMPLES, TOKENS), generator=torch.Generator().manual_seed(1))
+    axis.traffic.reset()
+    model(input_ids=ids, labels=ids).loss.backward()
+    return dict(axis.traffic.bytes_moved)
+
+
+def along_tp(cut_norms: bool, tied: bool, chunks: int, recompute: bool) -> dict[str, int]:
+    import transformers as hf
+
+    from windlass.parallel.tensor.apply_tensor_parallel import apply_tensor_parallel
+
+    mesh = build_mesh(MeshShape(tp=torch.distributed.get_world_size()))
+    model = hf.LlamaForCausalLM(config_of(tie_word_embeddings=tied))
+    apply_tensor_parallel(model, mesh.tp, tp_sequence_norms=cut_norms, tp_overlap_chunks=chunks)
+    if recompute:
+        model.gradient_checkpointing_enable({"use_reentrant": True})
+        model.enable_input_require_grads()
+        model.train()
+    return moved(mesh.tp, model)
+
+
+def said(found: Any) -> dict[str, int]:
+    """Formulas by operation."""
+    totals: dict[str, int] = {}
+    for volume in found:
+        assert isinstance(volume, CommVolume)
+        if volume.nbytes:
+            totals[volume.operation] = totals.get(volume.operation, 0) + volume.nbytes
+    return totals
+
+
+TENSOR = [(False, False, 1, False), (False, True, 3, False), (True, False, 1, False), (False, False, 1, True)]
+
+
+@pytest.mark.parametrize(("cut_norms", "tied", "chunks", "recompute"), TENSOR)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_tensor_parallel_layers(ranks: int, cut_norms: bool, tied: bool, chunks: int, recompute: bool) -> None:
+    tokens = SAMPLES * TOKENS
+    work = StepWorkload(tokens, activation_bytes=4, tp_sequence_norms=cut_norms, recompute=recompute)
+    wanted = said(compute_tensor_parallel_volumes(3, tokens * 32 * 4, tokens, ranks, work))
+    for found in run_ranks(along_tp, ranks, cut_norms, tied, chunks, recompute):
+        assert found == wanted
+
+
+def along_tp_of_experts() -> dict[str, int]:
+    import transformers as hf
+
+    from windlass.parallel.tensor.apply_tensor_parallel import apply_tensor_parallel
+
+    mesh = build_mesh(MeshShape(tp=torch.distributed.get_world_size()))
+    config = hf.MixtralConfig(**SIZES, num_attention_heads=8, num_local_experts=4, num_experts_per_tok=3)
+    model = hf.MixtralForCausalLM(config)
+    apply_tensor_parallel(model, mesh.tp)
+    return moved(mesh.tp, model)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_tensor_parallel_experts_add_up_the_gradient_of_their_weights(ranks: int) -> None:
+    tokens = SAMPLES * TOKENS
+    wanted = said(
+        compute_tensor_parallel_volumes(
+            3, tokens * 32 * 4, tokens, ranks, StepWorkload(tokens, activation_bytes=4), top_k=3
+        )
+    )
+    assert wanted != said(
+        compute_tensor_parallel_volumes(3, tokens * 32 * 4, tokens, ranks, StepWorkload(tokens, activation_bytes=4))
+    )
+    for found in run_ranks(along_tp_of_experts, ranks):
+        assert found == wanted
+
+
+def along_sp(kind: str, degree: int | None, dtype: torch.dtype) -> dict[str, int]:
+    import transformers as hf
+
+    from windlass.parallel.sequence.apply_sequence_parallel import apply_sequence_parallel
+
+    mesh = build_mesh(MeshShape(sp=torch.distributed.get_world_size()))
+    model = hf.LlamaForCausalLM(config_of(num_key_value_heads=2)).to(dtype)
+    apply_sequence_parallel(model, mesh.sp, sp_mode=kind, ulysses_degree=degree)
+    return moved(mesh.sp, model)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "kind", "degree", "dtype"),
+    [
+        (2, "ulysses", 2, torch.float32),
+        (4, "ulysses", 4, torch.bfloat16),
+        (2, "ring", 1, torch.float32),
+        (4, "ring", 1, torch.bfloat16),
+        (4, "ulysses+ring", 2, torch.bfloat16),
+    ],
+)
+def test_attention_on_sequences_that_are_cut(ranks: int, kind: str, degree: int, dtype: torch.dtype) -> None:
+    shape = ModelShape(hidden=32, layers=3, heads=8, kv_heads=2, vocabulary=40, intermediate=48)
+    work = StepWorkload(SAMPLES * TOKENS, activation_bytes=dtype.itemsize, ulysses_degree=degree)
+    wanted = said(compute_sequence_parallel_volumes(shape, 3, ranks, 1, work))
+    for found in run_ranks(along_sp, ranks, kind, degree if kind == "ulysses+ring" else None, dtype):
+        scalars = {name: nbytes for name, nbytes in found.items() if name not in ("all_to_all", "pass_on")}
+        assert all(nbytes < 1000 for nbytes in scalars.values()), scalars  # the loss and counts of tokens
+        assert {name: found[name] for name in found if name not in scalars} == wanted
+
+
+def along_ep() -> dict[str, int]:
+    import transformers as hf
+
+    from windlass.parallel.experts.apply_expert_parallel import apply_expert_parallel
+
+    mesh = build_mesh(MeshShape(ep=torch.distributed.get_world_size()))
+    config = hf.MixtralConfig(**SIZES, num_attention_heads=8, num_local_experts=4, num_experts_per_tok=4)
+    model = hf.MixtralForCausalLM(config)
+    apply_expert_parallel(model, mesh.ep)
+    return moved(mesh.ep, model)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_tokens_of_experts(ranks: int) -> None:
+    """Each token chooses every expert, so that routing is even."""
+    work = StepWorkload(SAMPLES * TOKENS, activation_bytes=4)
+    wanted = said(compute_expert_parallel_volumes(3, SAMPLES * TOKENS * 4, 32, ranks, work))
+    counts = 3 * (ranks - 1) * (4 // ranks) * 8  # of how many rows come: scalars
+    for found in run_ranks(along_ep, ranks):
+        assert found["all_to_all"] - counts == wanted["all_to_all"]
+
+
+def test_the_shape_of_the_model_above() -> None:
+    shape = from_transformers(config_of().to_dict())
+    assert shape == ModelShape(32, 3, 8, 40, kv_heads=4, head_dim=4, intermediate=48)

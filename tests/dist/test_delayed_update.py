@@ -1,0 +1,522 @@
+"""Delayed updates: parameters follow their recurrence, whatever the stage, home and transport; all else is as ever."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.dist.equivalence_runs import (
+    ADAMW,
+    FP32_BOUND,
+    Setting,
+    bitwise_difference,
+    ds_config,
+    expected,
+    specimen,
+    start,
+    whole_params,
+)
+from tests.dist.harness import run_ranks
+from tests.dist.test_disk_failure import Breaker, attempt
+from tests.dist.test_disk_failure import step as whole_step
+from tests.dist.test_offload import EMULATED, LATE, hold, homes, train_all
+from tests.models import Place, cast
+from tests.oracle import Recipe, relative_error
+from windlass.base.errors import StorageError
+
+CASES = [
+    (1, "cpu", "none"),
+    (2, "cpu", "none"),
+    (3, "cpu", "none"),
+    (3, "cpu", "cpu"),
+    (1, "nvme", "none"),
+    (2, "nvme", "none"),
+    (3, "nvme", "cpu"),
+    (3, "cpu", "nvme"),
+]
+HOST = [case for case in CASES if case[1:] in (("cpu", "none"), ("cpu", "cpu"))]
+DELAYED = Recipe(ranks=2, steps=5, optimizer="AdamW", optimizer_params=ADAMW, delayed_from=0)
+
+
+def late(case: tuple[int, str, str], folder: Any, transport: str = "gloo", **more: Any) -> Setting:
+    """The setting of a case, with delayed updates."""
+    stage, state, param = case
+    return Setting(stage=stage, transport=transport, zero=homes(state, param, folder, delayed_update=True, **more))
+
+
+# ---------------------------------------------------------------------------------------------------- the recurrence
+
+
+def test_parameters_follow_the_recurrence(transport: str, tmp_path: Any) -> None:
+    recipe = replace(DELAYED, accumulation=2)
+    hold("tied", recipe, [late(case, tmp_path, transport) for case in CASES], LATE)
+
+
+def test_one_rank_follows_it(tmp_path: Any) -> None:
+    hold("tied", replace(DELAYED, ranks=1), [late(case, tmp_path) for case in CASES], LATE)
+
+
+def test_it_holds_where_host_memory_is_the_device_s(transport: str, tmp_path: Any) -> None:
+    hold("tied", DELAYED, [late(case, tmp_path, transport) for case in CASES if case != (3, "cpu", "nvme")], {})
+
+
+def test_the_oracle_can_tell_a_delay() -> None:
+    """The bounds would not forgive an update that came at once, or two steps late."""
+    at_once = expected("tied", replace(DELAYED, delayed_from=None, accumulation=2))
+    one_late = expected("tied", replace(DELAYED, accumulation=2))
+    assert relative_error(at_once.params, one_late.params)[0] > 100 * FP32_BOUND
+
+
+@pytest.mark.parametrize("name", ["frozen", "unused_by_step", "lora", "odd_shapes", "checkpoint_reentrant"])
+def test_awkward_models_follow_it(name: str, transport: str, tmp_path: Any) -> None:
+    cases = [(1, "cpu", "none"), (3, "cpu", "cpu"), (3, "nvme", "none")]
+    recipe = replace(DELAYED, optimizer="SGD", optimizer_params=(("lr", 0.05), ("momentum", 0.9)))
+    hold(name, recipe, [late(case, tmp_path, transport) for case in cases], LATE)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_sixteen_bits_follow_it(precision: str, transport: str, tmp_path: Any) -> None:
+    recipe = Recipe(ranks=2, accumulation=2, steps=4, precision=precision, delayed_from=0)
+    hold("mlp", recipe, [late(case, tmp_path, transport) for case in CASES if case[0] != 2], LATE)
+
+
+def test_homes_of_delayed_updates_agree_bitwise(transport: str, tmp_path: Any) -> None:
+    cases = [*((3, a, b) for a, b in [("cpu", "none"), ("cpu", "cpu"), ("nvme", "nvme")])]
+    settings = [late(case, tmp_path, transport) for case in cases]
+    settings.append(late((3, "nvme", "none"), tmp_path, transport, gradient_device="nvme"))
+    settings.append(replace(settings[1], zero=(*settings[1].zero, ("sub_group_size", 100))))
+    first, *others = train_all("mlp", DELAYED, settings, 2, LATE)
+    for setting, found in zip(settings[1:], others, strict=True):
+        assert not bitwise_difference(first, found), setting
+
+
+def test_the_first_steps_may_be_taken_at_once(transport: str, tmp_path: Any) -> None:
+    recipe = replace(DELAYED, delayed_from=2)
+    hold("mlp", recipe, [late(case, tmp_path, transport, delayed_update_start=2) for case in HOST], LATE)
+
+
+def test_off_means_at_once(tmp_path: Any) -> None:
+    said, silent = (
+        Setting(stage=3, zero=homes("cpu", "cpu", tmp_path, **more)) for more in ({"delayed_update": False}, {})
+    )
+    first, other = train_all("mlp", replace(DELAYED, delayed_from=None), [said, silent], 2, LATE)
+    assert not bitwise_difference(first, other)
+
+
+# ---------------------------------------------------------------------------------------------------- what overlaps
+
+
+def train(engine: Any, step: int, recipe: Recipe = DELAYED, factor: float = 1.0) -> None:
+    """Forward and backward of one step of the mlp."""
+    subject = specimen("mlp")
+    batch = cast(subject.batch(Place(step, 0, dist.get_rank())), recipe.dtype)
+    subject.train(engine, batch, lambda loss: engine.backward(loss * factor))
+
+
+def engine_of(setting: Setting, recipe: Recipe = DELAYED, **more: Any) -> Any:
+    return start(specimen("mlp"), {**ds_config(recipe, setting), **more})
+
+
+def hold_up(engine: Any) -> threading.Event:
+    """Have updates wait until this is set."""
+    may, inner = threading.Event(), engine._sharded.update._inner
+    whole = inner.step
+
+    def step() -> Any:
+        assert may.wait(30), "the update was never let go"
+        return whole()
+
+    inner.step = step
+    return may
+
+
+def overlapped(setting: Setting) -> dict[str, Tensor]:
+    """Each update may begin only after the next forward and backward have ended; until then the rate is another."""
+    engine = engine_of(setting)
+    may = hold_up(engine)
+    rate = dict(DELAYED.optimizer_params)["lr"]
+    for step in range(DELAYED.steps):
+        train(engine, step)
+        may.set()
+        engine._sharded.wait_for_update()
+        may.clear()
+        for group in engine.optimizer.param_groups:
+            group["lr"] = rate
+        engine.step()
+        for group in engine.optimizer.param_groups:
+            group["lr"] = 100.0
+    may.set()
+    found = whole_params(engine.module)
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("case", HOST, ids=str)
+def test_a_step_returns_before_its_update_begins(case: tuple[int, str, str], transport: str, tmp_path: Any) -> None:
+    for found in run_ranks(overlapped, 2, late(case, tmp_path), env=LATE, transport=transport):
+        assert relative_error(found, expected("mlp", DELAYED).params)[0] <= FP32_BOUND
+
+
+def kept(setting: Setting, recipe: Recipe) -> dict[str, Any]:
+    """Most bytes on the device, and bytes at rest by slot and home."""
+    from windlass.base import device_memory
+
+    engine = engine_of(setting, recipe)
+    place = device_memory.emulated_device_memory()
+    assert place is not None
+    place.peak = place.used
+    for step in range(3):
+        train(engine, step, recipe)
+        engine.step()
+    found = {"slots": engine.report()["slots"], "delayed": engine.report()["delayed_update"]}
+    engine.destroy()
+    return {**found, "peak": place.peak, "after": place.used}
+
+
+@pytest.mark.parametrize("case", HOST, ids=str)
+def test_the_device_holds_no_more_and_the_report_counts_the_rest(case: tuple[int, str, str], tmp_path: Any) -> None:
+    recipe = replace(DELAYED, precision="bf16")
+    delayed = late(case, tmp_path)
+    at_once = replace(delayed, zero=homes(*case[1:], tmp_path))
+    first, other = (run_ranks(kept, 2, s, recipe, env=EMULATED, transport="gloo")[0] for s in (at_once, delayed))
+    assert other["peak"] == first["peak"] and other["after"] == 0
+    assert first["delayed"] is None and other["delayed"]["seconds"] > 0
+    master = other["slots"]["master", "host"]
+    more = {what: size for what, size in other["slots"].items() if what not in first["slots"]}
+    assert more == {("grad handed over", "host"): master, ("param to come", "host"): master // 2}
+
+
+# ---------------------------------------------------------------------------------------------------- who looks
+
+
+def seen(setting: Setting, way: str, folder: str) -> dict[str, Any]:
+    """The parameters after two steps, as found in one way; and whether an update was under way before."""
+    import windlass
+
+    engine = engine_of(setting)
+    for step in range(2):
+        train(engine, step)
+        engine.step()
+    under_way = engine._sharded.delayed_update.under_way
+    named = dict(engine.module.named_parameters())
+    if way == "full_param":
+        found = whole_params(engine.module)
+    elif way == "full_state_dict":
+        found = engine.full_state_dict()
+    elif way == "gathered":
+        with windlass.zero.GatheredParameters(list(named.values())):
+            found = {name: p.detach().clone() for name, p in named.items()}
+    elif way == "finish_update":
+        engine.finish_update()
+        assert not engine._sharded.delayed_update.under_way
+        found = engine.full_state_dict()
+    elif way == "save":
+        engine.save_checkpoint(folder)
+        assert not engine._sharded.delayed_update.under_way
+        found = whole_params(engine.module)
+    elif way == "set":
+        first = next(iter(named))
+        before = windlass.zero.full_param(named[first]).detach()
+        train(engine, 2)
+        engine.step()
+        windlass.zero.set_full_param(named[first], before)
+        assert not engine._sharded.delayed_update.under_way
+        found = {**whole_params(engine.module), first: before}
+        assert torch.equal(windlass.zero.full_param(named[first]), before)
+    elif way == "offload_states":
+        engine.offload_states()
+        engine.reload_states()
+        found = whole_params(engine.module)
+    else:
+        assert way == "destroy"
+        engine.destroy()
+        found = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+    engine.destroy()
+    return {"under_way": under_way, "found": found}
+
+
+WAYS = ["full_param", "full_state_dict", "gathered", "finish_update", "save", "set", "offload_states", "destroy"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_who_looks_sees_the_last_step(way: str, transport: str, tmp_path: Any) -> None:
+    for number, case in enumerate((HOST[0], HOST[-1])):
+        said = run_ranks(seen, 2, late(case, tmp_path), way, str(tmp_path / str(number)), env=LATE, transport=transport)
+        two = expected("mlp", replace(DELAYED, steps=2))
+        three = expected("mlp", replace(DELAYED, steps=3, finished_after=(1,)))
+        for rank, one in enumerate(said):
+            assert one["under_way"]
+            if way in ("full_state_dict", "finish_update") and rank:
+                continue  # rank 0 has it
+            wanted = {**three.params, "first": None} if way == "set" else two.params
+            wanted = {name: value for name, value in wanted.items() if name in one["found"]}
+            if way == "set":
+                first = next(iter(wanted))
+                wanted[first] = two.params[first]
+            assert relative_error(one["found"], wanted)[0] <= FP32_BOUND, (way, case)
+
+
+def local_pieces(setting: Setting) -> bool:
+    """One rank's masters and states as it sees them alone, against those after all have finished the update."""
+    import windlass
+
+    def look() -> list[Tensor]:
+        found = []
+        for parameter in engine.module.parameters():
+            state = windlass.zero.local_state(parameter, "exp_avg")
+            found += [windlass.zero.local_param(parameter).clone(), torch.empty(0) if state is None else state.clone()]
+        return found
+
+    engine = engine_of(setting)
+    for step in range(2):
+        train(engine, step)
+        engine.step()
+    seen = look() if dist.get_rank() == 1 else None
+    engine.finish_update()
+    same = seen is None or all(torch.equal(a, b) for a, b in zip(seen, look(), strict=True))
+    engine.destroy()
+    return same
+
+
+@pytest.mark.parametrize("case", [(1, "cpu", "none"), (3, "nvme", "none")], ids=str)
+def test_one_rank_may_look_at_its_own(case: tuple[int, str, str], tmp_path: Any) -> None:
+    assert all(run_ranks(local_pieces, 2, late(case, tmp_path), env=LATE))
+
+
+def changed_in_place(setting: Setting, finishes: bool) -> tuple[str, dict[str, Tensor]]:
+    """Set a parameter between two steps."""
+    engine = engine_of(setting)
+    said = ""
+    for step in range(2):
+        train(engine, step)
+        try:
+            engine.step()
+        except ValueError as error:
+            said = f"{type(error).__name__}: {error}"
+            break
+        if step == 0:
+            if finishes:
+                engine.finish_update()
+            with torch.no_grad():
+                engine.module.head.bias.fill_(0.5)
+    found = whole_params(engine.module)
+    engine.destroy()
+    return said, found
+
+
+def test_a_change_in_place_counts_after_finish_update_and_is_an_error_before(tmp_path: Any) -> None:
+    setting = late((2, "cpu", "none"), tmp_path)
+    for said, _ in run_ranks(changed_in_place, 2, setting, False, env=LATE):
+        assert said.startswith("ModelError: 'head.bias' was changed in place") and "finish_update" in said
+    # both gradients are of the newest parameters, as they are where updates come at once
+    at_once = Setting(stage=2, zero=homes("cpu", "none", tmp_path))
+    wanted = run_ranks(changed_in_place, 2, at_once, False, env=LATE)[0][1]
+    for said, found in run_ranks(changed_in_place, 2, setting, True, env=LATE):
+        assert not said and all(torch.equal(found[name], value) for name, value in wanted.items())
+
+
+# ---------------------------------------------------------------------------------------------------- files
+
+
+def interrupted(setting: Setting, recipe: Recipe, folder: str) -> dict[str, Any]:
+    """Train 2 + 3 steps, saving in between; then load into another engine and train the last 3 again."""
+
+    def go_on(engine: Any) -> dict[str, Tensor]:
+        for step in range(2, recipe.steps):
+            train(engine, step, recipe)
+            engine.step()
+        found = whole_params(engine.module)
+        engine.destroy()
+        return found
+
+    engine = engine_of(setting, recipe)
+    for step in range(2):
+        train(engine, step, recipe)
+        engine.step()
+    engine.save_checkpoint(folder)
+    wanted = go_on(engine)
+    torch.manual_seed(dist.get_rank() + 99)
+    other = engine_of(setting, recipe)
+    train(other, 7, recipe)
+    other.step()
+    assert other._sharded.delayed_update.under_way
+    other.load_checkpoint(folder)
+    return {"wanted": wanted, "found": go_on(other)}
+
+
+@pytest.mark.parametrize("case", [(1, "cpu", "none"), (3, "cpu", "cpu"), (3, "nvme", "none")], ids=str)
+def test_a_resumed_run_is_one_that_finished_its_update(
+    case: tuple[int, str, str], transport: str, tmp_path: Any
+) -> None:
+    recipe = replace(DELAYED, finished_after=(1,))
+    wanted = expected("mlp", recipe).params
+    assert relative_error(expected("mlp", DELAYED).params, wanted)[0] > 10 * FP32_BOUND
+    for one in run_ranks(interrupted, 2, late(case, tmp_path), recipe, str(tmp_path), env=LATE, transport=transport):
+        assert relative_error(one["wanted"], wanted)[0] <= FP32_BOUND
+        assert all(torch.equal(one["found"][name], value) for name, value in one["wanted"].items())
+
+
+# ---------------------------------------------------------------------------------------------------- what goes wrong
+
+
+def overflowing(setting: Setting, overflows: bool) -> tuple[dict[str, Tensor], int]:
+    """Five steps; after the second a step that overflows, or the update finished by hand."""
+    recipe = replace(DELAYED, precision="fp16", optimizer="SGD", optimizer_params=(("lr", 0.05), ("momentum", 0.9)))
+    engine = engine_of(setting, recipe, fp16={"enabled": True, "loss_scale": 64.0})
+    for step in range(recipe.steps):
+        train(engine, step, recipe)
+        engine.step()
+        if step == 1 and overflows:
+            train(engine, 9, recipe, 1e9 if dist.get_rank() == 1 else 1.0)
+            engine.step()
+            assert not engine.was_step_applied() and not engine._sharded.delayed_update.under_way
+        elif step == 1:
+            engine.finish_update()
+    skipped = engine.skipped_steps
+    found = whole_params(engine.module)
+    engine.destroy()
+    return found, skipped
+
+
+@pytest.mark.parametrize("case", HOST, ids=str)
+def test_a_step_that_overflows_brings_the_one_before_and_nothing_else(
+    case: tuple[int, str, str], transport: str, tmp_path: Any
+) -> None:
+    setting = late(case, tmp_path)
+    first, other = (run_ranks(overflowing, 2, setting, o, env=LATE, transport=transport) for o in (False, True))
+    for (plain, none), (found, skipped) in zip(first, other, strict=True):
+        assert (none, skipped) == (0, 1)
+        assert all(torch.equal(found[name], value) for name, value in plain.items())
+
+
+WAYS_TO_NOTICE: dict[str, Callable[[Any, str], Any]] = {
+    "step": lambda engine, folder: (train(engine, 2), engine.step()),
+    "finish_update": lambda engine, folder: engine.finish_update(),
+    "save": lambda engine, folder: engine.save_checkpoint(folder),
+    "full_param": lambda engine, folder: whole_params(engine.module),
+    "destroy": lambda engine, folder: engine.destroy(),
+}
+
+
+def failing(setting: Setting, way: str, folder: str) -> dict[str, Any]:
+    """Rank 1 fails in the update of the second step; then, from the checkpoint of the first, training goes on."""
+    engine = engine_of(setting)
+    train(engine, 0)
+    engine.step()
+    engine.save_checkpoint(folder, tag="good")
+    train(engine, 1)
+    inner = engine._sharded.update._inner
+    if dist.get_rank() == 1:
+        inner.step = lambda: (_ for _ in ()).throw(MemoryError("in the middle of an update"))
+    engine.step()
+    try:
+        WAYS_TO_NOTICE[way](engine, folder)
+        said, cause = "", ""
+    except RuntimeError as error:
+        said, cause = f"{type(error).__name__}: {error}", repr(error.__cause__)
+    inner.__dict__.pop("step", None)
+    if way == "destroy":
+        return {"said": said, "cause": cause, "found": None}
+    engine.load_checkpoint(folder, tag="good")
+    for step in range(1, DELAYED.steps):
+        train(engine, step)
+        engine.step()
+    found = whole_params(engine.module)
+    engine.destroy()
+    return {"said": said, "cause": cause, "found": found}
+
+
+@pytest.mark.parametrize("way", WAYS_TO_NOTICE)
+@pytest.mark.parametrize("case", [(1, "cpu", "none"), (3, "cpu", "cpu"), (2, "nvme", "none")], ids=str)
+def test_a_failure_is_told_on_all_ranks(case: tuple[int, str, str], way: str, tmp_path: Any) -> None:
+    setting = late(case, tmp_path)
+    first, second = run_ranks(failing, 2, setting, way, str(tmp_path), env=LATE, transport="shm", timeout=30)
+    assert second["said"].startswith("UpdateError: ") and "in the middle of an update" in second["said"]
+    assert second["cause"] == "MemoryError('in the middle of an update')"
+    assert first["said"].startswith("UpdateError: ") and "1 of the other ranks" in first["said"]
+    if way != "destroy":
+        wanted = expected("mlp", replace(DELAYED, finished_after=(0,))).params
+        assert relative_error(first["found"], wanted)[0] <= FP32_BOUND
+
+
+def disk_goes(setting: Setting, how: str, way: str, folder: str) -> list[str]:
+    """What calls say after a disk failed in the update under way."""
+    subject = specimen("mlp")
+    engine = start(subject, ds_config(DELAYED, setting))
+    whole_step(subject, engine, 0)
+    breaker = Breaker(engine)
+    try:
+        whole_step(subject, engine, 1, breaker, "step", how)
+        engine._sharded.wait_for_update()
+        breaker.mend()
+        said = attempt(lambda: WAYS_TO_NOTICE[way](engine, folder))
+    except StorageError as error:  # the update of the first step was still under way
+        breaker.mend()
+        said = f"{type(error).__name__}: {error}"
+    return [said, attempt(lambda: engine.save_checkpoint(folder)), attempt(engine.destroy)]
+
+
+@pytest.mark.parametrize(
+    ("case", "how", "way"),
+    [((2, "nvme", "none"), "read", "step"), ((1, "nvme", "none"), "write", "finish_update"),
+     ((3, "nvme", "nvme"), "gone", "step"), ((3, "cpu", "nvme"), "write", "step")],
+)  # fmt: skip
+def test_a_disk_that_fails_behind_the_model_is_told(
+    case: tuple[int, str, str], how: str, way: str, transport: str, tmp_path: Any
+) -> None:
+    setting = late(case, tmp_path)
+    for first, save, destroy in run_ranks(disk_goes, 2, setting, how, way, str(tmp_path / "saved"), env=LATE,
+                                          transport=transport):  # fmt: skip
+        assert first.startswith("StorageError: ") and "EIO" in first and "load the last checkpoint" in first, first
+        assert save.startswith("CheckpointError: nothing is saved"), save
+        assert destroy == ""
+
+
+def left_alone(setting: Setting) -> int:
+    """Forget an engine in the middle of an update; its thread ends by itself."""
+    import gc
+
+    engine = engine_of(setting)
+    train(engine, 0)
+    engine.step()
+    model = engine._sharded
+    model.delayed.wait()
+    del engine, model
+    gc.collect()
+    for thread in [one for one in threading.enumerate() if one.name.startswith("windlass-update")]:
+        thread.join(10)
+    return sum(one.name.startswith("windlass-update") for one in threading.enumerate())
+
+
+def test_an_engine_that_was_forgotten_leaves_no_thread(tmp_path: Any) -> None:
+    assert run_ranks(left_alone, 1, late((3, "cpu", "cpu"), tmp_path), env=LATE) == [0]
+
+
+def refused(optimizer: str) -> str:
+    recipe = replace(DELAYED, optimizer=optimizer, optimizer_params=(("lr", 1e-3),))
+    model = specimen("mlp").build()
+    import windlass
+
+    config = ds_config(recipe, late((2, "cpu", "none"), ""))
+    given = None
+    if optimizer == "Adafactor":  # the configuration does not say so
+        config.pop("optimizer")
+        given = torch.optim.Adafactor(model.parameters(), lr=1e-3)
+    try:
+        windlass.initialize(model=model, optimizer=given, config=config)
+    except ValueError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize(("optimizer", "kind"), [("Lamb", "ConfigError"), ("Adafactor", "ModelError")])
+def test_an_optimizer_that_needs_whole_parameters_is_refused(optimizer: str, kind: str) -> None:
+    (said,) = run_ranks(refused, 1, optimizer)
+    assert said.startswith(kind) and "whole parameters" in said, said

@@ -1,0 +1,215 @@
+"""Bytes that change on the disk of one rank: no step is made with them, no save holds them, and a load mends it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.dist.equivalence_runs import whole_params
+from tests.dist.harness import run_ranks
+from tests.dist.test_disk_failure import BAD_RANK, attempt, begin, forget, step
+from tests.dist.test_offload import LATE
+from tests.models import Place
+from tests.unit.storage.test_page_checksums import rewrite
+
+# what is damaged, and how
+CASES = [
+    ("parameters", "flip"),
+    ("master", "flip"),
+    ("exp_avg", "flip"),
+    ("gradient", "flip"),
+    ("master", "old"),
+    ("exp_avg", "zero"),
+    ("master", "swap"),
+    ("parameters", "cut"),
+]
+FIRST = {"parameters": "this forward could not read parameters"}
+HOLDERS = {"parameters": "parameters of ", "gradient": "gradient of "}
+
+
+class Spoiler:
+    """Changes the files of one rank behind the tier's back.
+
+    Attributes:
+        names: parameters of which something was changed.
+    """
+
+    def __init__(self, engine: Any, kind: str, how: str) -> None:
+        self.model, self.kind, self.how = engine._sharded, kind, how
+        self.disk = self.model.homes.disk
+        self.names = {name for unit in self.model.units for name in unit.names}
+        self._old: dict[tuple[Any, int], bytes] = {}
+
+    def spans(self) -> list[tuple[Any, int, int]]:
+        """Extents that hold the kind, and where in them."""
+        self.model.homes.staging.settle()
+        if self.kind in ("master", "exp_avg"):
+            records = self.model.masters.residence._records.values()
+            key = "" if self.kind == "master" else "exp_avg"
+            return [(r.extent, e.offset, e.nbytes) for r in records for e in r.entries if e.key == key]
+        slots = (
+            [u.rests for u in self.model.units] if self.kind == "parameters" else [s.rests for s in self.model.slots]
+        )
+        return [(slot.extent, 0, slot.nbytes) for slot in slots if slot is not None and slot.extent is not None]
+
+    def content(self, extent: Any, at: int, nbytes: int) -> bytes:
+        into = torch.empty(nbytes, dtype=torch.uint8)
+        self.disk.read_now(extent, at, into)
+        return bytes(into.numpy())
+
+    def remember(self) -> None:
+        self._old = {(extent, at): self.content(extent, at, nbytes) for extent, at, nbytes in self.spans()}
+
+    def spoil(self) -> None:
+        found = self.spans()
+        theirs: list[Any] = [None] * dist.get_world_size()
+        if self.how == "swap":
+            dist.all_gather_object(theirs, [self.content(extent, at, nbytes) for extent, at, nbytes in found])
+        if dist.get_rank() != BAD_RANK:
+            return
+        assert found
+        if self.how == "cut":
+            os.ftruncate(self.disk._stripes.descriptors[0], 0)
+            return
+        before = [self.content(extent, at, nbytes) for extent, at, nbytes in found]
+        for number, ((extent, at, nbytes), data) in enumerate(zip(found, before, strict=True)):
+            if self.how == "flip":  # the lowest bits of 200 mantissas
+                changed = bytearray(data)
+                for place in range(0, nbytes, max(4, nbytes // 200 // 4 * 4)):
+                    changed[place] ^= 1
+            elif self.how == "old":
+                changed = bytearray(self._old[extent, at])
+            elif self.how == "zero":
+                changed = bytearray(nbytes)
+            else:
+                changed = bytearray(theirs[1][number][:nbytes])
+            assert bytes(changed) != data
+            rewrite(self.disk, extent, at, bytes(changed))
+
+
+def damaged(subject: Any, engine: Any, saved: str, kind: str, how: str) -> dict[str, Any]:
+    """What each call says when something is damaged before a step, and of a load that follows."""
+    import windlass
+
+    spoiler = Spoiler(engine, kind, how)
+    spoiler.remember()
+    step(subject, engine, 5)
+    batch = subject.batch(Place(6, 0, dist.get_rank()))
+
+    def one() -> None:
+        forget(engine)
+        if kind != "gradient":
+            spoiler.spoil()
+        subject.train(engine, batch, engine.backward)
+        if kind == "gradient":
+            spoiler.spoil()
+        engine.step()
+
+    parameter = next(engine.module.parameters())
+    said: dict[str, Any] = {"step": attempt(one)}
+    said["forward"] = attempt(lambda: subject.train(engine, batch, engine.backward))
+    said["again"] = attempt(engine.step)
+    said["read"] = attempt(lambda: windlass.zero.full_param(parameter))
+    said["part"] = attempt(lambda: engine.load_checkpoint(saved, load_optimizer_states=False))
+    said["save"] = attempt(lambda: engine.save_checkpoint(saved))
+    said["behind"] = attempt(lambda: engine.save_checkpoint(saved, blocking=False))
+    said["latest"] = Path(saved, "latest").read_text().strip()
+    said["load"] = attempt(lambda: engine.load_checkpoint(saved))
+    said["names"] = spoiler.names
+    return said
+
+
+def all_damaged(folder: str, cases: list[tuple[str, str]]) -> list[dict[str, Any]]:
+    """Each kind of damage to one engine, which goes on from a checkpoint as if nothing had been."""
+    subject, engine = begin(f"{folder}/disk", "nvme")
+    step(subject, engine, 0)
+    saved = f"{folder}/saved"
+    engine.save_checkpoint(saved)
+    step(subject, engine, 1)
+    expected = whole_params(engine.module)
+    found = []
+    for kind, how in cases:
+        said = damaged(subject, engine, saved, kind, how)
+        found.append(said)
+        if said["load"]:
+            break
+        said["save again"] = attempt(lambda: engine.save_checkpoint(f"{folder}/other"))
+        step(subject, engine, 1)
+        said["same"] = all(torch.equal(value, expected[name]) for name, value in whole_params(engine.module).items())
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize(("ranks", "transport"), [(1, "gloo"), (2, "gloo"), (2, "shm")])
+def test_damage_ends_the_step_and_a_load_mends_it(ranks: int, transport: str, tmp_path: Path) -> None:
+    cases = [case for case in CASES if case[1] != "swap" or ranks > 1][: None if transport == "gloo" else 3]
+    for found in run_ranks(all_damaged, ranks, str(tmp_path), cases, env=LATE, transport=transport, timeout=180):
+        for (kind, how), said in zip(cases, found, strict=True):
+            where = kind, how, {call: str(words)[:400] for call, words in said.items()}
+            assert said["step"].startswith(f"StorageError: {FIRST.get(kind, 'this step was made in part')}"), where
+            what = "short read" if how == "cut" else "damaged, these are not the bytes that were written there"
+            words = ["rank 0: reading ", what, HOLDERS.get(kind, "master weights and optimizer states of "), "bytes ",
+                     f"of the file on {tmp_path}/disk (", " of it, of ", "load the last checkpoint"]  # fmt: skip
+            if how != "cut":
+                words.append({"master": "the master weight of '", "exp_avg": "exp_avg of '"}.get(kind, "of '"))
+            for word in words:
+                assert word in said["step"], (word, where)
+            assert any(f"'{name}'" in said["step"] for name in said["names"]), where
+            for call in ("forward", "again", "read", "part"):
+                assert said[call].startswith("StorageError: ") and what in said[call], (call, where)
+            for call in ("save", "behind"):
+                assert said[call].startswith("CheckpointError: nothing is saved") and what in said[call], (call, where)
+            assert not any("as they were" in str(text) for text in said.values()), where
+            assert said["latest"] == "global_step1" and said["load"] == said["save again"] == "", where
+            assert said["same"], where
+
+
+def not_yet_stepped(folder: str) -> list[Any]:
+    """Damage that is found before an update: a gradient to which another is added, what a save reads."""
+    subject, engine = begin(f"{folder}/disk", "nvme", accumulation=2)
+    plain, plain_engine = begin(f"{folder}/plain", "nvme", accumulation=2)
+
+    def micro_batches(of: Any, to: Any, number: int, spoiler: Spoiler | None = None) -> None:
+        for micro in range(2):
+            of.train(to, of.batch(Place(number, micro, dist.get_rank())), to.backward)
+            if spoiler is not None and micro == 0:
+                to._sharded.reducer.finish()
+                spoiler.spoil()
+            to.step()
+
+    micro_batches(subject, engine, 0)
+    said = [attempt(lambda: micro_batches(subject, engine, 1, Spoiler(engine, "gradient", "flip")))]
+    for number in (0, 1):
+        micro_batches(plain, plain_engine, number)
+    micro_batches(subject, engine, 1)
+    same = whole_params(engine.module)
+    said.append(all(torch.equal(value, same[name]) for name, value in whole_params(plain_engine.module).items()))
+    plain_engine.destroy()
+    for blocking in (True, False):
+        engine.save_checkpoint(f"{folder}/saved", tag=f"good{blocking}")
+        Spoiler(engine, "exp_avg", "flip").spoil()
+        said.append(attempt(lambda: (engine.save_checkpoint(f"{folder}/saved", blocking=blocking),  # noqa: B023
+                                     engine._saves.finish())))  # fmt: skip
+        said.append(sorted(os.listdir(f"{folder}/saved")))
+        if not blocking:
+            said.append(attempt(lambda: micro_batches(subject, engine, 2)))
+        said.append(attempt(lambda: engine.load_checkpoint(f"{folder}/saved")))
+    engine.destroy()
+    return said
+
+
+def test_damage_that_is_found_before_an_update(tmp_path: Path) -> None:
+    for said in run_ranks(not_yet_stepped, 2, str(tmp_path), env=LATE, timeout=120):
+        gradient, same, save, files, load, behind, still, step, again = said
+        assert gradient.startswith("StorageError: this step was not made") and "gradient of" in gradient
+        assert "as they were" in gradient and same, said
+        assert save.startswith("StorageError: nothing is saved") and "exp_avg of" in save and "as they were" not in save
+        assert "Error: " in behind and "exp_avg of" in behind
+        assert step.startswith("StorageError: this step was made in part") and "exp_avg of" in step
+        assert load == again == ""
+        assert "goodTrue" in files and "latest" in files and not [n for n in files + still if n.startswith("global")]

@@ -1,0 +1,90 @@
+"""The file system of the disk tier goes away under a run: pulled out like a device, or unmounted."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import struct
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.dist.equivalence_runs import whole_params
+from tests.dist.harness import run_ranks
+from tests.dist.test_disk_failure import attempt, begin, step
+from tests.dist.test_offload import LATE
+
+_SHUTDOWN = 0x8004587D  # FS_IOC_SHUTDOWN of ext4, xfs and f2fs: every I/O answers EIO from then on
+_AT_ONCE = struct.pack("I", 2)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own, for root on machines that have loop devices."""
+    image, place = tmp_path / "image", tmp_path / "disk"
+    place.mkdir()
+    with image.open("wb") as file:
+        file.truncate(96 << 20)
+    for command in (["mkfs.ext4", "-q", str(image)], ["mount", "-o", "loop", str(image), str(place)]):
+        try:
+            subprocess.run(command, check=True, capture_output=True)
+        except (OSError, subprocess.CalledProcessError) as error:
+            pytest.skip(f"no file system of its own can be mounted here: {error}")
+    yield place
+    subprocess.run(["umount", "-l", str(place)], check=False, capture_output=True)
+
+
+def lose(disk: str, how: str) -> None:
+    """On one rank, for all."""
+    dist.barrier()
+    if dist.get_rank() == 0:
+        if how == "unmounted":
+            subprocess.run(["umount", "-l", disk], check=True)
+        else:
+            place = os.open(disk, os.O_RDONLY)
+            fcntl.ioctl(place, _SHUTDOWN, _AT_ONCE)
+            os.close(place)
+    dist.barrier()
+
+
+def trained(folder: str, disk: str, how: str) -> dict[str, Any]:
+    """Two steps with the file system gone before the second, and then a run elsewhere from the checkpoint."""
+    subject, engine = begin(disk, "nvme")
+    step(subject, engine, 0)
+    engine.save_checkpoint(f"{folder}/saved")
+    lose(disk, how)
+    said: dict[str, Any] = {"step": attempt(lambda: step(subject, engine, 1))}
+    if said["step"]:
+        said["forward"] = attempt(lambda: step(subject, engine, 1))
+        said["save"] = attempt(lambda: engine.save_checkpoint(f"{folder}/saved"))
+        said["load"] = attempt(lambda: engine.load_checkpoint(f"{folder}/saved"))
+    found = {} if said["step"] else whole_params(engine.module)
+    said["destroy"] = attempt(engine.destroy)
+    subject, engine = begin(f"{folder}/elsewhere", "nvme")
+    said["again"] = attempt(lambda: engine.load_checkpoint(f"{folder}/saved"))
+    step(subject, engine, 1)
+    other = whole_params(engine.module)
+    said["same"] = all(torch.equal(value, other[name]) for name, value in found.items())
+    engine.destroy()
+    return said
+
+
+@pytest.mark.parametrize("how", ["pulled", "unmounted"])
+def test_a_file_system_that_goes_away(how: str, disk: Path, tmp_path: Path) -> None:
+    for said in run_ranks(trained, 2, str(tmp_path), str(disk), how, env=LATE, timeout=120):
+        if how == "unmounted":  # open files keep it alive: nothing is lost
+            assert said["step"] == "" and said["same"], said
+        else:
+            for call in ("step", "load"):
+                assert said[call].startswith("StorageError: ") and "EIO" in said[call], said
+            assert "rank 0: " in said["step"] and "rank 1: " in said["step"], said
+            assert "as they were" not in said["step"] or "so far as the disk can still be read" in said["step"]
+            assert said["forward"].startswith("StorageError: "), said
+            assert "Error: nothing is saved" in said["save"], said
+        assert said["destroy"] == "" and said["again"] == "", said
+    assert how == "pulled" or not list(disk.glob("windlass-*"))

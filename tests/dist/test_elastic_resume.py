@@ -1,0 +1,74 @@
+"""One checkpoint for every layout: saved on any ranks, at any stage, from any homes, it goes on in any other."""
+
+from __future__ import annotations
+
+from itertools import cycle, islice
+from math import lcm
+from typing import Any
+
+import pytest
+
+from tests.dist.elastic_runs import HOMES, Layout, Row, allowed, hold
+from tests.pairwise import pairwise
+
+PLACES = {
+    "first_ranks": [2, 3, 1, 4],
+    "first_stage": [3, 2, 1, 0],
+    "first_home": list(HOMES),
+    "second_ranks": [3, 2, 4, 1],
+    "second_stage": [3, 1, 0, 2],
+    "second_home": list(HOMES),
+}
+WHATS = {
+    "model": [
+        "tied",
+        "frozen",
+        "lora",
+        "unused_by_step",
+        "unused_always",
+        "odd_shapes",
+        "mixed",
+        "convolutions",
+        "mlp",
+    ],  # fmt: skip
+    "optimizer": ["AdamW", "Adam", "Lamb", "Muon", "Adagrad", "stranger"],
+    "precision": ["fp32", "bf16", "fp16"],
+}
+CUTS = {"first_cut": ["all", "hpz", "mics"], "second_cut": ["all", "mics", "hpz"]}
+
+
+def sensible(row: dict[str, Any]) -> bool:
+    """Whether a (partial) row is a case."""
+    for which in ("first", "second"):
+        ranks, stage = row.get(f"{which}_ranks", 4), row.get(f"{which}_stage", 3)
+        if not allowed(ranks, stage, row.get(f"{which}_home", "device"), row.get(f"{which}_cut", "all")):
+            return False
+    return not (row.get("model") == "mixed" and row.get("precision", "fp32") != "fp32")
+
+
+def row_of(found: dict[str, Any], transport: str) -> Row:
+    """The row that a row of factors means; a step has the fewest micro-batches that both worlds can share."""
+    first, second = (
+        Layout(found[f"{which}_ranks"], found[f"{which}_stage"], found[f"{which}_home"], transport,
+               found.get(f"{which}_cut", "all"))
+        for which in ("first", "second")
+    )  # fmt: skip
+    shared = lcm(first.ranks, second.ranks)
+    return Row(first, second, **{key: found[key] for key in WHATS if key in found}, micro_batches=shared)
+
+
+def with_whats(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of layouts, each of something else: models, optimizers and precisions in turn."""
+    whats = [row for row in pairwise(WHATS, sensible)]
+    return [{**row, **what} for row, what in zip(rows, islice(cycle(whats), len(rows)), strict=True)]
+
+
+def test_every_pair_of_layouts_is_one_run(tmp_path: Any) -> None:
+    rows = with_whats(pairwise(PLACES, sensible))
+    hold([row_of(row, ("shm", "gloo")[number % 2]) for number, row in enumerate(rows)], tmp_path)
+
+
+@pytest.mark.slow
+def test_every_pair_of_layouts_and_what_is_trained_is_one_run(transport: str, tmp_path: Any) -> None:
+    rows = pairwise({**PLACES, **WHATS, **CUTS}, sensible)
+    hold([row_of(row, transport) for row in rows], tmp_path)

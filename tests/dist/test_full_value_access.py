@@ -1,0 +1,366 @@
+"""Parameters, gradients and optimizer state, read and edited whole or by this rank's part, under any stage."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests import oracle
+from tests.dist.equivalence_runs import Setting, ds_config, expected, specimen, start, whole_grads, whole_params
+from tests.dist.harness import run_ranks
+from tests.models import Place, cast
+from tests.oracle import Recipe, relative_error
+
+RECIPE = Recipe(ranks=3, steps=2, optimizer="AdamW", optimizer_params=(("lr", 1e-2), ("eps", 1e-6)))
+
+
+def named(engine: Any) -> Iterator[tuple[str, Tensor]]:
+    return ((name, p) for name, p in engine.module.named_parameters() if p.requires_grad)
+
+
+def gathered(setting: Setting, precision: str) -> dict[str, Any]:
+    """Read inside GatheredParameters, in every form in which parameters can be named."""
+    import windlass
+
+    engine = start(specimen("tied"), ds_config(Recipe(precision=precision), setting))
+    module = engine.module
+    with windlass.zero.GatheredParameters(module.parameters()):
+        values = {name: p.detach().float().clone() for name, p in module.named_parameters()}
+        computed = module(**specimen("tied").batch(Place(0, 0, 0))).detach()  # the bare module runs inside
+        again = {name: p.detach().float().clone() for name, p in module.named_parameters()}
+    with windlass.zero.GatheredParameters(module.head.weight):
+        tied = torch.equal(module.embed.weight, module.head.weight)
+    with windlass.zero.GatheredParameters([module.blocks[0].up.weight, module.blocks[0].up.weight], modifier_rank=None):
+        single = module.blocks[0].up.weight.detach().float().clone()
+    with windlass.zero.GatheredParameters(list(module.parameters()), enabled=False):
+        pass
+    outside = ""
+    try:
+        module.blocks[0].up.weight.sum().item()
+    except windlass.WindlassError as error:
+        outside = str(error)
+    shapes = {name: (tuple(p.shape), p.numel(), p.dtype) for name, p in module.named_parameters()}
+    full = whole_params(module)
+    engine.destroy()
+    return {
+        "values": values,
+        "again": again,
+        "loss": float(computed),
+        "tied": tied,
+        "single": single,
+        "outside": outside,
+        "shapes": shapes,
+        "full": full,
+    }
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_gathered_parameters_are_whole(precision: str, stage: int, transport: str) -> None:
+    model = oracle.build(specimen("tied"), 0)
+    masters = {name: p.detach().clone() for name, p in model.named_parameters()}
+    model = model.to(Recipe(precision=precision).dtype)
+    wanted = {name: p.detach().float() for name, p in model.named_parameters()}
+    loss = float(model(**specimen("tied").batch(Place(0, 0, 0))).detach())
+    found = run_ranks(gathered, 3, Setting(stage=stage, transport=transport), precision, transport=transport)
+    for rank in found:
+        assert relative_error(rank["values"], wanted)[0] == 0.0
+        assert relative_error(rank["again"], wanted)[0] == 0.0, "a forward inside takes nothing away"
+        assert rank["loss"] == pytest.approx(loss, rel=1e-6)
+        assert rank["tied"]
+        assert torch.equal(rank["single"], wanted["blocks.0.up.weight"])
+        assert {n: (s, c) for n, (s, c, _) in rank["shapes"].items()} == {
+            n: (tuple(p.shape), p.numel()) for n, p in model.named_parameters()
+        }
+        assert ("blocks.0.up.weight" in rank["outside"]) == (stage == 3)
+        assert relative_error(rank["full"], masters)[0] == 0.0
+
+
+def edited(modifier: int | None, setting: Setting, precision: str) -> dict[str, Any]:
+    """Rank `modifier` writes; then a step is trained from what was written."""
+    import windlass
+
+    subject, rank = specimen("tied"), dist.get_rank()
+    recipe = Recipe(ranks=3, precision=precision)
+    engine = start(subject, ds_config(recipe, setting))
+    weight = engine.module.blocks[1].up.weight
+    with windlass.zero.GatheredParameters([weight], modifier_rank=modifier):
+        if rank == (modifier or 0):
+            with torch.no_grad():
+                weight.mul_(0.5)
+    after = whole_params(engine.module)["blocks.1.up.weight"]
+    losses = []
+    for step in range(2):
+        batch = cast(subject.batch(Place(step, 0, rank)), recipe.dtype)
+        losses.append(float(subject.train(engine, batch, engine.backward)))
+        engine.step()
+    final = whole_params(engine.module)
+    engine.destroy()
+    return {"after": after, "losses": losses, "final": final}
+
+
+@pytest.mark.parametrize(("modifier", "precision"), [(0, "bf16"), (2, "fp32")])
+def test_what_the_modifier_rank_writes_holds_everywhere(
+    modifier: int, precision: str, stage: int, transport: str
+) -> None:
+    recipe = Recipe(ranks=3, steps=2, precision=precision)
+    model = oracle.build(specimen("tied"), 0)
+    weight = model.blocks[1].up.weight
+    written = (weight.detach().to(recipe.dtype) * 0.5).float()
+    weight.data.copy_(written)
+    wanted = oracle.train(specimen("tied"), recipe, model=model)
+    bound = 1e-6 if precision == "fp32" else 1e-2
+    setting = Setting(stage=stage, transport=transport)
+    for rank, found in enumerate(run_ranks(edited, 3, modifier, setting, precision, transport=transport)):
+        assert torch.equal(found["after"], written)
+        assert found["losses"] == pytest.approx([step[rank][0] for step in wanted.losses], rel=bound)
+        assert relative_error(found["final"], wanted.params)[0] < bound
+
+
+def test_without_a_modifier_rank_changes_are_lost_at_stage_3(transport: str) -> None:
+    before = dict(oracle.build(specimen("tied"), 0).named_parameters())["blocks.1.up.weight"].detach()
+    for found in run_ranks(edited, 3, None, Setting(stage=3, transport=transport), "fp32", transport=transport):
+        assert torch.equal(found["after"], before)
+
+
+def rewritten(setting: Setting) -> dict[str, Any]:
+    """Read and write each kind of value through the setters; every write must be read back and must count."""
+    import windlass
+
+    zero, rank = windlass.zero, dist.get_rank()
+    subject = specimen("odd_shapes")
+    engine = start(subject, ds_config(RECIPE, setting))
+    for step in range(2):
+        subject.train(engine, subject.batch(Place(step, 0, rank)), engine.backward)
+        if step == 1:
+            for _, p in named(engine):
+                if zero.full_grad(p) is not None:
+                    zero.set_full_grad(p, torch.full(p.shape, 0.25))
+            grads = whole_grads(engine.module)
+        engine.step()
+    norm = float(engine.grad_norm())
+    filled = [(name, p) for name, p in named(engine) if p.numel()]
+    states = {name: zero.full_state(p, "exp_avg").clone() for name, p in filled}
+    for _, p in named(engine):
+        zero.set_full_param(p, torch.full(p.shape, 0.5))
+        zero.set_full_state(p, "exp_avg", torch.full(p.shape, 2.0))
+    params = whole_params(engine.module)
+    firsts = {name: zero.full_state(p, "exp_avg").clone() for name, p in filled}
+    loss = float(engine(**subject.batch(Place(5, 0, rank))).detach())
+    engine.destroy()
+    return {"grads": grads, "norm": norm, "states": states, "params": params, "firsts": firsts, "loss": loss}
+
+
+def test_full_setters_count(stage: int, transport: str) -> None:
+    subject = specimen("odd_shapes")
+    model = oracle.build(subject, 0)
+    shapes = {name: p.shape for name, p in model.named_parameters()}
+    first = oracle.train(subject, Recipe(ranks=3, steps=1, optimizer="AdamW", optimizer_params=RECIPE.optimizer_params))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(0.5)
+    elements = sum(shape.numel() for shape in shapes.values())
+    setting = Setting(stage=stage, transport=transport)
+    for rank, found in enumerate(run_ranks(rewritten, 3, setting, transport=transport)):
+        clip = 1.0 / (0.25 * elements**0.5)
+        assert found["norm"] == pytest.approx(0.25 * elements**0.5, rel=1e-5)
+        for name, shape in shapes.items():
+            assert torch.equal(found["grads"][name], torch.full(shape, 0.25)), name
+            assert torch.equal(found["params"][name], torch.full(shape, 0.5)), name
+            if not shape.numel():
+                continue
+            before = first.grads[0][name] * min(1.0, 1.0 / first.norms[0])
+            wanted = 0.9 * (0.1 * before) + 0.1 * 0.25 * min(1.0, clip)
+            assert torch.allclose(found["states"][name], wanted, rtol=1e-4, atol=1e-7), name
+            assert torch.equal(found["firsts"][name], torch.full(shape, 2.0)), name
+        loss = float(model(**subject.batch(Place(5, 0, rank))).detach())
+        assert found["loss"] == pytest.approx(loss, rel=1e-6)
+
+
+def local_parts(setting: Setting) -> dict[str, Any]:
+    import windlass
+
+    zero, rank = windlass.zero, dist.get_rank()
+    subject = specimen("tied")
+    engine = start(subject, ds_config(RECIPE, setting))
+    subject.train(engine, subject.batch(Place(0, 0, rank)), engine.backward)
+    grads = {name: zero.local_grad(p) for name, p in named(engine)}
+    grads = {name: None if g is None else g.detach().clone().reshape(-1) for name, g in grads.items()}
+    whole = whole_grads(engine.module)
+    engine.step()
+    parts = {
+        name: [zero.local_param(p), zero.local_state(p, "exp_avg"), zero.local_state(p, "exp_avg_sq")]
+        for name, p in named(engine)
+    }
+    parts = {
+        n: [torch.empty(0) if t is None else t.detach().clone().reshape(-1) for t in ts] for n, ts in parts.items()
+    }
+    full = {
+        name: [zero.full_param(p), zero.full_state(p, "exp_avg"), zero.full_state(p, "exp_avg_sq")]
+        for name, p in named(engine)
+    }
+    full = {name: [t.detach().clone().reshape(-1) for t in ts] for name, ts in full.items()}
+    for name, p in named(engine):
+        zero.set_local_param(p, parts[name][0] * 2)
+    doubled = whole_params(engine.module)
+    engine.destroy()
+    return {"grads": grads, "whole": whole, "parts": parts, "full": full, "doubled": doubled}
+
+
+def test_local_parts_make_the_whole(stage: int, transport: str) -> None:
+    found = run_ranks(local_parts, 3, Setting(stage=stage, transport=transport), transport=transport)
+    for name, full in found[0]["full"].items():
+        for kind in range(3):
+            parts = [rank["parts"][name][kind] for rank in found]
+            together = parts[0] if stage == 0 else torch.cat(parts)
+            assert torch.equal(together, full[kind]), (name, kind)
+            assert stage == 0 or sum(part.numel() for part in parts) == full[kind].numel()
+        assert torch.equal(found[1]["doubled"][name].reshape(-1), 2 * full[0]), name
+        if stage >= 2:
+            grads = [rank["grads"][name] for rank in found]
+            assert torch.equal(torch.cat([g for g in grads if g is not None]), found[0]["whole"][name].reshape(-1))
+
+
+def norm_of_what_is_read(accumulation: int, setting: Setting) -> list[tuple[float, float]]:
+    subject, rank = specimen("lora"), dist.get_rank()
+    engine = start(subject, ds_config(Recipe(accumulation=accumulation, clipping=0.01), setting))
+    seen = []
+    for step in range(3):
+        for micro in range(accumulation):
+            subject.train(engine, subject.batch(Place(step, micro, rank)), engine.backward)
+            if micro == accumulation - 1:
+                grads = [g for g in whole_grads(engine.module).values() if g is not None]
+                norm = float(torch.stack([g.double().norm() for g in grads]).norm())
+            engine.step()
+        seen.append((norm, float(engine.grad_norm())))
+        assert float(engine.get_global_grad_norm()) == seen[-1][1]
+    engine.destroy()
+    return seen
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+def test_grad_norm_is_the_norm_of_the_whole_unclipped_gradient(accumulation: int, stage: int, transport: str) -> None:
+    setting = Setting(stage=stage, transport=transport)
+    for seen in run_ranks(norm_of_what_is_read, 2, accumulation, setting, transport=transport):
+        for wanted, found in seen:
+            assert found == pytest.approx(wanted, rel=1e-6)
+
+
+def grads_at_every_micro_batch() -> list[dict[str, Any]]:
+    """Nothing to read before a backward and after a step."""
+    subject, rank = specimen("unused_always"), dist.get_rank()
+    engine = start(subject, ds_config(Recipe(), Setting(stage=2)))
+    before = whole_grads(engine.module)
+    subject.train(engine, subject.batch(Place(0, 0, rank)), engine.backward)
+    between = whole_grads(engine.module)
+    engine.step()
+    after = whole_grads(engine.module)
+    engine.destroy()
+    return [before, between, after]
+
+
+def test_there_is_a_gradient_only_between_backward_and_step() -> None:
+    recipe = Recipe(ranks=2)
+    wanted = expected("unused_always", recipe).grads[0]
+    for before, between, after in run_ranks(grads_at_every_micro_batch, 2):
+        assert all(g is None for g in before.values())
+        assert relative_error(between, wanted)[0] < 1e-6
+        assert all(g is None for g in after.values())
+
+
+def two_layers() -> torch.nn.Sequential:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.Tanh(), torch.nn.Linear(64, 8))
+
+
+def edit_before_a_slow_peer(stage: int, way: str) -> dict[str, torch.Tensor]:
+    """Parameters after edits in place, made by rank 0 as soon as it may, while rank 1 is late."""
+    import windlass
+
+    engine = windlass.initialize(model=two_layers(), config=ds_config(Recipe(clipping=0.0), Setting(stage=stage)))[0]
+    late, weight = dist.get_rank() == 1, engine.module[2].weight
+    if late:
+        gather = engine._sharded.transport.all_gather
+        engine._sharded.transport.all_gather = lambda *args, **more: time.sleep(0.2) or gather(*args, **more)
+    for step in range(3):
+        out = engine(torch.linspace(-1, 1, 8).roll(step).repeat(2, 1))
+        if late:
+            out.register_hook(lambda gradient: time.sleep(0.2))
+        engine.backward((out - 1).square().mean())
+        if way == "set":
+            windlass.zero.set_full_param(weight, torch.full((8, 64), 0.1 * step))
+        engine.step()
+        if way == "in place":
+            with torch.no_grad():
+                for p in engine.module.parameters():
+                    p.mul_(0.5)
+    found = {name: p.detach().clone() for name, p in engine.module.named_parameters()} if way == "in place" else {}
+    found |= {f"master of {name}": value for name, value in whole_params(engine.module).items()}
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize(("stage", "way"), [(1, "in place"), (2, "in place"), (2, "set"), (3, "set")])
+def test_an_edit_does_not_reach_a_peer_that_is_late(stage: int, way: str) -> None:
+    wanted = run_ranks(edit_before_a_slow_peer, 2, stage, way, transport="gloo")[0]
+    for found in run_ranks(edit_before_a_slow_peer, 2, stage, way, transport="shm"):
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def edit_beside(way: str) -> tuple[Tensor, Tensor]:
+    """A parameter that was changed in place, before and after something else of its engine changes."""
+    import windlass
+
+    model = two_layers()
+    model[0].bias.requires_grad_(False)
+    config = {**ds_config(Recipe(), Setting(stage=1)), "bf16": {"enabled": True}}
+    del config["optimizer"]
+    engine = windlass.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), 0.05), config=config)[0]
+    weight = model[2].weight
+    with torch.no_grad():
+        weight.mul_(64.0)
+    edited = weight.detach().clone()
+    if way == "set":
+        windlass.zero.set_full_param(model[0].weight, torch.ones(64, 8))
+    else:
+        model[0].bias.requires_grad_(True)
+        engine.refresh()
+    engine.backward(engine(torch.ones(2, 8, dtype=torch.bfloat16)).float().square().mean())
+    engine.step()
+    found = windlass.zero.full_param(weight).detach().clone()
+    engine.destroy()
+    return edited.float(), found
+
+
+@pytest.mark.parametrize("way", ["set", "unfrozen"])
+def test_an_edit_in_place_outlives_a_change_of_something_else(way: str) -> None:
+    for edited, found in run_ranks(edit_beside, 2, way):
+        assert (found - edited).abs().max() < 0.1 < edited.abs().max()
+
+
+def resized(stage: int) -> list[str]:
+    """A weight that gets other rows in mid-run, as `resize_token_embeddings` of transformers gives it."""
+    import windlass
+
+    engine = windlass.initialize(model=two_layers(), config=ds_config(Recipe(), Setting(stage=stage)))[0]
+    last, said = engine.module[2], []
+    for rank in (None, 0):
+        with pytest.raises(windlass.WindlassError) as refused:
+            with windlass.zero.GatheredParameters([last.weight], modifier_rank=rank):
+                last.weight.data = torch.zeros(9, 64)
+            last.bias.data = torch.zeros(9)
+            engine.backward(engine(torch.ones(2, 8)).square().mean())
+        said.append(str(refused.value))
+    return said
+
+
+def test_a_parameter_that_is_resized_is_named() -> None:
+    for found in run_ranks(resized, 2, 3):
+        assert all("'2.weight' had shape (8, 64) at initialize and has (9, 64) now" in said for said in found)
+    for found in run_ranks(resized, 2, 1):
+        assert all(said.startswith("'2.") and "has (9" in said for said in found)

@@ -1,0 +1,141 @@
+"""The laws of memory and of communication, counted and exact."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tests.dist.equivalence_cases import FROZEN_KNOBS
+from tests.dist.equivalence_runs import ADAMW, SGD, Setting, backward_of, ds_config, specimen, start
+from tests.dist.harness import run_ranks
+from tests.models import Place, cast
+from tests.oracle import Recipe
+from tests.pairwise import pairwise
+from windlass.parallel.comm_volumes import StepWorkload, compute_data_parallel_volumes
+
+
+def reported(name: str, recipe: Recipe, setting: Setting, steps: int) -> list[dict[str, Any]]:
+    """The engine's report after each step."""
+    subject = specimen(name)
+    engine = start(subject, ds_config(recipe, setting))
+    backward = backward_of(engine, setting.plain_backward)
+    reports = []
+    for step in range(steps):
+        for micro in range(recipe.accumulation):
+            batch = cast(subject.batch(Place(step, micro, dist.get_rank())), recipe.dtype)
+            subject.train(engine, batch, backward)
+            engine.step()
+        reports.append(engine.report())
+    engine.destroy()
+    return reports
+
+
+def elements(name: str) -> int:
+    """P: the elements of the model's parameters."""
+    return sum(p.numel() for p in specimen(name).build().parameters())
+
+
+def volume(stage: int, accumulation: int) -> int:
+    """Payload of a step in multiples of P: reductions and gathers, an all-reduce being both."""
+    return {0: 2, 1: 2, 2: accumulation + 1, 3: 3 * accumulation}[stage]
+
+
+SPECIMENS = ["four_blocks", "odd_shapes", "attention"]
+ROWS = pairwise({"stage": [3, 2, 1, 0], "ranks": [2, 4], "accumulation": [1, 3], "transport": ["shm", "gloo"]})
+
+
+def reported_in_turn(recipe: Recipe, setting: Setting) -> list[list[dict[str, Any]]]:
+    return [reported(name, recipe, setting, 3) for name in SPECIMENS]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: "-".join(str(value) for value in row.values()))
+def test_payload_is_exact(row: dict[str, Any]) -> None:
+    """Thresholds, live, reuse and prefetch 0."""
+    recipe = Recipe(ranks=row["ranks"], accumulation=row["accumulation"], optimizer_params=SGD)
+    setting = Setting(stage=row["stage"], zero=FROZEN_KNOBS)
+    for by_name in run_ranks(reported_in_turn, row["ranks"], recipe, setting, transport=row["transport"]):
+        for name, reports in zip(SPECIMENS, by_name, strict=True):
+            wanted = volume(row["stage"], row["accumulation"]) * elements(name)
+            assert [report["payload_elements"] for report in reports] == [wanted] * 3, name
+
+
+@pytest.mark.parametrize(("stage", "replicas"), [*((stage, 1) for stage in range(4)), (1, 2), (2, 2), (3, 2)])
+def test_bytes_of_the_data_axis_are_the_formulas(stage: int, replicas: int) -> None:
+    """`parallel.volumes` says what a rank receives; what is sent has its padding too."""
+    recipe = Recipe(ranks=4, accumulation=3, optimizer_params=SGD)
+    zero = FROZEN_KNOBS + ((("mics_shard_size", 4 // replicas),) if replicas > 1 else ())
+    setting = Setting(stage=stage, transport="gloo", zero=zero)
+    for reports in run_ranks(reported, 4, "four_blocks", recipe, setting, 2, transport="gloo"):
+        for report in reports:
+            padded = elements("four_blocks") + report["padding_elements"]
+            work = StepWorkload(1, micro_batches=3, zero_stage=stage, parameter_bytes=4)
+            said = compute_data_parallel_volumes("data", padded, 4, replicas, work)
+            wanted = {one.operation: one.nbytes for one in said if one.nbytes}
+            assert report["bytes_moved"] == wanted
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_default_knobs_never_carry_more(accumulation: int, stage: int, transport: str) -> None:
+    recipe = Recipe(accumulation=accumulation)
+    setting = Setting(stage=stage, transport=transport, persistence=100_000)
+    wanted = volume(stage, accumulation) * elements("four_blocks")
+    for reports in run_ranks(reported, 2, "four_blocks", recipe, setting, 3, transport=transport):
+        for report in reports:
+            assert 0 < report["payload_elements"] <= wanted
+
+
+def test_one_rank_carries_nothing(stage: int) -> None:
+    for reports in run_ranks(reported, 1, "mlp", Recipe(ranks=1), Setting(stage=stage), 2):
+        assert [report["payload_elements"] for report in reports] == [0, 0]
+
+
+LINE = 16  # elements: the most padding before a parameter, and at the end of each rank's cut
+
+
+def at_rest(report: dict[str, Any]) -> dict[str, int]:
+    """Bytes by slot, over all homes."""
+    sizes: dict[str, int] = {}
+    for (slot, _), size in report["slots"].items():
+        sizes[slot] = sizes.get(slot, 0) + size
+    return sizes
+
+
+@pytest.mark.parametrize("grad_bytes", [2, 4])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_bytes_at_rest_are_exact(stage: int, ranks: int, grad_bytes: int) -> None:
+    """16-bit parameters (2P), gradients of 2 or 4 bytes, fp32 master and two AdamW moments (12P), cut by the stage.
+
+    With 16-bit gradients that is 4P + 12P/N, 2P + 14P/N and 16P/N. Parameters, gradients and masters are padded, and
+    the padding is bounded; moments are not, so over all ranks they make exactly P each.
+    """
+    dtype = {2: "bf16", 4: "fp32"}[grad_bytes]
+    recipe = Recipe(ranks=ranks, precision="bf16", optimizer="AdamW", optimizer_params=ADAMW)
+    setting = Setting(stage=stage, config=(("data_types", {"grad_accum_dtype": dtype}),))
+    found = [reports[-1] for reports in run_ranks(reported, ranks, "four_blocks", recipe, setting, 2)]
+    whole = elements("four_blocks")
+    names = len(list(specimen("four_blocks").build().parameters()))
+    for report in found:
+        padded = whole + report["padding_elements"]
+        assert report["padding_elements"] < LINE * (names + ranks * len(report["units"]))
+        sizes = at_rest(report)
+        assert sizes["param"] == 2 * padded // (ranks if stage == 3 else 1)
+        assert sizes["grad"] == grad_bytes * padded // (ranks if stage >= 2 else 1)
+        assert sizes["master"] == 4 * padded // ranks
+        assert set(sizes) == {"param", "grad", "master", "exp_avg", "exp_avg_sq"}
+        assert report["gathered_elements"] == 0
+    for moment in ("exp_avg", "exp_avg_sq"):
+        sizes_by_rank = [at_rest(report)[moment] for report in found]
+        assert sum(sizes_by_rank) == 4 * whole
+        assert max(sizes_by_rank) <= sizes["master"]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_fp32_parameters_at_rest_are_cut_at_stage_3(ranks: int, transport: str) -> None:
+    setting = Setting(stage=3, transport=transport)
+    for reports in run_ranks(reported, ranks, "four_blocks", Recipe(ranks=ranks), setting, 1, transport=transport):
+        sizes, padding = at_rest(reports[0]), reports[0]["padding_elements"]
+        assert sizes["param"] == 4 * (elements("four_blocks") + padding) // ranks
+        assert "master" not in sizes, "an fp32 shard is its own master"

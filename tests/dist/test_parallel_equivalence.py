@@ -1,0 +1,37 @@
+"""Law: over any axes of the mesh, at any stage and from any home, a model of transformers trains as in one process."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.dist.parallel_runs import Case, check
+
+_CASES = [
+    Case("llama", (("tp", 2),), stage=1),
+    Case("gpt2", (("tp", 2),), stage=3, tied=True, born=True),
+    Case("uneven", (("tp", 2),), stage=2, zero=(("unit_merge_threshold", 3000),)),
+    Case("uneven", (("tp", 2),), stage=3, world=4, zero=(("stage3_param_persistence_threshold", 900),), born=True),
+    Case("mixtral", (("ep", 2),), stage=2),
+    Case("llama", (("sp", 2),), stage=2),
+    Case("llama", (("sp", 2),), stage=3, sequence="ring"),
+    Case("llama", (("pp", 2),), stage=2, accumulation=3),
+    Case("gpt2", (("pp", 2),), stage=3, tied=True, accumulation=2),
+    Case("mixtral", (("ep", 2), ("tp", 2)), stage=3, host=True, born=True),
+    Case("llama", (("tp", 2),), stage=3, world=4, accumulation=2),
+    Case("llama", (("sp", 2), ("tp", 2)), stage=1, tied=True),
+    Case("gpt2", (("sp", 2), ("tp", 2)), stage=3, sequence="ring", tied=True),
+    Case("mixtral", (("ep", 2), ("sp", 2)), stage=2),
+    Case("mixtral", (("ep", 2), ("sp", 2)), stage=3, sequence="ring", host=True),
+    Case("llama", (("pp", 2), ("tp", 2)), stage=3, tied=True, accumulation=2, born=True),
+    Case("gpt2", (("pp", 2), ("tp", 2)), stage=1, accumulation=3),
+    Case("llama", (("pp", 2), ("sp", 2)), stage=2, accumulation=2),
+    Case("mixtral", (("pp", 2), ("ep", 2)), stage=3, accumulation=2, born=True),
+    Case("llama", (("pp", 2),), stage=3, host=True, world=4, accumulation=4),
+    Case("llama", (("sp", 2),), stage=3, more=(("tiled_mlp", 3), ("tiled_loss", 4), ("recompute", True))),
+    Case("gpt2", (("tp", 2),), stage=2, tied=True, more=(("recompute", True), ("activation_tier", "cpu"))),
+]
+
+
+@pytest.mark.parametrize("case", _CASES, ids=str)
+def test_it_trains_as_one_process(case: Case) -> None:
+    check(case)

@@ -1,0 +1,122 @@
+"""Rules that need whole parameters, and states of 8 bits, where parameters are cut over tp or ep."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.dist.harness import run_ranks
+from tests.dist.parallel_runs import STEPS, Case, batch, build, check, config_of, hold, plain, train
+from windlass.base.errors import ModelError
+
+LAMB = (("lr", 1e-2), ("weight_decay", 0.02), ("eps", 1e-4))
+MUON = (("lr", 1e-2), ("weight_decay", 0.02))
+ROWS = (("lr", 1e-2),)
+ROUNDS = 2e-2  # Muon iterates in bf16; parts by themselves would be off by their own size
+
+_CASES = [
+    Case("llama", (("tp", 2),), stage=1, optimizer="Lamb", params=LAMB),
+    Case("gpt2", (("tp", 2),), stage=3, tied=True, optimizer="Lamb", params=LAMB, host=True),
+    Case("uneven", (("tp", 2),), stage=2, optimizer="Lamb", params=LAMB, zero=(("sub_group_size", 3000),)),
+    Case("mixtral", (("ep", 2),), stage=2, optimizer="Lamb", params=LAMB),
+    Case("mixtral", (("ep", 2), ("tp", 2)), stage=3, optimizer="Lamb", params=LAMB),
+    Case("llama", (("tp", 2),), stage=0, optimizer="Muon", params=MUON, bound=ROUNDS),
+    Case("uneven", (("tp", 2),), stage=3, world=4, optimizer="Muon", params=MUON, bound=ROUNDS),
+    Case("mixtral", (("ep", 2),), stage=3, optimizer="Muon", params=MUON, bound=ROUNDS),
+    Case("llama", (("tp", 2),), stage=2, optimizer="Adafactor", params=ROWS, bound=5e-5),
+]
+
+
+@pytest.mark.parametrize("case", _CASES, ids=str)
+def test_whole_rules_step_parts_as_one_process_steps_the_whole(case: Case) -> None:
+    check(case)
+
+
+@pytest.mark.parametrize(("rule", "params"), [("Lamb", LAMB), ("Adafactor", ROWS)])
+def test_their_states_are_laid_out_again_over_other_axes(rule: str, params: Any, tmp_path: Path) -> None:
+    cut = Case("llama", (("tp", 2),), stage=1, optimizer=rule, params=params, bound=5e-5)
+    dense = Case("llama", (("tp", 1),), stage=3, optimizer=rule, params=params, bound=5e-5)
+    # one reader on two ranks of tp, then one rank; and back
+    run_ranks(train, 2, cut, 2, str(tmp_path / "cut"))
+    wanted = plain("llama", False, 1, 1, STEPS, rule, params)
+    found = run_ranks(train, 1, dense, STEPS - 2, str(tmp_path / "dense"), str(tmp_path / "cut"))
+    hold(dense, found, wanted, first=2)
+    later = plain("llama", False, 1, 1, STEPS + 2, rule, params)
+    hold(cut, run_ranks(train, 2, cut, 2, None, str(tmp_path / "dense")), later, first=STEPS)
+
+
+# -------------------------------------------------------------------------------------------------- states of 8 bits
+
+
+def eight_bits(axes: dict[str, int], stage: int, steps: int, save: str | None, source: str | None) -> dict[str, Any]:
+    """Train with moments in 8 bits; parameters and what the codes mean, whole, and the same right after the load."""
+    import windlass
+
+    config = config_of(Case("llama", tuple(axes.items()), stage=stage))
+    del config["optimizer"]
+    made = partial(windlass.optim.CPUAdam, lr=2e-3, eps=1e-4, weight_decay=0.02, state_dtype="8bit")
+    engine = windlass.initialize(model=build("llama", tied=False), optimizer=made, config=config)[0]
+
+    def whole() -> dict[str, Any]:
+        named = list(engine.module.named_parameters())
+        return {
+            "params": {n: windlass.zero.full_param(p).detach().clone() for n, p in named},
+            **{key: {n: windlass.zero.full_state(p, key) for n, p in named} for key in ("exp_avg", "exp_avg_sq")},
+        }
+
+    if source is not None:
+        engine.load_checkpoint(source)
+    before = whole()
+    for step in range(engine.global_steps, engine.global_steps + steps):
+        engine.backward(engine(**batch(step, 0, engine.data_loading_ranks[1])).loss)
+        engine.step()
+    if save is not None:
+        engine.save_checkpoint(save)
+    found = {"before": before, "after": whole()}
+    engine.destroy()
+    return found
+
+
+def _codes_apart(one: dict[str, Any], other: dict[str, Any]) -> float:
+    """The largest difference of two states of 8 bits, in the largest element of their parameter."""
+    pairs = [(one[key][name], other[key][name]) for key in ("exp_avg", "exp_avg_sq") for name in one[key]]
+    return max(float((a - b).abs().max()) / float(b.abs().max()) for a, b in pairs)
+
+
+def test_states_of_8_bits_of_parts_go_on_and_go_to_other_layouts(tmp_path: Path) -> None:
+    cut, dense = {"tp": 2}, {"tp": 1}
+    saved, again, back = (str(tmp_path / name) for name in ("cut", "dense", "back"))
+    first = run_ranks(eight_bits, 2, cut, 1, 2, saved, None)
+    on = run_ranks(eight_bits, 2, cut, 1, 2, None, saved)
+    straight = run_ranks(eight_bits, 2, cut, 1, 4, None, None)
+    for one, other, begun in zip(on, straight, first, strict=True):  # the same cut: bit by bit
+        for key, values in one["after"].items():
+            assert all(torch.equal(value, other["after"][key][name]) for name, value in values.items()), key
+        assert _codes_apart(one["before"], begun["after"]) == 0
+    whole = run_ranks(eight_bits, 1, dense, 3, 0, again, saved)[0]
+    assert _codes_apart(whole["before"], first[0]["after"]) < 1 / 64
+    returned = run_ranks(eight_bits, 2, cut, 2, 0, back, again)[0]
+    assert _codes_apart(returned["before"], whole["after"]) < 1 / 64
+    wanted = plain("llama", False, 1, 1, 4)["params"]
+    for name, value in straight[0]["after"]["params"].items():  # as far from 32 bits as one process with 8
+        assert float((value - wanted[name]).abs().max()) < 4 * 2e-3, name
+
+
+def refused() -> str:
+    import windlass
+
+    config = config_of(Case("llama", (("tp", 2),), stage=1))
+    del config["optimizer"]
+    made = partial(windlass.optim.CPULamb, lr=1e-2, state_dtype="8bit")
+    with pytest.raises(ModelError) as caught:
+        windlass.initialize(model=build("llama", tied=False), optimizer=made, config=config)
+    return str(caught.value)
+
+
+def test_whole_rules_with_states_of_8_bits_say_why_not() -> None:
+    for said in run_ranks(refused, 2):
+        assert "CPULamb" in said and "rounded once more at each step" in said and "is cut over tp" in said

@@ -1,0 +1,137 @@
+"""Knobs that say how, not what: the result stays the oracle's under each of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.dist.equivalence_runs import Setting, ds_config, hold_all, specimen, start
+from tests.dist.harness import RankError, run_ranks
+from tests.models import Place
+from tests.oracle import Recipe
+
+Knob = tuple[str, Any]
+
+ZERO_KNOBS: list[Knob] = [
+    ("reduce_scatter", False),
+    ("allgather_partitions", False),
+    ("contiguous_gradients", False),
+    ("round_robin_gradients", True),
+    ("sub_group_size", 100),
+    ("reduce_bucket_size", 50),
+    ("allgather_bucket_size", 1),
+    ("stage3_prefetch_bucket_size", 100),
+    ("stage3_max_live_parameters", 500),
+    ("stage3_max_reuse_distance", 500),
+    ("unit_merge_threshold", 10**9),
+    ("blocks", ["Block"]),
+]
+
+
+@pytest.mark.parametrize("knob", ZERO_KNOBS, ids=lambda knob: f"{knob[0]}={knob[1]}")
+def test_a_knob_of_zero_changes_no_result(knob: Knob) -> None:
+    recipe = Recipe(ranks=2, accumulation=2, steps=3)
+    transports = {1: "gloo", 2: "shm", 3: "gloo"}
+    hold_all("tied", recipe, [Setting(stage=s, transport=t, zero=(knob,)) for s, t in transports.items()])
+
+
+SCALES: list[tuple[Knob, ...]] = [
+    (("prescale_gradients", True),),
+    (("gradient_predivide_factor", 4.0),),
+    (("communication_data_type", "fp32"),),
+]
+
+
+@pytest.mark.parametrize("scale", SCALES, ids=lambda scale: "+".join(f"{k}={v}" for k, v in scale))
+def test_scaling_before_or_after_the_reduction(scale: tuple[Knob, ...], transport: str) -> None:
+    recipe = Recipe(ranks=3, accumulation=2, steps=3)
+    hold_all("mlp", recipe, [Setting(stage=s, transport=transport, config=scale) for s in range(4)])
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_gradients_may_be_summed_over_ranks_and_not_averaged(ranks: int, transport: str) -> None:
+    config = (("gradient_allreduce_op", "sum"),)
+    recipe = Recipe(ranks=ranks, accumulation=2, steps=3, summed=True, clipping=0.0)
+    hold_all("tied", recipe, [Setting(stage=s, transport=transport, config=config) for s in range(4)])
+    wire = (*config, ("communication_data_type", "bf16"))
+    settings = [Setting(stage=s, transport=transport, config=wire) for s in (0, 3)]
+    hold_all("mlp", Recipe(ranks=ranks, steps=3, summed=True, clipping=0.5), settings, exact=False)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_gradients_may_travel_in_16_bits(dtype: str, transport: str) -> None:
+    config = (("communication_data_type", dtype),)
+    settings = [Setting(stage=s, transport=transport, config=config) for s in range(4)]
+    hold_all("mlp", Recipe(ranks=2, steps=3), settings, exact=False)
+
+
+@pytest.mark.parametrize("grad_dtype", ["fp32", "bf16"])
+def test_gradients_may_be_accumulated_in_either_dtype(grad_dtype: str, transport: str) -> None:
+    recipe = Recipe(ranks=2, accumulation=2, steps=3, precision="bf16")
+    config = (("data_types", {"grad_accum_dtype": grad_dtype}),)
+    hold_all("mlp", recipe, [Setting(stage=s, transport=transport, config=config) for s in range(4)])
+
+
+SHARDINGS: list[tuple[int, Knob]] = [
+    (3, ("zero_hpz_partition_size", 2)),
+    (1, ("mics_shard_size", 2)),
+    (2, ("mics_shard_size", 2)),
+    (3, ("mics_shard_size", 2)),
+    (3, ("mics_shard_size", 1)),
+    (3, ("mics_shard_size", 4)),
+]
+
+
+@pytest.mark.parametrize(
+    ("accumulation", "precision", "transport"),
+    [
+        (2, "fp32", "gloo"),
+        pytest.param(1, "fp32", "shm", marks=pytest.mark.slow),  # see test_composition
+        pytest.param(1, "bf16", "gloo", marks=pytest.mark.slow),
+        pytest.param(3, "bf16", "shm", marks=pytest.mark.slow),
+    ],
+)
+def test_cuts_over_fewer_ranks(accumulation: int, precision: str, transport: str) -> None:
+    """hpZ gathers again from a smaller group; MiCS keeps replicas of a cut state."""
+    recipe = Recipe(ranks=4, accumulation=accumulation, precision=precision, steps=3)
+    settings = [Setting(stage=stage, transport=transport, zero=(knob,)) for stage, knob in SHARDINGS]
+    hold_all("cross_attention", recipe, settings)
+
+
+def start_only(config: dict[str, Any]) -> None:
+    start(specimen("mlp"), config).destroy()
+
+
+def test_a_shard_size_that_does_not_divide_the_world_is_refused() -> None:
+    config = ds_config(Recipe(), Setting(stage=3, zero=(("mics_shard_size", 2),)))
+    with pytest.raises(RankError, match="mics_shard_size") as caught:
+        run_ranks(start_only, 3, config)
+    assert "ConfigError" in caught.value.kinds
+
+
+def unused_is_an_error(stage: int) -> str:
+    setting = Setting(stage=stage, zero=(("ignore_unused_parameters", False),))
+    subject = specimen("unused_always")
+    engine = start(subject, ds_config(Recipe(), setting))
+    try:
+        subject.train(engine, subject.batch(Place(0, 0, 0)), engine.backward)
+        engine.step()
+    except Exception as error:
+        return str(error)
+    finally:
+        engine.destroy()
+    return ""
+
+
+def test_unused_parameters_are_named_when_they_are_not_to_be_ignored(stage: int) -> None:
+    for said in run_ranks(unused_is_an_error, 2, stage):
+        assert "forgotten" in said or "blocks.1" in said
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_sparse_gradients_of_embeddings_are_added_up_like_dense_ones(ranks: int) -> None:
+    recipe = Recipe(ranks=ranks, accumulation=2, steps=3)
+    zero = (("contiguous_gradients", False),)
+    settings = [Setting(stage=stage, config=(("sparse_gradients", True),)) for stage in range(4)]
+    hold_all("sparse_lookups", recipe, [*settings, Setting(stage=2, zero=zero), Setting(stage=3, zero=zero)])

@@ -1,0 +1,134 @@
+"""A long run keeps nothing: memory, files, threads, shared memory and Python's objects stay as they are."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tests.dist import pipeline_engine_runs
+from tests.dist.equivalence_runs import ADAMW, Setting, ds_config, specimen, start
+from tests.dist.harness import run_ranks
+from tests.dist.test_offload import homes
+from tests.models import Place
+from tests.oracle import Recipe
+
+# stage, home of states, home of parameters, more of the optimizer's section
+CASES = [
+    (0, "none", "none", {}),
+    (1, "cpu", "none", {}),
+    (2, "nvme", "none", {}),
+    (3, "nvme", "nvme", {}),
+    (3, "cpu", "cpu", {}),
+    (2, "cpu", "none", {"delayed_update": True}),
+]
+
+LASTING = ("files", "threads", "python threads", "shared memory")
+
+
+def resources() -> dict[str, int]:
+    """What this process has now."""
+    gc.collect()
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    shared = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm/" in line}
+    return {
+        "objects": len(gc.get_objects()),
+        "files": len(os.listdir("/proc/self/fd")),
+        "threads": int(status["Threads"]),
+        "python threads": threading.active_count(),
+        "shared memory": len(shared),
+        "memory": int(status["VmRSS"].split()[0]) * 1024,
+    }
+
+
+def after_all(first: dict[str, int]) -> dict[str, int]:
+    """What this process has once it is no more than at first, or for good: threads of closed groups end by and by."""
+    for _ in range(60):
+        now = resources()
+        if all(now[name] <= first[name] for name in LASTING):
+            break
+        time.sleep(0.5)
+    return now
+
+
+def zero_steps(case: tuple[int, str, str, dict[str, Any]], folder: str) -> tuple[Any, Callable[[int], None]]:
+    stage, state, param, more = case
+    subject = specimen("tied")
+    recipe = Recipe(accumulation=2, optimizer="AdamW", optimizer_params=ADAMW)
+    engine = start(subject, ds_config(recipe, Setting(stage=stage, zero=homes(state, param, folder, **more))))
+
+    def step(number: int) -> None:
+        for micro in range(2):
+            subject.train(engine, subject.batch(Place(number % 7, micro, dist.get_rank())), engine.backward)
+            engine.step()
+
+    return engine, step
+
+
+def pipeline_steps() -> tuple[Any, Callable[[int], None]]:
+    case = pipeline_engine_runs.Case(name="tied", stage=1)
+    engine = pipeline_engine_runs.start(case)
+    return engine, lambda number: pipeline_engine_runs.one_step(engine, case, number % 7) and None
+
+
+def settle(engine: Any) -> None:
+    """Have no transfer under way: the last writes of a step go on in the next."""
+    homes = engine._sharded.tiers
+    if homes.disk is not None:
+        homes.staging.settle()
+        homes.disk.achieved()
+
+
+def runs(folder: str, cases: list[Any], warm: int, steps: int) -> Iterator[tuple[Any, dict[str, int], dict[str, int]]]:
+    for case in cases:
+        engine, step = pipeline_steps() if case == "pipeline" else zero_steps(case, folder)
+        for number in range(warm):
+            step(number)
+        settle(engine)
+        before = resources()
+        for number in range(warm, steps):
+            step(number)
+        settle(engine)
+        after = after_all(before)
+        engine.destroy()
+        del engine, step
+        yield case, before, after
+
+
+def all_runs(folder: str, cases: list[Any], warm: int, steps: int) -> tuple[list[Any], list[dict[str, int]]]:
+    list(runs(folder, cases, 2, 4))  # what is made once, of every kind
+    first = resources()
+    found = list(runs(folder, cases, warm, steps))
+    return found, [first, after_all(first)]
+
+
+def hold(cases: list[Any], warm: int, steps: int, growth: int, transport: str, folder: Path, timeout: float) -> None:
+    for rank in run_ranks(
+        all_runs, 2, str(folder), cases, warm, steps, transport=transport, timeout=timeout, env={"OMP_NUM_THREADS": "1"}
+    ):
+        found, ends = rank
+        for case, before, after in found:
+            grown = {name: after[name] - before[name] for name in before}
+            assert all(grown[name] <= 0 for name in LASTING), (case, grown)
+            assert grown["objects"] < steps - warm, (case, grown)  # not one a step
+            assert grown["memory"] < growth, (case, grown)
+        assert all(ends[1][name] <= ends[0][name] for name in LASTING), ends
+
+
+@pytest.mark.parametrize("transport", ["gloo", "shm"])
+def test_some_steps_keep_no_object(transport: str, tmp_path: Path) -> None:
+    hold([CASES[3], "pipeline"], 10, 40, 64 << 20, transport, tmp_path, 300)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["gloo", "shm"])
+@pytest.mark.parametrize("case", [*CASES, "pipeline"], ids=str)
+def test_two_thousand_steps_keep_nothing(case: Any, transport: str, tmp_path: Path) -> None:
+    hold([case], 200, 2000, 4 << 20, transport, tmp_path, 3600)

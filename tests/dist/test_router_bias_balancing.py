@@ -1,0 +1,178 @@
+"""Routers balanced without a loss: an engine's steps move their biases, on all ranks by what all ranks chose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.dist.harness import run_ranks
+from tests.hf_experts import FAMILIES, language
+from windlass.parallel.experts import MixtureOfExperts, StackedMLP, enable_router_bias_updates, update_router_biases
+
+STEPS, MICROS, RATE, LR = 3, 2, 0.01, 0.1
+BOUND = 1e-5
+
+
+class Own(nn.Module):
+    """A user's mixtures, one with a bias and one with a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        words: dict[str, Any] = {"k": 2, "drop_tokens": False, "top2_2nd_expert_sampling": False}
+        self.balanced = MixtureOfExperts(32, StackedMLP(32, 8, 5), 5, expert_bias_update_rate=RATE, **words)
+        self.plain = MixtureOfExperts(32, StackedMLP(32, 8, 4), 4, **words)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, _, _ = self.balanced(x)
+        hidden, extra, _ = self.plain(hidden)
+        return (x + hidden).square().mean() + 0.01 * extra
+
+
+def own() -> tuple[nn.Module, Callable[[nn.Module, int], Tensor]]:
+    torch.manual_seed(0)
+    return Own(), lambda model, seed: model(torch.randn(7, 32, generator=torch.Generator().manual_seed(seed)))
+
+
+def deepseek() -> tuple[nn.Module, Callable[[nn.Module, int], Tensor]]:
+    model = FAMILIES["deepseek_v3"].build().train()
+    return model, lambda model, seed: model(**language(seed)).loss
+
+
+KINDS = {"own": own, "deepseek": deepseek}
+
+
+def seed_of(rank: int, step: int, micro: int) -> int:
+    return 100 * rank + 10 * step + micro
+
+
+def biases(model: nn.Module) -> list[Tensor]:
+    names = ("balance_bias", "e_score_correction_bias")
+    return [buffer.detach().clone() for name, buffer in model.named_buffers() if name.endswith(names)]
+
+
+def train(kind: str, config: dict[str, Any]) -> tuple[list[float], list[Tensor]]:
+    """Losses of this rank, and the biases at the end."""
+    import windlass
+
+    model, loss_of = KINDS[kind]()
+    engine: Any = windlass.initialize(model=model, config=config)[0]
+    losses = []
+    for step in range(STEPS):
+        for micro in range(MICROS):
+            loss = loss_of(engine, seed_of(engine.readers[1], step, micro))
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        engine.eval()
+        with torch.no_grad():
+            loss_of(engine, 99)  # counts for nothing
+        engine.train()
+    found = biases(engine.module)
+    engine.destroy()
+    return losses, found
+
+
+def plain(kind: str, ranks: int) -> tuple[list[list[float]], list[Tensor]]:
+    model, loss_of = KINDS[kind]()
+    if kind == "deepseek":
+        enable_router_bias_updates(model, RATE)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    losses: list[list[float]] = [[] for _ in range(ranks)]
+    for step in range(STEPS):
+        for micro in range(MICROS):
+            for rank in range(ranks):
+                loss = loss_of(model, seed_of(rank, step, micro))
+                (loss / (ranks * MICROS)).backward()
+                losses[rank].append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+        update_router_biases(model, [])
+    return losses, biases(model)
+
+
+def configuration(kind: str, stage: int, **more: Any) -> dict[str, Any]:
+    rate = {"expert_bias_update_rate": RATE} if kind == "deepseek" else {}
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": MICROS,
+        "gradient_clipping": 0.0,
+        "optimizer": {"type": "SGD", "params": {"lr": LR}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        **more,
+        "parallel": {**more.get("parallel", {}), **rate},
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "stage", "parallel", "ranks"),
+    [
+        ("own", 0, {}, 2),
+        ("own", 3, {"ep": 2}, 4),
+        ("deepseek", 2, {"ep": 2}, 2),
+        ("deepseek", 3, {}, 2),
+        ("deepseek", 1, {"tp": 2}, 2),
+    ],
+)
+def test_biases_move_as_in_one_process(kind: str, stage: int, parallel: dict[str, int], ranks: int) -> None:
+    seen = run_ranks(train, ranks, kind, configuration(kind, stage, parallel=parallel), transport="gloo", timeout=120)
+    readers = ranks // parallel.get("tp", 1)
+    losses, moved = plain(kind, readers)
+    assert not all(torch.equal(*pair) for pair in zip(moved, biases(KINDS[kind]()[0]), strict=True))
+    for rank, (found, here) in enumerate(seen):
+        torch.testing.assert_close(found, losses[rank % readers], rtol=BOUND, atol=0)
+        torch.testing.assert_close(here, moved, rtol=0, atol=1e-7)
+
+
+def sixteen_bits(kind: str) -> list[Tensor]:
+    return train(kind, configuration(kind, 2, bf16={"enabled": True}, parallel={"ep": 2}))[1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_biases_keep_their_precision(kind: str) -> None:
+    """They move by whole steps of 0.01, which they would not in bf16."""
+    begun = biases(KINDS[kind]()[0])
+    for moved in run_ranks(sixteen_bits, 2, kind):
+        for bias, before in zip(moved, begun, strict=True):
+            assert bias.dtype == torch.float32
+            steps = (bias - before) / RATE
+            torch.testing.assert_close(steps, steps.round(), rtol=0, atol=1e-3)
+            assert steps.round().abs().max() <= STEPS
+        assert not all(torch.equal(*pair) for pair in zip(moved, begun, strict=True))
+
+
+def skipped() -> list[Tensor]:
+    import windlass
+
+    model, loss_of = own()
+    config = {**configuration("own", 1), "fp16": {"enabled": True, "initial_scale_power": 40}}
+    engine: Any = windlass.initialize(model=model, config=config)[0]
+    for micro in range(MICROS):
+        engine.backward(loss_of(engine, micro))
+        engine.step()
+    assert not engine.was_step_applied()
+    return biases(engine.module)
+
+
+def test_a_step_that_is_skipped_moves_nothing() -> None:
+    (moved,) = run_ranks(skipped, 1)
+    assert all(bool((bias == 0).all()) for bias in moved)
+
+
+def refused() -> str:
+    import windlass
+    from windlass.base.errors import ModelError
+
+    try:
+        windlass.initialize(model=nn.Linear(2, 2), config=configuration("deepseek", 0))
+    except ModelError as error:
+        return str(error)
+    return ""
+
+
+def test_a_rate_without_anything_to_balance_is_refused() -> None:
+    (said,) = run_ranks(refused, 1)
+    assert "Linear has no router with a buffer e_score_correction_bias" in said

@@ -1,0 +1,160 @@
+"""An engine's fingerprint: one for a state wherever it rests, another for any other state."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.dist.elastic_runs import LATE, Layout, Row, engine_for, steps
+from tests.dist.harness import run_ranks
+
+LAYOUTS = [
+    Layout(2, 0, transport="shm"),
+    Layout(2, 1, "host", "shm"),
+    Layout(2, 2, "disk"),
+    Layout(2, 3, "device", "shm"),
+    Layout(2, 3, "host"),
+    Layout(2, 3, "disk"),
+]
+
+
+def trained(model: str, optimizer: str, folder: str) -> list[str]:
+    """The fingerprint after two steps in every layout."""
+    found = []
+    for layout in LAYOUTS:
+        # one micro-batch a rank: the stages add several up in another order, and to other bits
+        row = Row(layout, layout, model, optimizer, micro_batches=2)
+        engine = engine_for(row, layout, folder, 0)
+        steps(engine, row, 0, 2)
+        found.append(engine.fingerprint())
+        engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize(("model", "optimizer"), [("tied", "AdamW"), ("lora", "Muon"), ("unused_by_step", "stranger")])
+def test_one_for_all_layouts(model: str, optimizer: str, tmp_path: Any) -> None:
+    first, second = run_ranks(trained, 2, model, optimizer, str(tmp_path), env=LATE, timeout=120)
+    assert first == second
+    assert len(set(first)) == 1, dict(zip(LAYOUTS, first, strict=True))
+
+
+def one_bit(value: torch.Tensor) -> torch.Tensor:
+    """The same, but for the lowest bit of its last element."""
+    changed = value.detach().clone().reshape(-1)
+    changed[-1:].view(torch.int32)[-1] ^= 1
+    return changed.view(value.shape)
+
+
+def after_changes(layout: Layout, folder: str) -> dict[str, str]:
+    """The fingerprint after one bit of each tensor was changed, and back again."""
+    import windlass
+    from windlass.zero.access.full_values import full_states
+
+    row = Row(layout, layout, "frozen", micro_batches=2)
+    engine = engine_for(row, layout, folder, 0)
+    steps(engine, row, 0, 1)
+    found = {"nothing": engine.fingerprint()}
+    for name, parameter in engine.module.named_parameters():
+        value = windlass.zero.full_param(parameter)
+        windlass.zero.set_full_param(parameter, one_bit(value))
+        found[name] = engine.fingerprint()
+        windlass.zero.set_full_param(parameter, value)
+        for key in full_states(parameter) if parameter.requires_grad else ():
+            state = windlass.zero.full_state(parameter, key)
+            assert state is not None
+            windlass.zero.set_full_state(parameter, key, one_bit(state.float()))
+            found[f"{key} of {name}"] = engine.fingerprint()
+            windlass.zero.set_full_state(parameter, key, state)
+    found["nothing again"] = engine.fingerprint()
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [Layout(2, 3, "disk"), pytest.param(Layout(2, 0), marks=pytest.mark.slow)],
+    ids=["stage 3 on disk", "stage 0"],
+)
+def test_another_after_one_bit(layout: Layout, tmp_path: Any) -> None:
+    found, other = run_ranks(after_changes, 2, layout, str(tmp_path), env=LATE, timeout=120)
+    assert found == other
+    assert found.pop("nothing again") == found["nothing"]
+    assert len(set(found.values())) == len(found) > 12
+    before = found.pop("nothing").split("-")
+    for what, taken in found.items():
+        which = int(" of " in what)  # of a state, only the half that tells of states
+        assert taken.split("-")[1 - which] == before[1 - which] and taken.split("-")[which] != before[which], what
+
+
+def loaded_wrongly(folder: str) -> tuple[str, list[str]]:
+    """What is said where a load puts one element in the wrong place."""
+    from windlass.base.errors import CheckpointError
+    from windlass.engine import engine_checkpoint
+
+    layout = Layout(2, 3)
+    row = Row(layout, layout, micro_batches=2)
+    engine = engine_for(row, layout, folder, 0)
+    said: list[str] = []
+    keeping = logging.Handler()
+    keeping.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("windlass").addHandler(keeping)
+    steps(engine, row, 0, 1)
+    engine.save_checkpoint(folder)
+    engine.load_checkpoint(folder)
+    logging.getLogger("windlass").removeHandler(keeping)
+    fill = engine_checkpoint._load_tensors
+
+    def badly(*args: Any) -> Any:
+        found = fill(*args)
+        engine._sharded.masters.chunks[0].values()[0] += 1.0
+        return found
+
+    wrong = ""
+    with mock.patch.object(engine_checkpoint, "_fill", badly):
+        try:
+            engine.load_checkpoint(folder)
+        except CheckpointError as error:
+            wrong = str(error)
+    engine.destroy()
+    return wrong, [line for line in said if "fingerprint" in line]
+
+
+def test_a_load_is_held_against_what_was_saved(tmp_path: Any) -> None:
+    for wrong, said in run_ranks(loaded_wrongly, 2, str(tmp_path)):
+        assert "was loaded, but parameters are not what was saved: their fingerprint is " in wrong
+        assert len(said) == 1 and said[0].startswith("fingerprint ")
+
+
+def logged(every: int) -> list[str]:
+    import windlass
+
+    said: list[str] = []
+    keeping = logging.Handler()
+    keeping.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("windlass").addHandler(keeping)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "SGD"},
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+        "fingerprint_interval": every,
+    }
+    engine = windlass.initialize(model=torch.nn.Linear(4, 4), config=config)[0]
+    taken = []
+    for _ in range(4):
+        engine.backward(engine(torch.ones(1, 4)).sum())
+        engine.step()
+        taken.append(f"step {engine.global_steps} | fingerprint {engine.fingerprint()}")
+    engine.destroy()
+    logging.getLogger("windlass").removeHandler(keeping)
+    lines = [line for line in said if "| fingerprint" in line]
+    assert lines == (taken[every - 1 :: every] if every else [])
+    return lines
+
+
+@pytest.mark.parametrize(("every", "lines"), [(2, 2), (0, 0)])
+def test_it_is_logged_when_asked(every: int, lines: int) -> None:
+    assert [len(found) for found in run_ranks(logged, 2, every)] == [lines, lines]

@@ -1,0 +1,163 @@
+"""Models that tensor parallelism does not know, and parameters that are cut already."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from tests.causal_models import VOCABULARY, build, language
+from tests.dist.harness import RankError, run_ranks
+from tests.dist.tensor_parallel_runs import (
+    EXACT,
+    pair,
+    stepped,
+    tensor_axis,
+    whole_values,
+)
+from tests.oracle import relative_error
+from windlass.comm.mesh import build_mesh
+from windlass.comm.mesh_shape import MeshShape
+from windlass.parallel.placement import Placement, compute_shard_range, get_placement, make_ranges_along, set_placement
+from windlass.parallel.tensor import apply_tensor_parallel, gather_full_tensor
+
+
+class Mixer(nn.Module):
+    """Attention with two key heads for four query heads, all fused by sections, and a number of heads that it keeps
+    under a name that nobody knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = 4
+        self.everything = nn.Linear(32, 32 + 16 + 16)
+        self.back = nn.Linear(32, 32)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        made = self.everything(hidden)
+        size = made.shape[-1] // 8
+        query, key, value = made.split([4 * size, 2 * size, 2 * size], -1)
+        query, key, value = (one.unflatten(-1, (-1, 8)).transpose(1, 2) for one in (query, key, value))
+        key, value = (one.repeat_interleave(query.shape[1] // one.shape[1], 1) for one in (key, value))
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return self.back(mixed.transpose(1, 2).flatten(2))
+
+
+class Widened(nn.Module):
+    """A feed-forward block whose layers are called like nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(40, 32)
+        self.gates = nn.Linear(32, 80)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        gate, up = self.gates(hidden).chunk(2, -1)
+        return self.out(functional.silu(gate) * up)
+
+
+class Strange(nn.Module):
+    """A model of a user's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, 32)
+        self.steps = nn.ModuleList(
+            nn.ModuleDict({"norm": nn.LayerNorm(32), "mix": Mixer(), "wide": Widened()}) for _ in range(2)
+        )
+        self.say = nn.Linear(32, VOCABULARY)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.tokens(ids)
+        for step in self.steps:
+            hidden = hidden + step["mix"](step["norm"](hidden))
+            hidden = hidden + checkpoint(step["wide"], hidden, use_reentrant=False)
+        return self.say(hidden)
+
+
+TABLE = {
+    r"steps\.\d+\.mix\.everything": "column:32+16+16 of 4+2+2 heads",
+    r"steps\.\d+\.mix\.back": "row of 4 heads",
+    r"steps\.\d+\.wide\.gates": "column:40+40",
+    r"steps\.\d+\.wide\.out": "row",
+    "tokens|say": "vocabulary",
+}
+
+
+def strange() -> tuple[float, tuple[float, str]]:
+    torch.manual_seed(0)
+    plain, model, axis = Strange(), Strange(), tensor_axis()
+    model.load_state_dict(plain.state_dict())
+    apply_tensor_parallel(model, axis, tensor_table=TABLE)
+    logits = 0.0
+    for seed in range(3):
+        batch = language(seed)
+        want, have = plain(batch["input_ids"]), model(batch["input_ids"])
+        logits = max(logits, relative_error({"logits": have}, {"logits": want})[0])
+        for one, said in ((plain, want), (model, have)):
+            functional.cross_entropy(said.flatten(0, 1), batch["labels"].flatten()).backward()
+            stepped(one)
+    return logits, relative_error(whole_values(model, axis), dict(plain.named_parameters()))
+
+
+def test_a_table_cuts_a_model_that_nobody_knows() -> None:
+    for logits, parameters in run_ranks(strange, 2):
+        assert logits < EXACT
+        assert parameters[0] < EXACT, parameters
+
+
+def placed(name: str) -> tuple[int, int, bool]:
+    """Elements here, and in all, and whether shared weights still are."""
+    _, model, _, _ = pair(name, {}, {})
+    tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
+    here = sum(parameter.numel() for parameter in model.parameters())
+    return here, sum(torch.Size(get_placement(one).global_shape).numel() for one in model.parameters()), tied
+
+
+def test_tied_weights_stay_tied_and_memory_is_shared_out() -> None:
+    (first, whole, tied), (second, _, also) = run_ranks(placed, 2, "gpt2")
+    norms_and_biases = 2 * (4 * 24 + 24 + 24) + 2 * 24 + 32 * 24  # with the embedding of positions
+    assert first + second == whole + norms_and_biases
+    assert tied and also
+
+
+def of_experts() -> tuple[set[str], bool, list[int]]:
+    """Experts that lie on other ranks already are cut along their features, and put together from both axes."""
+    mesh = build_mesh(MeshShape(ep=2, tp=2))
+    plain, model = build("mixtral"), build("mixtral")
+    for layer in model.model.layers:
+        for parameter in layer.mlp.experts.parameters():
+            span = compute_shard_range(4, 2, mesh.ep.index)
+            whole = tuple(parameter.shape)
+            parameter.data = parameter.data[slice(*span)].clone()
+            set_placement(
+                parameter, Placement(whole, make_ranges_along(whole, 0, [span]), frozenset({"ep"}), is_expert=True)
+            )
+    apply_tensor_parallel(model, mesh.tp)
+    experts = model.model.layers[0].mlp.experts.gate_up_proj
+    placement = get_placement(experts)
+    values = dict(plain.named_parameters())
+    same = all(
+        torch.equal(gather_full_tensor(value.data, get_placement(value), mesh.ep, mesh.tp), values[name])
+        for name, value in model.named_parameters()
+    )
+    assert placement.is_expert
+    return set(placement.sharded_axes), same, list(experts.shape)
+
+
+def test_experts_may_be_spread_over_other_ranks() -> None:
+    found = run_ranks(of_experts, 4)
+    assert [shape for _, _, shape in found] == [[2, 32, 32], [2, 16, 32]] * 2  # 2 of 4 experts, 16 + 8 of 24 features
+    assert all(cut == {"ep", "tp"} and same for cut, same, _ in found)
+
+
+def cut_twice() -> None:
+    model, axis = build("llama"), tensor_axis()
+    apply_tensor_parallel(model, axis)
+    apply_tensor_parallel(model, axis)
+
+
+def test_a_model_is_cut_once() -> None:
+    with pytest.raises(RankError, match="model.embed_tokens.weight is cut over tp already; cut a model once"):
+        run_ranks(cut_twice, 2)

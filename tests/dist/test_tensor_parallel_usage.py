@@ -1,0 +1,217 @@
+"""What users do with a cut model beside training it: generate, recompute, freeze, drop elements, compute in 16 bits."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from tests.causal_models import build, language
+from tests.dist.harness import run_ranks
+from tests.dist.tensor_parallel_runs import (
+    EXACT,
+    NORMS,
+    added_up,
+    pair,
+    recompute,
+    tensor_axis,
+    whole_gradients,
+)
+from tests.oracle import relative_error
+from windlass.parallel.tensor import (
+    apply_tensor_parallel,
+)
+
+
+def generated(name: str, options: dict[str, Any]) -> tuple[list[list[int]], list[list[int]]]:
+    plain, model, _, _ = pair(name, {"use_cache": True}, options)
+    ids = language(2)["input_ids"]
+    asked: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    plain.eval(), model.eval()
+    return plain.generate(ids, **asked).tolist(), model.generate(ids, **asked).tolist()
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [*((name, {}) for name in ("llama", "qwen3", "gpt2", "phi3", "gpt_bigcode")), ("llama", NORMS), ("mixtral", NORMS)],
+    ids=str,
+)
+def test_a_cut_model_generates_with_its_cache(name: str, options: dict[str, Any]) -> None:
+    """One token after the other; along a sequence of one some ranks have none."""
+    for wanted, found in run_ranks(generated, 3, name, options):
+        assert found == wanted
+        assert len(found[0]) == 13
+
+
+def inferred(name: str, options: dict[str, Any]) -> float:
+    plain, model, _, _ = pair(name, {}, options)
+    with torch.inference_mode():
+        ids = language(2)["input_ids"]
+        wanted, found = plain(input_ids=ids).logits, model(input_ids=ids).logits
+    return relative_error({"logits": found}, {"logits": wanted})[0]
+
+
+@pytest.mark.parametrize("options", [{}, NORMS], ids=str)
+def test_a_cut_model_runs_in_inference_mode(options: dict[str, Any]) -> None:
+    assert max(run_ranks(inferred, 2, "llama", options)) < EXACT
+
+
+def recomputed(name: str, reentrant: bool, options: dict[str, Any]) -> float:
+    """Two forwards of other lengths before their backwards, as preference losses have them."""
+    plain, model, axis, _ = pair(name, {}, options)
+    for one in (plain, model):
+        recompute(one, reentrant)
+        one.enable_input_require_grads()
+        losses = [one(**language(seed, length=length)).loss for seed, length in ((0, 7), (1, 10), (2, 8))]
+        (losses[0] + 2 * losses[1] + 3 * losses[2]).backward()
+    added_up(model, axis)
+    wanted = {name: parameter.grad for name, parameter in plain.named_parameters()}
+    return relative_error(whole_gradients(model, axis), wanted)[0]
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("options", [{}, NORMS], ids=str)
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_layers_may_be_recomputed(name: str, reentrant: bool, options: dict[str, Any]) -> None:
+    assert max(run_ranks(recomputed, 3, name, reentrant, options)) < EXACT
+
+
+def frozen(name: str) -> float:
+    """All but the query layers and the norms are frozen."""
+    plain, model, axis, _ = pair(name, {}, {})
+    for one in (plain, model):
+        for parameter, value in one.named_parameters():
+            value.requires_grad_("q_proj" in parameter or "norm" in parameter)
+        one(**language(0)).loss.backward()
+    added_up(model, axis)
+    wanted = {name: parameter.grad for name, parameter in plain.named_parameters()}
+    return relative_error(whole_gradients(model, axis), wanted)[0]
+
+
+def test_parameters_may_be_frozen() -> None:
+    assert max(run_ranks(frozen, 2, "qwen3")) < EXACT
+
+
+def narrow(name: str, options: dict[str, Any], autocast: bool) -> tuple[float, float]:
+    plain, model, axis, _ = pair(name, {}, options)
+    if not autocast:
+        plain.bfloat16(), model.bfloat16()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        want, have = (one(**language(0)).loss for one in (plain, model))
+    want.backward(), have.backward()
+    added_up(model, axis)
+    wanted = {name: parameter.grad for name, parameter in plain.named_parameters()}
+    return abs(float(have) / float(want) - 1), relative_error(whole_gradients(model, axis), wanted)[0]
+
+
+@pytest.mark.parametrize("autocast", [True, False])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gpt_oss"])
+def test_16_bits(name: str, autocast: bool) -> None:
+    for options in ({}, NORMS, {"overlap_chunks": 2}):
+        for loss, gradients in run_ranks(narrow, 2, name, options, autocast):
+            assert loss < 1e-2
+            assert gradients < 6e-2
+
+
+def hidden_states() -> list[torch.Tensor]:
+    """Tensors of three samples that are alive in this process, which may have run other tests."""
+    import gc
+
+    gc.collect()
+    found = [one for one in gc.get_objects() if isinstance(one, torch.Tensor)]
+    return [one for one in found if one.dim() == 3 and len(one) == 3]
+
+
+def kept_after(options: dict[str, Any]) -> list[list[int]]:
+    """Shapes of hidden states that are alive after a step and were not before it. Threads of gloo's let go of what they
+    sent a little later than who waited for it goes on."""
+    _, model, _, _ = pair("llama", {}, options)
+    before = hidden_states()
+    model(**language(0, samples=3, length=11)).loss.backward()
+    deadline = time.monotonic() + 10
+    while True:
+        left = [list(one.shape) for one in hidden_states() if not any(one is other for other in before)]
+        if not left or time.monotonic() > deadline:
+            return left
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("options", [{}, NORMS], ids=str)
+def test_no_activation_outlives_a_step(options: dict[str, Any]) -> None:
+    assert run_ranks(kept_after, 2, options) == [[], []]
+
+
+def dropped(options: dict[str, Any]) -> dict[str, Any]:
+    """What a GPT-2 draws that drops elements everywhere; ranks come with generators in other states."""
+    changes = {"n_embd": 32, "n_head": 4, "attn_pdrop": 0.4, "resid_pdrop": 0.3, "embd_pdrop": 0.2}
+    axis = tensor_axis()
+    model = build("gpt2", **changes).train()
+    model.config._attn_implementation = "eager"
+    torch.manual_seed(50 + axis.index)
+    apply_tensor_parallel(model, axis, **options)
+    masks: list[torch.Tensor] = []
+    attention = model.transformer.h[0].attn
+    attention.register_forward_hook(lambda module, args, output: masks.append(output[1][:, :1] == 0))
+    residual: list[torch.Tensor] = []
+    attention.resid_dropout.register_forward_hook(lambda module, args, output: residual.append(output == 0))
+    batch = language(0, samples=4, length=9)
+    before = torch.get_rng_state()
+    loss = model(**batch).loss
+    loss.backward()
+    plainly = {name: value.grad.clone() for name, value in model.named_parameters()}
+    after = torch.get_rng_state()
+    recompute(model, reentrant=False)
+    model.zero_grad()
+    torch.set_rng_state(before)
+    model(**batch).loss.backward()
+    again = {name: value.grad for name, value in model.named_parameters()}
+    return {
+        "loss": float(loss),
+        "local": masks[0],
+        "whole": residual[0],
+        "again": relative_error(again, plainly)[0],
+        "state": after,
+        "recomputed": torch.equal(masks[0], masks[-1]) and len(masks) == 3,
+    }
+
+
+@pytest.mark.parametrize("options", [{}, NORMS], ids=str)
+def test_what_is_cut_drops_other_elements_on_each_rank_and_what_is_whole_the_same(options: dict[str, Any]) -> None:
+    first, second = run_ranks(dropped, 2, options)
+    assert first["loss"] == second["loss"]
+    assert not torch.equal(first["local"], second["local"])
+    if options:  # tokens are cut there too: 5 and 4 of 9
+        assert first["whole"].shape[1] == 5 and second["whole"].shape[1] == 4
+        assert not torch.equal(first["whole"][:, :4], second["whole"])
+    else:
+        assert torch.equal(first["whole"], second["whole"])
+    assert torch.equal(first["state"], second["state"])
+    for seen in (first, second):
+        assert 0.2 < float(seen["whole"].float().mean()) < 0.4
+        assert seen["recomputed"]
+        assert seen["again"] < EXACT
+
+
+def replicated_attention() -> tuple[torch.Tensor, bool, float]:
+    """Where attention is whole but hidden states around it are cut, all ranks drop the same in it."""
+    axis = tensor_axis()
+    model = build("olmo2", attention_dropout=0.4).train()
+    model.config._attn_implementation = "eager"
+    apply_tensor_parallel(model, axis, tp_sequence_norms=True)
+    masks: list[torch.Tensor] = []
+    for layer in model.model.layers:
+        layer.self_attn.register_forward_hook(lambda module, args, output: masks.append(output[1] == 0))
+    recompute(model, reentrant=False)
+    model(**language(0, length=8)).loss.backward()
+    assert len(masks) == 4 and not torch.equal(masks[0], masks[1])
+    share = float(masks[0].float().mean())
+    return masks[0], torch.equal(masks[0], masks[3]) and torch.equal(masks[1], masks[2]), share
+
+
+def test_whole_modules_between_cut_sequences_drop_the_same_on_all_ranks() -> None:
+    (first, again, share), (second, also, _) = run_ranks(replicated_attention, 2)
+    assert torch.equal(first, second)
+    assert again and also
+    assert share > 0.5  # 28 of 64 for causality, and 0.4 of the others

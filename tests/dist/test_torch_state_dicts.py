@@ -1,0 +1,240 @@
+"""Plain PyTorch goes on from a checkpoint, and the engine from plain PyTorch's; weights are whole or refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import windlass
+from tests.dist.harness import run_ranks
+from tests.dist.test_deepspeed_resume import Net, batch, groups_of, steps
+
+RANKS = 2
+LR = {"lr": 0.01, "eps": 1e-6}
+
+
+def config_of(stage: int, **more: Any) -> dict[str, Any]:
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0, **more.pop("zero", {})}
+    return {"train_micro_batch_size_per_gpu": 2, "gradient_clipping": 1.0, "zero_optimization": zero, **more}
+
+
+def engine_for(stage: int, seed: int, **zero: Any) -> Any:
+    torch.manual_seed(seed)
+    model = Net()
+    optimizer = torch.optim.AdamW(groups_of(model), **LR)
+    return windlass.initialize(model=model, optimizer=optimizer, config=config_of(stage, zero=zero))[0]
+
+
+def plain_steps(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: int) -> list[list[float]]:
+    """Train in one process on what all ranks would see; each rank's losses."""
+    losses: list[list[float]] = [[] for _ in range(RANKS)]
+    for step in range(first, last):
+        optimizer.zero_grad()
+        for rank in range(RANKS):
+            loss = model(batch(step, rank))
+            (loss / RANKS).backward()
+            losses[rank].append(float(loss.detach()))
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    return losses
+
+
+def saved_by_an_engine(folder: str, stage: int) -> list[float]:
+    engine = engine_for(stage, 0)
+    steps(engine, 0, 3)
+    with torch.no_grad():
+        engine.module.count.add_(5)
+    engine.save_checkpoint(folder, client_state={"epoch": 2})
+    losses = steps(engine, 3, 6)
+    engine.destroy()
+    return losses
+
+
+def assert_close(found: list[list[float]], wanted: list[list[float]]) -> None:
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(wanted), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_plain_pytorch_goes_on_from_a_checkpoint(stage: int, tmp_path: Path) -> None:
+    wanted = run_ranks(saved_by_an_engine, RANKS, str(tmp_path), stage)
+    torch.manual_seed(9)
+    model = Net()
+    optimizer = torch.optim.AdamW(groups_of(model)[::-1], **LR)  # groups in another order
+    found = windlass.read_checkpoint(tmp_path)
+    state = found.model_state_dict()
+    assert set(state) == set(model.state_dict()) and found.global_steps == 3 and found.client_state == {"epoch": 2}
+    model.load_state_dict(state, strict=True)
+    assert torch.equal(model.count, torch.full((3,), 5.0))
+    optimizer.load_state_dict(found.optimizer_state_dict(model, optimizer))
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.0, 0.1]
+    assert_close(plain_steps(model, optimizer, 3, 6), wanted)
+
+
+def taken_by_an_engine(stage: int, state: dict[str, Tensor], optimizer: dict[str, Any]) -> list[float]:
+    engine = engine_for(stage, 50)
+    assert engine.load_module_state_dict(state) == ([], [])
+    fused = [group.get("fused") for group in engine.optimizer.param_groups]
+    engine.optimizer.load_state_dict(optimizer)
+    assert [group.get("fused") for group in engine.optimizer.param_groups] == fused, "how, not what"
+    losses = steps(engine, 3, 6)
+    assert torch.equal(engine.module.count, torch.full((3,), 7.0))
+    engine.destroy()
+    return losses
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_an_engine_goes_on_from_plain_pytorch(stage: int) -> None:
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.AdamW(groups_of(model), **LR)
+    plain_steps(model, optimizer, 0, 3)
+    model.count.fill_(7)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    saved = torch.optim.AdamW(groups_of(model), **LR)
+    saved.load_state_dict(optimizer.state_dict())
+    found = run_ranks(taken_by_an_engine, RANKS, stage, state, saved.state_dict())
+    assert_close(found, plain_steps(model, optimizer, 3, 6))
+
+
+def misfits(folder: str) -> dict[str, Any]:
+    engine = engine_for(3, 0, stage3_gather_16bit_weights_on_model_save=False)
+    assert engine.save_16bit_model(folder) is False, "the configuration says so"
+    before = engine.full_state_dict()
+    state = Net().state_dict()
+    said = []
+    wrong_shape = {**state, "mid.bias": torch.zeros(3)}
+    for given in ({k: v for k, v in state.items() if k != "mid.bias"}, {**state, "odd": torch.zeros(1)}, wrong_shape):
+        try:
+            engine.load_module_state_dict(given)
+        except windlass.WindlassError as error:
+            said.append(str(error))
+    after = engine.full_state_dict()
+    same = all(torch.equal(after[name], before[name]) for name in before)
+    only = {"head.weight": torch.ones(29, 7), "odd": torch.zeros(1)}
+    missing, unexpected = engine.load_module_state_dict(only, strict=False)
+    now = engine.full_state_dict()
+    engine.destroy()
+    return {"said": said, "same": same, "left": (missing, unexpected), "now": now}
+
+
+def test_what_does_not_fit_is_named_and_changes_nothing(tmp_path: Path) -> None:
+    found = run_ranks(misfits, RANKS, str(tmp_path))[0]
+    assert not list(tmp_path.iterdir())
+    missing, unexpected, shape = found["said"]
+    assert "missing ['mid.bias'], unexpected []" in missing
+    assert "missing [], unexpected ['odd']" in unexpected
+    assert "'mid.bias' has shape (3,) in the state dictionary, (7,) here" in shape
+    assert found["same"]
+    assert "mid.bias" in found["left"][0] and found["left"][1] == ["odd"]
+    assert torch.equal(found["now"]["embed.weight"], torch.ones(29, 7)), "by any of a tied parameter's names"
+
+
+def in_8_bits(folder: str) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = windlass.optim.CPUAdam(groups_of(model), lr=0.01, state_dtype="8bit")
+    config = config_of(2, zero={"offload_optimizer": {"device": "cpu"}})
+    engine = windlass.initialize(model=model, optimizer=optimizer, config=config)[0]
+    steps(engine, 0, 2)
+    engine.save_checkpoint(folder)
+    wanted = engine.optimizer.state_dict()
+    engine.destroy()
+    return wanted
+
+
+def test_states_in_8_bits_are_decoded(tmp_path: Path) -> None:
+    wanted = run_ranks(in_8_bits, RANKS, str(tmp_path))[0]
+    model = Net()
+    optimizer = torch.optim.AdamW(groups_of(model))
+    found = windlass.read_checkpoint(tmp_path).optimizer_state_dict(model, optimizer)
+    assert found["state"].keys() == wanted["state"].keys()
+    for number, states in wanted["state"].items():
+        for key, value in states.items():
+            assert torch.equal(found["state"][number][key], value.to(found["state"][number][key].dtype)), (number, key)
+    optimizer.load_state_dict(found)
+    plain_steps(model, optimizer, 2, 3)
+
+
+def refusals(folder: str) -> dict[str, Any]:
+    """What is said, at stage 3, by whatever would give away weights that are not here."""
+    from tests.hf_models import gpt2
+
+    engine = windlass.initialize(model=gpt2(), config=config_of(3, optimizer={"type": "AdamW", "params": {}}))[0]
+    asked = {
+        "state_dict": engine.module.state_dict,
+        "engine's": engine.state_dict,
+        "save_pretrained": lambda: engine.module.save_pretrained(f"{folder}/out{dist.get_rank()}"),
+        "kept": lambda: torch.save(engine.module.state_dict(keep_vars=True), f"{folder}/kept{dist.get_rank()}"),
+    }
+    said = {}
+    for name, ask in asked.items():
+        try:
+            ask()
+        except Exception as error:
+            said[name] = f"{type(error).__name__}: {error}"
+    engine.save_16bit_model(folder, "model.safetensors")
+    with windlass.zero.GatheredParameters(list(engine.module.parameters())):
+        whole = {name: value.clone() for name, value in engine.module.state_dict().items()}
+    engine.destroy()
+    return {"said": said, "whole": whole}
+
+
+def test_no_empty_weight_is_ever_given_away(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    found = run_ranks(refusals, RANKS, str(tmp_path))[0]
+    assert set(found["said"]) == {"state_dict", "engine's", "save_pretrained", "kept"}
+    for name, text in found["said"].items():
+        assert "ReleasedParameterError" in text and "GatheredParameters" in text, name
+    assert not list(tmp_path.glob("out*/*.safetensors"))
+    written = load_file(tmp_path / "model.safetensors")
+    assert set(written) == set(found["whole"]) - {"lm_head.weight"}
+    for name, value in written.items():
+        assert value.numel() and torch.equal(value, found["whole"][name]), name
+
+
+class Counter(nn.Module):
+    """A layer that keeps plain data beside its parameters, and one that keeps what no file can hold."""
+
+    def __init__(self, calls: int = 0, odd: bool = False) -> None:
+        super().__init__()
+        self.layer, self.calls, self.odd = nn.Linear(4, 4), calls, odd
+
+    def get_extra_state(self) -> Any:
+        return object() if self.odd else {"calls": self.calls, "scale": torch.tensor([float(self.calls)])}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.calls = state["calls"]
+        assert torch.equal(state["scale"], torch.tensor([float(self.calls)]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).square().mean()
+
+
+def with_extra_state(folder: str) -> dict[str, Any]:
+    config = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, **config_of(3)}
+    engine = windlass.initialize(model=nn.Sequential(Counter(7), Counter(1, odd=True)), config=config)[0]
+    engine.save_checkpoint(folder)
+    state = engine.full_state_dict()
+    plain = nn.Sequential(Counter(9), Counter(1))
+    engine.load_module_state_dict(plain.state_dict())
+    taken = engine.module[0].calls
+    engine.load_checkpoint(folder)
+    found = {"state": sorted(state), "taken": taken, "loaded": engine.module[0].calls}
+    engine.destroy()
+    return found
+
+
+def test_what_modules_keep_beside_their_parameters_is_kept(tmp_path: Path) -> None:
+    first, other = run_ranks(with_extra_state, RANKS, str(tmp_path))
+    names = sorted(nn.Sequential(Counter(), Counter()).state_dict())
+    assert first == {"state": names, "taken": 9, "loaded": 7} and other == {**first, "state": []}
+    plain = nn.Sequential(Counter())
+    state = windlass.read_checkpoint(tmp_path).model_state_dict()
+    plain.load_state_dict({name: value for name, value in state.items() if name.startswith("0.")}, strict=True)
+    assert plain[0].calls == 7 and "1._extra_state" not in state

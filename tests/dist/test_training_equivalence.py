@@ -1,0 +1,96 @@
+"""The great law: whatever the stage, transport or model, ranks train what one process of plain PyTorch trains.
+
+A covering array of every pair of factor values; `tests/parity` runs the products.
+"""
+
+from __future__ import annotations
+
+from itertools import combinations
+from typing import Any
+
+import pytest
+
+from tests.dist.equivalence_cases import FACTORS, FROZEN_KNOBS, HF_FACTORS, allowed, name_of, recipe_of, setting_of
+from tests.dist.equivalence_runs import ADAMW, SGD, Setting, bitwise_difference, hold, hold_all, train_ranks_in_turn
+from tests.models import ZOO
+from tests.oracle import Recipe
+from tests.pairwise import pairwise
+
+ROWS = pairwise(FACTORS, allowed)
+HF_ROWS = pairwise(HF_FACTORS, allowed)
+STEPS = 3  # the products train longer
+
+
+@pytest.mark.parametrize("row", ROWS, ids=name_of)
+def test_ranks_equal_one_process(row: dict[str, Any]) -> None:
+    hold(row["model"], recipe_of(row, STEPS), setting_of(row))
+
+
+@pytest.mark.parametrize("row", HF_ROWS, ids=name_of)
+def test_hugging_face_models_equal_one_process(row: dict[str, Any]) -> None:
+    hold(row["model"], recipe_of(row, STEPS), setting_of(row))
+
+
+def recipe_of_three_steps(name: str) -> Recipe:
+    return Recipe(accumulation=1 if "once" in ZOO[name].traits else 2, steps=3)
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_every_model_with_every_parameter_released(name: str) -> None:
+    """Stage 3 at its strictest, where a model is most awkward: nothing persists, nothing is kept, nothing is merged."""
+    strict = [Setting(stage=3, transport=transport, zero=FROZEN_KNOBS) for transport in ("shm", "gloo")]
+    hold_all(name, recipe_of_three_steps(name), strict, exact="rounds" not in ZOO[name].traits)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ZOO)
+def test_every_model_with_what_is_gathered_ahead(name: str) -> None:
+    ahead = [Setting(stage=3, transport=transport, plain_backward=True) for transport in ("shm", "gloo")]
+    hold_all(name, recipe_of_three_steps(name), ahead, exact="rounds" not in ZOO[name].traits)
+
+
+def test_every_pair_is_covered() -> None:
+    missing = []
+    for (a, xs), (b, ys) in combinations(FACTORS.items(), 2):
+        seen = {(row[a], row[b]) for row in ROWS}
+        missing += [(a, x, b, y) for x in xs for y in ys if (x, y) not in seen and allowed({a: x, b: y})]
+    assert not missing
+
+
+# Where stages only differ in where values are kept, they do the same arithmetic in the same order.
+SAME_ARITHMETIC = [
+    "mlp",
+    "four_blocks",
+    "tied",
+    "siamese",
+    "frozen",
+    "lora",
+    "cross_attention",
+    "odd_shapes",
+    "stashed",
+]
+
+
+def in_turn(names: list[str], precisions: list[str]) -> list[Any]:
+    """Every model in one of the precisions, which take turns; in the others it is slow."""
+    return [
+        pytest.param(name, precision, marks=() if (row + column) % len(precisions) == 0 else pytest.mark.slow)
+        for row, name in enumerate(names)
+        for column, precision in enumerate(precisions)
+    ]
+
+
+@pytest.mark.parametrize(("name", "precision"), in_turn(SAME_ARITHMETIC, ["fp32", "bf16"]))
+def test_stages_and_transports_are_bitwise_equal(name: str, precision: str) -> None:
+    recipe = Recipe(ranks=3, precision=precision, optimizer="AdamW", optimizer_params=ADAMW, steps=3)
+    settings = [Setting(stage=stage, transport=transport) for transport in ("shm", "gloo") for stage in (1, 2, 3)]
+    first, *others = train_ranks_in_turn(name, recipe, settings)
+    for setting, other in zip(settings[1:], others, strict=True):
+        assert not (said := bitwise_difference(first, other)), (setting, said[:5])
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_run_repeats_bitwise(stage: int, transport: str) -> None:
+    recipe = Recipe(ranks=3, optimizer_params=SGD, steps=3)
+    first, second = train_ranks_in_turn("tied", recipe, 2 * [Setting(stage=stage, transport=transport)])
+    assert not bitwise_difference(first, second)

@@ -1,0 +1,155 @@
+"""What people write and do that nobody expected: models of `hostile_models`, and habits around the training loop."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests import oracle
+from tests.dist import equivalence_runs
+from tests.dist.equivalence_runs import SGD, RankTrace, Setting, complaints, ds_config, whole_params
+from tests.dist.harness import run_ranks
+from tests.hostile_models import HOSTILE
+from tests.models import ZOO, Place, Regressor, rows
+from tests.oracle import Recipe, relative_error
+
+STEPS = 4
+SETTINGS = [Setting(stage=stage, transport=name) for stage, name in ((3, "gloo"), (3, "shm"), (2, "gloo"), (1, "shm"))]
+
+
+def train_all(name: str, recipe: Recipe, settings: list[Setting]) -> list[RankTrace]:
+    """Train one specimen under each setting, in one world."""
+    ZOO[name] = HOSTILE[name]  # for the harness of the laws, which looks specimens up by name
+    try:
+        return [equivalence_runs.train_rank(name, recipe, setting) for setting in settings]
+    finally:
+        del ZOO[name]
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_model_trains_as_in_plain_pytorch(name: str) -> None:
+    recipe = Recipe(ranks=2, accumulation=2, steps=3, optimizer_params=SGD)
+    wanted = oracle.train(HOSTILE[name], recipe)
+    named = [Setting(s.stage, transport=s.transport, config=(("comm", {"transport": s.transport}),)) for s in SETTINGS]
+    by_rank = run_ranks(train_all, 2, name, recipe, named)
+    for number, setting in enumerate(named):
+        said = complaints([traces[number] for traces in by_rank], wanted, recipe)
+        assert not said, f"{name} {setting}:\n  " + "\n  ".join(said[:8])
+
+
+def built() -> Regressor:
+    torch.manual_seed(7)
+    return Regressor()
+
+
+def split(model: nn.Module) -> list[dict[str, Any]]:
+    """Two groups, as every recipe has them: matrices decay, the rest does not and learns more slowly."""
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    rest = [p for p in model.parameters() if p.dim() <= 1]
+    return [{"params": matrices, "weight_decay": 0.1, "lr": 1e-2}, {"params": rest, "weight_decay": 0.0, "lr": 1e-3}]
+
+
+def with_habit(habit: str, stage: int) -> dict[str, torch.Tensor]:
+    """Train under the engine with one habit; returns what `in_one_process` does."""
+    import windlass
+
+    model = built()
+    if habit == "copied":
+        model = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+    config = ds_config(Recipe(optimizer_params=SGD, clipping=0.0 if habit == "clips" else 1.0), Setting(stage=stage))
+    chosen = torch.optim.AdamW(split(model), eps=1e-4) if habit == "groups" else None
+    engine = windlass.initialize(model=model, config=config, optimizer=chosen)[0]
+    shadow = {name: p.detach().clone() for name, p in built().named_parameters()}
+    for step in range(STEPS):
+        batch = rows(Place(step, 0, dist.get_rank()))
+        before_step(habit, engine.module, engine.optimizer, step)
+        engine.backward((engine.module if habit == "past the engine" else engine)(**batch))
+        in_between(habit, engine, windlass.zero)
+        engine.step()
+        if habit == "average":
+            with windlass.zero.GatheredParameters(engine.module.parameters()):
+                average(shadow, engine.module)
+        if habit == "swap":
+            swap(engine, shadow, windlass.zero)
+    found = shadow
+    if habit != "average":
+        found = {name: windlass.zero.full_param(p).detach().clone() for name, p in engine.module.named_parameters()}
+    engine.destroy()
+    return found
+
+
+def before_step(habit: str, model: nn.Module, optimizer: Any, step: int) -> None:
+    """What is done at the beginning of a step, by the engine's user and in plain PyTorch alike."""
+    if habit == "thaw and freeze":
+        for p in model.blocks[0].parameters():
+            p.requires_grad_(step % 2 == 0)
+    if habit == "groups":
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.9
+
+
+def in_between(habit: str, engine: Any, zero: Any) -> None:
+    """What is done between backward and step."""
+    if habit == "inference":
+        engine.eval()
+        with torch.inference_mode():
+            engine(**rows(Place(77, 0, dist.get_rank())))
+        engine.train()
+    if habit == "clips":
+        parameters = list(engine.module.parameters())
+        grads = [zero.full_grad(p) for p in parameters]
+        norm = float(torch.stack([g.norm() for g in grads]).norm())
+        for p, grad in zip(parameters, grads, strict=True):
+            zero.set_full_grad(p, grad * min(1.0, 0.2 / (norm + 1e-6)))
+
+
+def average(shadow: dict[str, torch.Tensor], model: nn.Module) -> None:
+    """An exponential average of the weights."""
+    for name, p in model.named_parameters():
+        shadow[name].lerp_(p.detach(), 0.3)
+
+
+def swap(engine: Any, shadow: dict[str, torch.Tensor], zero: Any) -> None:
+    """Evaluate with other weights, then go on with the own."""
+    own = whole_params(engine.module)
+    for values in (shadow, own):
+        with zero.GatheredParameters(list(engine.module.parameters()), modifier_rank=0), torch.no_grad():
+            for name, p in engine.module.named_parameters():
+                p.copy_(values[name])
+        with torch.no_grad():
+            engine(**rows(Place(60, 0, dist.get_rank())))
+
+
+def in_one_process(habit: str, ranks: int) -> dict[str, torch.Tensor]:
+    model = built()
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), **dict(SGD))
+    if habit == "groups":
+        optimizer = torch.optim.AdamW(split(model), eps=1e-4)
+    shadow = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for step in range(STEPS):
+        before_step(habit, model, optimizer, step)
+        for rank in range(ranks):
+            (model(**rows(Place(step, 0, rank))) / ranks).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.2 if habit == "clips" else 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        average(shadow, model)
+    return shadow if habit == "average" else {name: p.detach() for name, p in model.named_parameters()}
+
+
+HABITS = ["copied", "groups", "thaw and freeze", "past the engine", "inference", "clips", "average", "swap"]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("habit", HABITS)
+def test_a_habit_keeps_its_meaning(habit: str, stage: int) -> None:
+    wanted = in_one_process(habit, 2)
+    for found in run_ranks(with_habit, 2, habit, stage, transport="shm" if stage == 2 else "gloo"):
+        error, where = relative_error(found, wanted)
+        assert error < 1e-6, where

@@ -1,0 +1,261 @@
+"""What users do beside the training loop: edit weights, add hooks, change rates, regularise, start over."""
+
+from __future__ import annotations
+
+import gc
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests import oracle
+from tests.dist.equivalence_runs import SGD, Setting, ds_config, specimen, start, whole_params
+from tests.dist.harness import run_ranks
+from tests.models import Place, cast
+from tests.oracle import Recipe, relative_error
+
+STEPS = 3
+
+
+def with_habit(habit: str, precision: str, setting: Setting) -> dict[str, Any]:
+    """Train under the engine with one habit; the same functions serve the oracle below."""
+    subject, rank = specimen("tied"), dist.get_rank()
+    recipe = Recipe(precision=precision, optimizer_params=SGD)
+    model = oracle.build(subject, rank)
+    before(habit, model)
+    import windlass
+
+    engine = windlass.initialize(model=model, config=ds_config(recipe, setting))[0]
+    for step in range(STEPS):
+        batch = cast(subject.batch(Place(step, 0, rank)), recipe.dtype)
+        loss = engine(**batch)
+        if habit == "regularise":
+            loss = loss + penalty(engine.module)
+        engine.backward(loss)
+        if habit == "zero_grad" and step == 1:
+            engine.zero_grad()
+            engine.backward(engine(**batch))
+        engine.step()
+        if habit == "edit":
+            edit(engine.module)
+        if habit == "rate":
+            for group in engine.optimizer.param_groups:
+                group["lr"] *= 0.5
+    params = whole_params(engine.module)
+    engine.destroy()
+    return params
+
+
+def before(habit: str, model: torch.nn.Module) -> None:
+    """What is done to the model before training."""
+    if habit == "hook":
+        model.blocks[0].up.weight.register_hook(lambda grad: grad * 3)
+        model.embed.weight.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
+
+
+def edit(model: torch.nn.Module) -> None:
+    """A projection of weights after a step, by every rank alike."""
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if name.endswith("up.weight"):
+                p.clamp_(-0.125, 0.125)
+
+
+def penalty(model: torch.nn.Module) -> torch.Tensor:
+    """A loss of the weights themselves, outside the forward."""
+    return 0.01 * sum(p.float().square().sum() for p in model.parameters())
+
+
+def in_one_process(habit: str, precision: str, ranks: int) -> dict[str, torch.Tensor]:
+    subject, dtype = specimen("tied"), Recipe(precision=precision).dtype
+    model = oracle.build(subject, 0)
+    masters = [p.detach().clone().requires_grad_() for p in model.parameters()]
+    model = model.to(dtype)
+    before(habit, model)
+    optimizer = torch.optim.SGD(masters, **dict(SGD))
+    for step in range(STEPS):
+        sums = [torch.zeros_like(m) for m in masters]
+        for rank in range(ranks):
+            loss = model(**cast(subject.batch(Place(step, 0, rank)), dtype))
+            (loss + penalty(model) if habit == "regularise" else loss).backward()
+            for total, p in zip(sums, model.parameters(), strict=True):
+                total += p.grad.float() / ranks
+                p.grad = None
+        for master, total in zip(masters, sums, strict=True):
+            master.grad = total
+        torch.nn.utils.clip_grad_norm_(masters, 1.0)
+        optimizer.step()
+        _copy(model, masters)
+        if habit == "edit":
+            edit(model)
+            with torch.no_grad():
+                for (name, p), master in zip(model.named_parameters(), masters, strict=True):
+                    if name.endswith("up.weight"):
+                        master.copy_(p)
+        if habit == "rate":
+            optimizer.param_groups[0]["lr"] *= 0.5
+    return {name: m.detach() for (name, _), m in zip(model.named_parameters(), masters, strict=True)}
+
+
+def _copy(model: torch.nn.Module, masters: list[torch.Tensor]) -> None:
+    with torch.no_grad():
+        for p, master in zip(model.parameters(), masters, strict=True):
+            p.copy_(master)
+
+
+OUTSIDE_A_FORWARD = ["edit", "regularise"]  # refused by name at stage 3, see the next test
+HABITS = [(habit, stage) for habit in ("hook", "rate", "zero_grad") for stage in range(4)]
+HABITS += [(habit, stage) for habit in OUTSIDE_A_FORWARD for stage in range(3)]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("habit", "stage"), HABITS)
+def test_habits_keep_their_meaning(habit: str, stage: int, precision: str) -> None:
+    wanted = in_one_process(habit, precision, 2)
+    setting = Setting(stage=stage)
+    transport = "shm" if stage in (1, 3) else "gloo"
+    for found in run_ranks(with_habit, 2, habit, precision, setting, transport=transport):
+        error, where = relative_error(found, wanted)
+        assert error < (1e-6 if precision == "fp32" else 5e-4), where
+
+
+def refused_at_stage_3(habit: str) -> str:
+    try:
+        with_habit(habit, "fp32", Setting(stage=3))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize("habit", OUTSIDE_A_FORWARD)
+def test_weights_outside_a_forward_are_refused_at_stage_3(habit: str, transport: str) -> None:
+    for said in run_ranks(refused_at_stage_3, 2, habit, transport=transport):
+        assert said.startswith("ReleasedParameterError") and "GatheredParameters" in said
+
+
+def autocast(setting: Setting) -> dict[str, Any]:
+    subject, rank = specimen("mlp"), dist.get_rank()
+    config = {**ds_config(Recipe(), setting), "torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+    engine = start(subject, config)
+    losses, dtypes = [], {p.dtype for p in engine.module.parameters()}
+    for step in range(STEPS):
+        losses.append(float(subject.train(engine, subject.batch(Place(step, 0, rank)), engine.backward)))
+        engine.step()
+    params = whole_params(engine.module)
+    engine.destroy()
+    return {"losses": losses, "params": params, "dtypes": dtypes}
+
+
+def test_autocast_equals_torch_autocast(stage: int) -> None:
+    subject = specimen("mlp")
+    model = oracle.build(subject)
+    forward = model.forward
+
+    def lowered(*args: Any, **kwargs: Any) -> Any:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return forward(*args, **kwargs)
+
+    model.forward = lowered  # type: ignore[method-assign]
+    wanted = oracle.train(subject, Recipe(ranks=2, steps=STEPS), model=model)
+    plain = oracle.train(subject, Recipe(ranks=2, steps=1))
+    for rank, found in enumerate(run_ranks(autocast, 2, Setting(stage=stage))):
+        assert found["dtypes"] == {torch.float32}
+        assert found["losses"][0] == pytest.approx(wanted.losses[0][rank][0], rel=1e-6)
+        assert found["losses"][0] != pytest.approx(plain.losses[0][rank][0], rel=1e-6), "it did run in 16 bits"
+        assert relative_error(found["params"], wanted.params)[0] < 1e-4
+
+
+def double(setting: Setting) -> dict[str, torch.Tensor]:
+    import windlass
+
+    subject, rank = specimen("mlp"), dist.get_rank()
+    engine = windlass.initialize(model=oracle.build(subject, rank).double(), config=ds_config(Recipe(), setting))[0]
+    for step in range(STEPS):
+        batch = cast(subject.batch(Place(step, 0, rank)), torch.float64)
+        subject.train(engine, batch, engine.backward)
+        engine.step()
+    params = whole_params(engine.module)
+    engine.destroy()
+    return params
+
+
+def test_double_precision_stays_double(stage: int) -> None:
+    for found in run_ranks(double, 2, Setting(stage=stage)):
+        assert {value.dtype for value in found.values()} == {torch.float64}
+
+
+class Numbers(torch.utils.data.Dataset[torch.Tensor]):
+    """The numbers 0 to 22, each as a tensor."""
+
+    def __len__(self) -> int:
+        return 23
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([float(index)])
+
+
+def loaded() -> list[list[float]]:
+    import windlass
+
+    config = ds_config(Recipe(), Setting(stage=1))
+    engine, _, loader, _ = windlass.initialize(
+        model=oracle.build(specimen("mlp")), config=config, training_data=Numbers()
+    )
+    assert engine.training_dataloader is loader
+    batches = [batch.flatten().tolist() for batch in loader]
+    engine.destroy()
+    return batches
+
+
+def test_the_loader_deals_the_data_over_ranks() -> None:
+    by_rank = run_ranks(loaded, 2)
+    assert len(by_rank[0]) == len(by_rank[1]), "as many micro-batches on every rank"
+    assert all(len(batch) == 3 for batches in by_rank for batch in batches[:-1])
+    seen = [number for batches in by_rank for batch in batches for number in batch]
+    assert set(seen) <= set(range(23)) and len(set(seen)) >= 18
+    assert len(seen) - len(set(seen)) <= 1, "only what evens the ranks out comes twice"
+
+
+def open_things() -> tuple[int, int]:
+    """File descriptors, and shared mappings."""
+    gc.collect()
+    with open("/proc/self/maps") as maps:
+        shared = sum("memfd" in line or "/dev/shm" in line for line in maps)
+    return len(os.listdir("/proc/self/fd")), shared
+
+
+def cycles(setting: Setting) -> list[tuple[int, int]]:
+    """Make, train and destroy engines; what stays open after each."""
+    subject, counts = specimen("tied"), []
+    for _ in range(4):
+        engine = start(subject, ds_config(Recipe(), setting))
+        subject.train(engine, subject.batch(Place(0, 0, dist.get_rank())), engine.backward)
+        engine.step()
+        engine.destroy()
+        del engine
+        counts.append(open_things())
+    return counts
+
+
+def test_engines_leave_nothing_behind(stage: int, transport: str) -> None:
+    for counts in run_ranks(cycles, 2, Setting(stage=stage), transport=transport):
+        assert counts[-1] == counts[1], counts
+
+
+def dropped(setting: Setting) -> list[tuple[int, int]]:
+    """Engines that are forgotten, not destroyed."""
+    subject, counts = specimen("tied"), []
+    for _ in range(4):
+        engine = start(subject, ds_config(Recipe(), setting))
+        subject.train(engine, subject.batch(Place(0, 0, dist.get_rank())), engine.backward)
+        engine.step()
+        del engine
+        counts.append(open_things())
+    return counts
+
+
+def test_forgotten_engines_are_collected(transport: str) -> None:
+    for counts in run_ranks(dropped, 2, Setting(stage=2), transport=transport):
+        assert counts[-1] == counts[1], counts

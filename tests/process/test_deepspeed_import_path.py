@@ -1,0 +1,134 @@
+"""The folder that makes `import deepspeed` windlass: by PYTHONPATH, here, for metadata, beside a real one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from windlass.compat.stand_in_path import STAND_IN_FOLDER, stand_in_environment
+from windlass.compat.stand_in_version import VERSION
+
+ROOT = Path(__file__).parents[2]
+_ASK = """
+import importlib.metadata as metadata, importlib.util, json, subprocess, sys
+{first}
+import deepspeed
+show = "import deepspeed; print(deepspeed.__version__)"
+child = subprocess.run([sys.executable, "-c", show], capture_output=True, text=True)
+print(json.dumps({{
+    "version": deepspeed.__version__,
+    "spec": importlib.util.find_spec("deepspeed").origin,
+    "metadata": [metadata.version("deepspeed"), metadata.metadata("deepspeed")["Name"]],
+    "packages": metadata.packages_distributions().get("deepspeed"), "child": child.stdout.strip(),
+    "engine": deepspeed.DeepSpeedEngine.__module__, "child_said": child.stderr,
+}}))
+"""
+
+
+def _run(text: str, *, path: list[str], **env: str) -> subprocess.CompletedProcess[str]:
+    ours = ("WINDLASS_STANDS_IN", "WINDLASS_LOG_LEVEL", "RANK")  # another rank than 0 says nothing
+    inherited = {key: value for key, value in os.environ.items() if key not in ours}
+    variables = {**inherited, "PYTHONPATH": os.pathsep.join([*path, str(ROOT)]), **env}
+    return subprocess.run([sys.executable, "-c", text], env=variables, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize("way", ["path", "import"])
+def test_deepspeed_is_windlass_in_children_too(way: str) -> None:
+    """Law: import, `find_spec` and package metadata answer, by PYTHONPATH alone or by one import, and in children."""
+    first = "" if way == "path" else "import windlass.compat.deepspeed"
+    done = _run(_ASK.format(first=first), path=[str(STAND_IN_FOLDER)] if way == "path" else [])
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told["version"] == told["child"] == VERSION
+    assert told["metadata"] == [VERSION, "deepspeed"] and told["packages"] == ["deepspeed"]
+    assert Path(told["spec"]).is_relative_to(STAND_IN_FOLDER)
+    assert told["engine"] == "windlass.compat.deepspeed_engine"
+
+
+def test_the_command_prints_the_folder() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "windlass.compat"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout) == (0, f"{STAND_IN_FOLDER}\n")
+    wrong = subprocess.run([sys.executable, "-m", "windlass.compat", "x"], capture_output=True, text=True, cwd=ROOT)
+    assert wrong.returncode == 2 and "takes no arguments" in wrong.stderr
+
+
+def test_the_metadata_travels_with_a_wheel() -> None:
+    """What builds wheels leaves out any folder named `*.dist-info`; the other form is read as well."""
+    assert not list(STAND_IN_FOLDER.glob("*.dist-info"))
+    (folder,) = STAND_IN_FOLDER.glob("*.egg-info")
+    assert folder.name == f"deepspeed-{VERSION}.egg-info"
+    assert f"Version: {VERSION}\n" in (folder / "PKG-INFO").read_text()
+    assert "windlass" in (folder / "PKG-INFO").read_text()
+
+
+def test_beside_a_real_one_it_wins_only_where_asked_and_says_so_once(tmp_path: Path) -> None:
+    (tmp_path / "deepspeed").mkdir()
+    (tmp_path / "deepspeed" / "__init__.py").write_text("__version__ = 'real'\n")
+    show = "import deepspeed; print(deepspeed.__version__)"
+    assert _run(show, path=[str(tmp_path)]).stdout == "real\n"
+    done = _run(_ASK.format(first=""), path=[str(STAND_IN_FOLDER), str(tmp_path)])
+    assert json.loads(done.stdout)["version"] == VERSION
+    assert done.stderr.count("stands in for the DeepSpeed that is installed") == 1
+    assert json.loads(done.stdout)["child_said"] == ""
+
+
+def test_too_late_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "deepspeed").mkdir()
+    (tmp_path / "deepspeed" / "__init__.py").write_text("")
+    done = _run("import deepspeed, windlass.compat.deepspeed", path=[str(tmp_path)])
+    assert done.returncode and "deepspeed was imported already" in done.stderr
+
+
+def test_the_folder_is_put_first_once() -> None:
+    once = stand_in_environment({"PYTHONPATH": "/a"})["PYTHONPATH"]
+    assert once.split(os.pathsep) == [str(STAND_IN_FOLDER), "/a"]
+    assert stand_in_environment({"PYTHONPATH": once})["PYTHONPATH"] == once
+
+
+def test_programs_of_the_stand_in_run() -> None:
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(STAND_IN_FOLDER), str(ROOT)])}
+    for program in (
+        "deepspeed.utils.zero_to_fp32",
+        "deepspeed.launcher.runner",
+        "deepspeed.checkpoint.ds_to_universal",
+    ):
+        done = subprocess.run([sys.executable, "-m", program, "--help"], env=env, capture_output=True, text=True)
+        assert done.returncode == 0 and "usage" in done.stdout.lower(), (program, done.stderr)
+
+
+_LIVE_NAMES = """
+import importlib, windlass.compat.deepspeed
+from windlass.parallel.activation_checkpoint_api import current_options
+names = importlib.import_module("deepspeed.checkpointing")
+assert not names.deepspeed_checkpointing_enabled and names.num_layers is None and names.mpu is None
+try:
+    names.configure(None, contiguous_checkpointing=True)
+except AssertionError as error:
+    assert "number of layers" in str(error)
+else:
+    raise SystemExit("it took contiguous checkpointing without a number of layers")
+assert not names.is_configured()
+names.configure(None, contiguous_checkpointing=True, num_checkpoints=3)
+assert (names.CONTIGUOUS_CHECKPOINTING, names.num_layers) == (True, 3)
+names.PROFILE_TIME, names.CONTIGUOUS_CHECKPOINTING, names.mpu = True, False, None
+assert current_options().profile and not current_options().contiguous_memory_optimization
+assert names.PROFILE_TIME and names.deepspeed_checkpointing_enabled
+names.deepspeed_checkpointing_enabled = False
+assert not names.is_configured() and not names.PROFILE_TIME
+"""
+
+
+def test_options_of_activations_have_the_names_of_deepspeeds_globals() -> None:
+    """See [Note: live names]: what is read is what is configured, and setting configures."""
+    done = _run(_LIVE_NAMES, path=[])
+    assert done.returncode == 0, done.stderr

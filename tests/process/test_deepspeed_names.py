@@ -1,0 +1,95 @@
+"""Every name that DeepSpeed's clients import is there, of its kind, or refuses in one sentence when it is used."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from windlass.compat.stand_in_entry import NameStatus
+from windlass.compat.stand_in_names import STAND_IN_NAMES
+from windlass.compat.stand_in_path import STAND_IN_FOLDER
+
+ROOT = Path(__file__).resolve().parents[2]
+SYMBOLS: dict[str, str] = dict(
+    line.split()  # type: ignore[misc]
+    for line in (ROOT / "tests/data/deepspeed_symbols.txt").read_text().splitlines()
+    if not line.startswith("#")
+)
+
+PENDING: dict[str, str] = {}
+"""Areas that are being built: a name below may be absent."""
+
+
+@pytest.fixture(scope="module")
+def said() -> list[Any]:
+    """What `resolve_names.py` finds, in a process of its own, so that no other test sees a `deepspeed`: habits, names."""
+    text = "\n".join([*SYMBOLS, *STAND_IN_NAMES])
+    paths = os.pathsep.join([str(STAND_IN_FOLDER), str(ROOT)])
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("resolve_names.py"))],
+        input=text,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": paths},
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()[-2:]]
+
+
+@pytest.fixture(scope="module")
+def walked(said: list[Any]) -> dict[str, dict[str, Any]]:
+    """What each name is."""
+    names: dict[str, dict[str, Any]] = said[1]
+    return names
+
+
+def pending(name: str) -> bool:
+    return any(name == area or name.startswith(f"{area}.") for area in PENDING)
+
+
+def is_sentence(name: str, text: str) -> bool:
+    """`deepspeed.x: why; what to do`, on one line."""
+    return text.startswith("deepspeed") and ": " in text and "\n" not in text and len(text.split()) >= 6
+
+
+def test_what_scripts_do_with_modules(said: list[Any]) -> None:
+    assert [habit for habit, holds in said[0].items() if not holds] == []
+
+
+def test_every_imported_name_is_there_or_refuses(walked: dict[str, dict[str, Any]]) -> None:
+    absent = {name: walked[name]["sentence"] for name in SYMBOLS if walked[name]["state"] == "absent"}
+    assert {name: text for name, text in absent.items() if not pending(name)} == {}
+
+
+def test_what_is_there_is_of_its_kind(walked: dict[str, dict[str, Any]]) -> None:
+    there = {name: walked[name]["kinds"] for name in SYMBOLS if walked[name]["state"] == "there"}
+    assert {
+        name: (kinds, SYMBOLS[name]) for name, kinds in there.items() if SYMBOLS[name] not in ("missing", "any", *kinds)
+    } == {}
+
+
+def test_what_is_not_built_says_so_in_a_sentence(walked: dict[str, dict[str, Any]]) -> None:
+    refused = {name: seen["sentence"] for name, seen in walked.items() if seen["state"] == "refused"}
+    assert "deepspeed.init_inference" in refused and "deepspeed.moe.sharded_moe.MOELayer" in refused
+    assert {name: text for name, text in refused.items() if not is_sentence(name, text)} == {}
+
+
+def test_every_row_of_the_tables_resolves_as_it_says(walked: dict[str, dict[str, Any]]) -> None:
+    expected = {
+        name: "refused" if entry.status is NameStatus.REFUSED else "there" for name, entry in STAND_IN_NAMES.items()
+    }
+    wrong = {name: walked[name] for name, state in expected.items() if walked[name]["state"] != state}
+    assert {name: seen for name, seen in wrong.items() if not pending(name)} == {}
+
+
+def test_pending_areas_are_absent_still(walked: dict[str, dict[str, Any]]) -> None:
+    absent = [name for name in SYMBOLS if walked[name]["state"] == "absent"]
+    stale = [area for area in PENDING if not any(f"{name}.".startswith(f"{area}.") for name in absent)]
+    assert stale == [], "take these out of PENDING"

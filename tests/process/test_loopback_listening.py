@@ -1,0 +1,127 @@
+"""Ranks of one host listen at its loopback interface alone, whoever starts them."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.ports import free_port
+
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+SCRIPT = """
+import json, os, sys
+import torch.distributed as dist
+
+from tests.process.test_loopback_listening import listening
+
+if "torch" in sys.argv:
+    dist.init_process_group("gloo")
+else:
+    import windlass
+    windlass.init_distributed()
+dist.new_group(list(range(dist.get_world_size())))
+dist.barrier()
+found = [None] * dist.get_world_size()
+dist.all_gather_object(found, listening(os.getpid()))
+if dist.get_rank() == 0:
+    print("LISTENING " + json.dumps(found))
+dist.destroy_process_group()
+"""
+
+
+def listening(pid: int) -> list[str]:
+    """Addresses of TCP sockets at which a process listens, from /proc."""
+    inodes = set()
+    for entry in os.scandir(f"/proc/{pid}/fd"):
+        try:
+            inodes.add(os.readlink(entry.path))
+        except FileNotFoundError:  # the descriptor with which the folder was read
+            continue
+    found = []
+    for table in ("tcp", "tcp6"):
+        path = Path(f"/proc/{pid}/net/{table}")
+        for line in path.read_text().splitlines()[1:] if path.exists() else []:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
+                address, port = fields[1].split(":")
+                words = [bytes.fromhex(address[at : at + 8])[::-1] for at in range(0, len(address), 8)]
+                found.append(f"{ipaddress.ip_address(b''.join(words))} {int(port, 16)}")
+    return found
+
+
+def outward() -> list[str]:
+    """What starts a program on a host whose own name is an address that others reach, as most hosts' names are."""
+    named = subprocess.run(["hostname", "-I"], capture_output=True, text=True)
+    address = next(iter(named.stdout.split()), None)
+    spaces = ["unshare", "--user", "--map-root-user", "--uts"]
+    tried = shutil.which("unshare") and subprocess.run([*spaces, "hostname", address or ""], capture_output=True)
+    if not address or not tried or tried.returncode:
+        return []  # the host's name as it is
+    return [*spaces, "sh", "-c", f'hostname {address}; exec "$@"', "sh"]
+
+
+def addresses(output: str) -> list[str]:
+    said = next(line for line in output.splitlines() if "LISTENING " in line)
+    return [one for rank in json.loads(said.partition("LISTENING ")[2]) for one in rank]
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def run(commands: list[list[str]], environments: list[dict[str, str]]) -> str:
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("GLOO_", "MASTER_"))}
+    env |= {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+    started = [
+        subprocess.Popen(
+            [*outward(), *command], env={**env, **more}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        for command, more in zip(commands, environments, strict=True)
+    ]
+    try:
+        said = [process.communicate(timeout=120)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert all(process.returncode == 0 for process in started), "\n".join(said)
+    return "\n".join(said)
+
+
+@LINUX
+@pytest.mark.parametrize(
+    "starter",
+    ["windlass", "slurm", *(pytest.param(name, marks=pytest.mark.slow) for name in ("torchrun", "deepspeed"))],
+)
+def test_ranks_of_one_host_listen_at_loopback(starter: str, script: Path) -> None:
+    python = sys.executable
+    port = free_port()
+    commands = {
+        "windlass": [[python, "-m", "windlass", "run", "--nproc", "2", str(script), "torch"]],
+        "torchrun": [[python, "-m", "torch.distributed.run", "--nproc_per_node", "2", str(script)]],
+        "deepspeed": [
+            [python, "-c", "from windlass.compat.console_commands import deepspeed; deepspeed()", "--num_gpus", "2",
+             "--master_port", str(port), str(script)]
+        ],
+        "slurm": [[python, str(script)]] * 2,
+    }[starter]  # fmt: skip
+    environments = [
+        {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), "SLURM_STEP_NUM_TASKS": "2",
+         "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_ID": "1", "SLURM_JOB_ID": "77", "MASTER_PORT": str(port)}
+        if starter == "slurm" else {}
+        for rank in range(len(commands))
+    ]  # fmt: skip
+    found = addresses(run(commands, environments))
+    assert found and all(ipaddress.ip_address(one.split()[0]).is_loopback for one in found), found
+    keeps_store = starter in ("deepspeed", "slurm")
+    assert (f"127.0.0.1 {port}" in found) == keeps_store

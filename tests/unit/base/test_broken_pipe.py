@@ -1,0 +1,42 @@
+"""A command whose reader leaves ends without a word."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.mark.parametrize("lines", [1, 100_000])  # left in the buffer until the end, and written before
+def test_a_command_that_nobody_reads_ends_without_a_word(lines: int) -> None:
+    text = f"""
+from windlass.base.broken_pipe import exit_quietly_on_broken_pipe
+@exit_quietly_on_broken_pipe()
+def command():
+    for number in range({lines}):
+        print("line", number)
+    raise SystemExit(0)
+command()
+"""
+    ours, theirs = os.pipe()
+    os.close(ours)
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", text], stdout=theirs, stderr=subprocess.PIPE, env=env, timeout=60)
+    os.close(theirs)
+    assert (done.returncode, done.stderr) == (1, b"")
+
+
+def test_the_report_that_nobody_reads() -> None:
+    ours, theirs = os.pipe()
+    os.close(ours)
+    text = "from windlass.cli.environment.ds_report import cli_main; cli_main()"
+    words = [sys.executable, "-c", text, "--hide_operator_status"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(words, stdout=theirs, stderr=subprocess.PIPE, env=env, timeout=120)
+    os.close(theirs)
+    assert (done.returncode, done.stderr) == (1, b"")

@@ -1,0 +1,45 @@
+"""The collector is off while anybody wants it off, and then as it was."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+
+from windlass.base.garbage_collection import suspend_garbage_collection
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_the_last_to_go_leaves_it_as_it_was(on: bool) -> None:
+    (gc.enable if on else gc.disable)()
+    try:
+        first, second = suspend_garbage_collection(), suspend_garbage_collection()
+        assert not gc.isenabled()
+        first()
+        first()
+        assert not gc.isenabled()
+        second()
+        assert gc.isenabled() == on
+    finally:
+        gc.enable()
+
+
+def test_an_engine_holds_it_off_until_it_is_destroyed() -> None:
+    import torch
+    import torch.distributed as dist
+
+    import windlass
+
+    config = {"train_micro_batch_size_per_gpu": 1, "disable_python_gc": True, "log_level": "critical"}
+    alone = not dist.is_initialized()
+    engine = windlass.initialize(model=torch.nn.Linear(2, 2), config=config)[0]
+    try:
+        from windlass.base.log import logger
+
+        assert not gc.isenabled() and logger.level == 50
+    finally:
+        engine.destroy()
+        logger.setLevel("INFO")
+        if alone:
+            dist.destroy_process_group()
+    assert gc.isenabled()

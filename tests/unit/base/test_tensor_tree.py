@@ -1,0 +1,41 @@
+"""Tensors are found wherever a module may put them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict, namedtuple
+from types import SimpleNamespace
+
+import torch
+
+from windlass.base.tensor_tree import iterate_tensors, replace_tensors
+
+Pair = namedtuple("Pair", "left right")
+
+
+@dataclasses.dataclass
+class Output:
+    loss: torch.Tensor
+    more: object = None
+
+
+def test_every_container_is_searched_and_each_tensor_comes_once() -> None:
+    a, b, c, d, e = (torch.full((), float(i)) for i in range(5))
+    value = [a, (b, {"x": Pair(c, [d])}), Output(e, OrderedDict(again=a)), SimpleNamespace(y=b), None, "text", 3]
+    assert [t.item() for t in iterate_tensors(value)] == [0, 1, 2, 3, 4]
+
+
+def test_cycles_and_modules_end_the_search() -> None:
+    box = SimpleNamespace(t=torch.ones(()))
+    box.me = box
+    box.module = torch.nn.Linear(2, 2)
+    assert len(list(iterate_tensors(box))) == 1
+
+
+def test_replace_keeps_what_has_nothing_to_replace() -> None:
+    a, b = torch.zeros(1), torch.ones(1)
+    kept = (b, "x")
+    value = {"p": Pair(a, kept), "l": [a, 1]}
+    new = replace_tensors(value, {id(a): b})
+    assert new["p"].left is b and new["p"].right is kept and new["l"] == [b, 1]
+    assert isinstance(new["p"], Pair)

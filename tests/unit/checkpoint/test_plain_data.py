@@ -1,0 +1,122 @@
+"""Plain data comes back as it went in, and nothing else goes in."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import math
+import random
+import types
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from windlass.base.errors import CheckpointError
+from windlass.checkpoint.plain_data import decode, encode, tensor_names
+
+scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8)
+keys = st.text(max_size=4) | st.just("$") | st.integers() | st.tuples(st.integers(), st.text(max_size=2))
+values = st.recursive(
+    scalars,
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.lists(inner, max_size=3).map(tuple) | st.dictionaries(keys, inner, max_size=3)
+    ),
+    max_leaves=12,
+)
+
+
+@given(values)
+def test_plain_data_survives_strict_json(value: object) -> None:
+    encoded, found = encode(value, "plain/")
+    back = decode(json.loads(json.dumps(encoded, allow_nan=False)), {})
+    assert not found
+    assert back == value
+    assert repr(back) == repr(value)  # 1 and 1.0 and True, lists and tuples are told apart
+
+
+def test_nan_survives() -> None:
+    encoded, _ = encode({"loss": math.nan, "best": -math.inf}, "plain/")
+    back = decode(json.loads(json.dumps(encoded, allow_nan=False)), {})
+    assert math.isnan(back["loss"]) and back["best"] == -math.inf
+
+
+def test_tensors_are_set_aside_by_name() -> None:
+    first, second = torch.arange(3), torch.ones(())
+    encoded, found = encode({"ema": [first], "deep": {"t": (second,)}}, "rank/2/")
+    assert all(name.startswith("rank/2/") for name in found)
+    assert tensor_names(encoded) == list(found)
+    back = decode(json.loads(json.dumps(encoded)), found)
+    assert back["ema"][0] is first and back["deep"]["t"][0] is second
+
+
+def test_states_of_random_and_of_a_scheduler_survive() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones=[2, 5])
+    state: dict[str, Any] = {
+        "python": random.Random(3).getstate(),
+        "torch": torch.get_rng_state(),
+        "lr": schedule.state_dict(),
+    }
+    encoded, found = encode(state, "plain/")
+    back: dict[str, Any] = decode(json.loads(json.dumps(encoded, allow_nan=False)), found)
+    generator = random.Random()
+    generator.setstate(back["python"])
+    assert generator.random() == random.Random(3).random()
+    assert collections.Counter(back["lr"]["milestones"]) == schedule.milestones
+    assert torch.equal(back["torch"], state["torch"])
+
+
+def test_what_scripts_put_into_their_client_state_survives() -> None:
+    """Options of argparse, states of numpy's generator, sets: a DeepSpeed script saves them, and so must this."""
+    state: dict[str, Any] = {
+        "args": argparse.Namespace(lr=1e-3, out=Path("a") / "b", dtype=torch.bfloat16, **{"$": 1}),
+        "numpy": numpy.random.get_state(),
+        "arrays": [numpy.zeros((0, 3), "f2"), numpy.array(["a", "bc"]), numpy.array(True), numpy.arange(6)[::2]],
+        "numbers": [numpy.float32(0.5), numpy.int64(3), numpy.bool_(True)],
+        "seen": {1, "a"},
+        "frozen": frozenset({(1, 2)}),
+        "bytes": b"\x00\xff",
+        "space": types.SimpleNamespace(deep=argparse.Namespace(a=1)),
+    }
+    encoded, found = encode(state, "plain/")
+    back: dict[str, Any] = decode(json.loads(json.dumps(encoded, allow_nan=False)), found)
+    assert back["args"] == argparse.Namespace(lr=1e-3, out=str(Path("a") / "b"), dtype=torch.bfloat16, **{"$": 1})
+    assert back["space"].deep.a == 1 and back["seen"] == {1, "a"} and back["frozen"] == state["frozen"]
+    assert back["bytes"] == b"\x00\xff" and repr(back["numbers"]) == "[0.5, 3, True]"
+    for one, other in zip([*state["arrays"], state["numpy"][1]], [*back["arrays"], back["numpy"][1]], strict=True):
+        assert one.dtype == other.dtype and one.shape == other.shape and (one == other).all()
+    numpy.random.RandomState().set_state(back["numpy"])
+
+
+def test_an_array_that_would_hold_objects_is_refused() -> None:
+    raw = {"$": ["tensor", "t"]}
+    for code in ("O", "no type"):
+        with pytest.raises(CheckpointError, match="holds"):
+            decode({"$": ["array", [code, [1], raw]]}, {"t": torch.zeros(8, dtype=torch.uint8)})
+
+
+@pytest.mark.parametrize("value", [object(), numpy.array([None]), lambda: None])
+def test_other_values_are_refused_with_their_path(value: object) -> None:
+    with pytest.raises(CheckpointError, match=r"client\.list\[1\] is a .*never\s+pickled"):
+        encode({"client": {"list": [0, value]}}, "plain/")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"$": ["pickle", "gASV"]}',
+        '{"$": ["tensor", "absent"]}',
+        '{"$": 3}',
+        '{"$": ["float", "1"]}',
+        '{"$": [1], "a": 2}',
+    ],
+)
+def test_text_that_encode_never_writes_is_refused(text: str) -> None:
+    with pytest.raises(CheckpointError, match="cannot (be )?read"):
+        decode(json.loads(text), {})

@@ -1,0 +1,143 @@
+"""The command line as a whole: its commands are there, and an error that was foreseen is one message."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Annotated
+
+import pytest
+import typer
+
+import windlass
+from windlass.base.errors import CheckpointError, ConfigError
+from windlass.cli import main as command_line
+from windlass.cli.expected_errors import describe_expected_error
+from windlass.cli.main import COMMANDS, main
+
+
+@pytest.fixture(autouse=True)
+def _own_debug(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WINDLASS_DEBUG", "0")
+
+
+def call(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(list(arguments))
+    return int(ended.value.code or 0)
+
+
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A command `fail` that raises what the test puts into `windlass_failing.error`."""
+    module = ModuleType("windlass_failing")
+
+    def fail(code: Annotated[int, typer.Option()] = 0) -> None:
+        if code:
+            raise typer.Exit(code)
+        raise module.error  # type: ignore[attr-defined]
+
+    module.fail = fail  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    entry = command_line.CliCommand("fail", module.__name__, "fail", "Fails.")
+    monkeypatch.setattr(command_line, "COMMANDS", (*COMMANDS, entry))
+    monkeypatch.setitem(command_line._COMMAND_BY_NAME, "fail", entry)
+    return module
+
+
+def test_every_command_exists_and_has_help(capsys: pytest.CaptureFixture[str]) -> None:
+    for entry in COMMANDS:
+        assert call(entry.name, "--help") == 0
+        assert f"Usage: windlass {entry.name}" in capsys.readouterr().out
+
+
+def test_help_lists_every_command_without_importing_it(capsys: pytest.CaptureFixture[str]) -> None:
+    before = set(sys.modules)
+    assert call("--help") == 0
+    listed = capsys.readouterr().out
+    assert all(f"  {entry.name} " in listed and entry.summary in listed for entry in COMMANDS)
+    assert not {entry.module for entry in COMMANDS} & (set(sys.modules) - before)
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("--version") == 0
+    assert capsys.readouterr().out.strip() == windlass.__version__
+
+
+def test_a_misspelt_command_is_refused_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("trian") == 2
+    assert "'train'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (ConfigError("zero_optimization.stage is 7; use 0 to 3"), "zero_optimization.stage is 7; use 0 to 3"),
+        (CheckpointError("out/latest is damaged"), "out/latest is damaged"),
+        (ModuleNotFoundError("No module named 'transformers'", name="transformers"), "pip install 'windlass[hf]'"),
+        (ModuleNotFoundError("No module named 'x'", name="matplotlib.pyplot"), "pip install 'windlass[plot]'"),
+        (OSError(errno.ENOSPC, "No space left on device", "out/rank_0"), "the disk is full: out/rank_0"),
+        (OSError(errno.ENOSPC, "No space left on device"), "the disk is full;"),
+        (PermissionError(errno.EACCES, "Permission denied", "ds.json"), "Permission denied: ds.json"),
+    ],
+)
+def test_foreseen_errors_are_one_message(
+    error: Exception, message: str, failing: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failing.error = error
+    assert call("fail") == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("windlass: ")
+    assert message in printed.err
+    assert printed.err.count("\n") == 1
+    for arguments in (["--debug", "fail"], ["fail", "--debug"]):
+        with pytest.raises(type(error)):
+            main(arguments)
+
+
+def test_unforeseen_errors_keep_their_traceback(failing: ModuleType) -> None:
+    failing.error = KeyError("a bug")
+    assert describe_expected_error(failing.error) is None
+    with pytest.raises(KeyError):
+        main(["fail"])
+
+
+def test_ctrl_c_is_130(failing: ModuleType) -> None:
+    failing.error = KeyboardInterrupt()
+    assert call("fail") == 130
+
+
+def test_a_commands_own_exit_code_comes_back(failing: ModuleType) -> None:
+    assert call("fail", "--code", "7") == 7
+
+
+def test_env_says_what_it_can(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("env") == 0
+    printed = capsys.readouterr().out
+    assert windlass.__version__ in printed
+    assert "unknown (" not in printed or sys.platform != "linux"
+
+
+@pytest.mark.parametrize("before", [0o000, 0o022, 0o077])
+def test_no_command_makes_files_that_every_user_may_write(
+    before: int, tmp_path: Path, failing: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "file"
+
+    class Noted(ConfigError):
+        def __str__(self) -> str:
+            file.touch()
+            return "noted"
+
+    failing.error = Noted()  # type: ignore[attr-defined]
+    own = os.umask(before)
+    try:
+        assert call("fail") == 1
+    finally:
+        os.umask(own)
+    assert stat.S_IMODE(file.stat().st_mode) == 0o666 & ~(before | 0o002)

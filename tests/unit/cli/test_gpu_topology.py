@@ -1,0 +1,80 @@
+"""What `nvidia-smi topo -m` prints on machines of several kinds, as the driver lays it out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from windlass.cli.environment import gpu_topology
+from windlass.cli.environment.format_facts import format_facts
+
+TABLES = Path(__file__).parents[2] / "data" / "topology"
+MACHINES = {
+    "one_gpu": (1, 0, "none", {}),
+    "two_gpus_pcie": (2, 0, "none", {"PHB": 1}),
+    "four_gpus_two_sockets": (4, 0, "none", {"NODE": 2, "SYS": 4}),
+    "four_gpus_bridged_pairs": (4, 0, "some pairs", {"NV4": 2, "SYS": 4}),
+    "four_gpus_direct": (4, 4, "all pairs", {"NV6": 6}),
+    "eight_gpus_cube": (8, 4, "some pairs", {"NV2": 8, "NV1": 8, "SYS": 12}),
+    "eight_gpus_nvswitch": (8, 8, "switch", {"NV12": 28}),
+}
+
+
+def read(machine: str) -> gpu_topology.GpuTopology:
+    return gpu_topology.parse_topology((TABLES / f"{machine}.txt").read_text())
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_every_class_of_connection_is_read(machine: str) -> None:
+    gpus, cards, nvlink, pairs = MACHINES[machine]
+    found = read(machine)
+    assert (len(found.gpus), len(found.cards)) == (gpus, cards)
+    assert gpu_topology.classify_nvlink(found) == nvlink
+    assert gpu_topology.count_gpu_links(found) == pairs and list(gpu_topology.count_gpu_links(found)) == list(pairs)
+    assert all(found.links[one, other] == found.links[other, one] for one, other in found.links)
+
+
+def test_all_tables_here_are_read_by_a_test() -> None:
+    assert {path.stem for path in TABLES.iterdir()} == set(MACHINES)
+
+
+def test_cards_have_the_systems_names_and_the_nearest_is_told() -> None:
+    near = {gpu: (best, cards) for gpu, best, cards in gpu_topology.nearest_cards(read("eight_gpus_nvswitch"))}
+    assert near["GPU0"] == ("PXB", ["mlx5_0", "mlx5_1"]) and near["GPU7"] == ("PXB", ["mlx5_6", "mlx5_7"])
+    near = {gpu: (best, cards) for gpu, best, cards in gpu_topology.nearest_cards(read("eight_gpus_cube"))}
+    assert near["GPU5"] == ("PIX", ["mlx5_2"])
+    assert list(gpu_topology.nearest_cards(read("two_gpus_pcie"))) == []
+
+
+def test_affinities_are_read_and_absent_where_the_driver_has_none() -> None:
+    found = read("eight_gpus_nvswitch")
+    assert found.cpus["GPU0"] == "0-63,128-191" and found.numa == {f"GPU{n}": str(n // 4) for n in range(8)}
+    found = read("four_gpus_direct")
+    assert set(found.cpus) == {"GPU0", "GPU1", "GPU2", "GPU3"} and "GPU3" not in found.numa
+    assert read("eight_gpus_cube").numa == {}
+
+
+@pytest.mark.parametrize(
+    ("table", "says"),
+    [
+        ("", "it is empty"),
+        ("No devices were found\n", "No devices were found"),
+        ("\tGPU0\tGPU1\nGPU0\t X \tPHB\n", "no row for GPU1"),
+        ("\tGPU0\tGPU1\nGPU0\t X \tWARP\nGPU1\tPHB\t X \n", "WARP"),
+        ("\tGPU0\tGPU1\nGPU0\t X \n", "not understood: GPU0"),
+    ],
+)
+def test_what_is_no_such_table_is_named(table: str, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        gpu_topology.parse_topology(table)
+
+
+def test_the_table_is_printed_with_what_its_classes_mean() -> None:
+    from windlass.cli.environment.collect_facts import collect_facts
+
+    facts = collect_facts() | {"topology": gpu_topology.topology_to_json(read("eight_gpus_nvswitch"))}
+    text = "\n".join(format_facts(facts))
+    assert "through NVSwitch; pairs of GPUs: NV12 28 (NVLink, 12 of them together)" in text
+    assert "GPU0: nearest network card mlx5_0, mlx5_1 (PXB: PCIe, across several bridges" in text
+    assert "GPU7: processors 64-127,192-255" in text

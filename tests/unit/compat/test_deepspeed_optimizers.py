@@ -1,0 +1,154 @@
+"""DeepSpeed's optimizer classes: torch's steps, its arguments, and refusals of variants that are not computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from windlass.compat.optimizers.deepspeed_cpu_optimizers import DeepSpeedCPUAdagrad, DeepSpeedCPUAdam, DeepSpeedCPULion
+from windlass.compat.optimizers.fused_optimizers import FusedAdam, FusedLamb, FusedLion
+from windlass.optim import Lamb, Lion
+from windlass.optim.elementwise_optimizers import is_elementwise
+
+ALL = (FusedAdam, FusedLion, FusedLamb, DeepSpeedCPUAdam, DeepSpeedCPUAdagrad, DeepSpeedCPULion)
+Make = Callable[[Any], torch.optim.Optimizer]
+
+
+def stepped(make: Make) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    layer = nn.Linear(5, 3)
+    optimizer = make([{"params": [layer.weight]}, {"params": [layer.bias], "weight_decay": 0.0}])
+    for step in range(4):
+        optimizer.zero_grad()
+        layer(torch.randn(6, 5, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+        optimizer.step()
+    return [parameter.detach() for parameter in layer.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("ours", "torchs"),
+    [
+        (lambda p: FusedAdam(p, lr=0.1, weight_decay=0.1), lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.1)),
+        (
+            lambda p: FusedAdam(p, lr=0.1, betas=[0.8, 0.9], weight_decay=0.1, adam_w_mode=False),
+            lambda p: torch.optim.Adam(p, lr=0.1, betas=(0.8, 0.9), weight_decay=0.1),
+        ),
+        (
+            lambda p: DeepSpeedCPUAdam(p, lr=0.1, weight_decay=0.1),
+            lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.1),
+        ),
+        (
+            lambda p: DeepSpeedCPUAdam(p, lr=0.1, weight_decay=0.1, adamw_mode=False),
+            lambda p: torch.optim.Adam(p, lr=0.1, weight_decay=0.1),
+        ),
+        (
+            lambda p: DeepSpeedCPUAdagrad(p, lr=0.1, weight_decay=0.1),
+            lambda p: torch.optim.Adagrad(p, lr=0.1, weight_decay=0.1),
+        ),
+        (lambda p: FusedLion(p, lr=0.01), lambda p: Lion(p, lr=0.01, betas=(0.9, 0.999))),
+        (lambda p: DeepSpeedCPULion(p, lr=0.01), lambda p: Lion(p, lr=0.01, betas=(0.9, 0.999))),
+        (lambda p: FusedLamb(p, lr=0.1), lambda p: Lamb(p, lr=0.1)),
+    ],
+)
+def test_steps_are_the_plain_optimizers(ours: Make, torchs: Make) -> None:
+    for found, wanted in zip(stepped(ours), stepped(torchs), strict=True):
+        torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("cls", ALL)
+def test_they_are_torch_optimizers(cls: type[torch.optim.Optimizer]) -> None:
+    optimizer = cls([nn.Parameter(torch.zeros(2))])
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    assert optimizer.param_groups[0]["lr"] == (1e-2 if cls is DeepSpeedCPUAdagrad else 1e-3)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)  # torch's schedulers take it
+
+
+def test_arguments_by_place_are_deepspeeds() -> None:
+    parameter = [nn.Parameter(torch.zeros(2))]
+    group = FusedAdam(parameter, 0.5, True, (0.1, 0.2), 1e-3, False, 0.3).param_groups[0]
+    assert (group["lr"], group["betas"], group["eps"], group["weight_decay"]) == (0.5, (0.1, 0.2), 1e-3, 0.3)
+    group = DeepSpeedCPUAdam(parameter, 0.5, True, (0.1, 0.2), 1e-3, 0.3, False, False).param_groups[0]
+    assert (group["lr"], group["weight_decay"], group["decoupled_weight_decay"]) == (0.5, 0.3, False)
+    assert DeepSpeedCPUAdagrad(parameter, 0.5, 1e-3, 0.3).param_groups[0]["eps"] == 1e-3
+
+
+@pytest.mark.parametrize(
+    ("make", "named"),
+    [
+        (lambda p: FusedAdam(p, amsgrad=True), "amsgrad"),
+        (lambda p: FusedAdam(p, bias_correction=False), "bias_correction"),
+        (lambda p: DeepSpeedCPUAdam(p, amsgrad=True), "amsgrad"),
+        (lambda p: DeepSpeedCPUAdam(p, bias_correction=False), "bias_correction"),
+        (lambda p: DeepSpeedCPUAdagrad(p, amsgrad=True), "amsgrad"),
+    ],
+)
+def test_variants_that_are_not_computed_are_refused(make: Make, named: str) -> None:
+    with pytest.raises(RuntimeError, match=named):
+        make([nn.Parameter(torch.zeros(2))])
+
+
+def test_accelerates_argument_for_every_class() -> None:
+    for cls in (DeepSpeedCPUAdam, DeepSpeedCPUAdagrad, DeepSpeedCPULion):
+        cls([nn.Parameter(torch.zeros(2))], lr=0.1, weight_decay=0.1, adamw_mode=False)
+
+
+def test_narrow_states() -> None:
+    parameter = nn.Parameter(torch.ones(300))
+    parameter.grad = torch.ones(300)
+    optimizer = DeepSpeedCPUAdam([parameter], fp32_optimizer_states=False)
+    optimizer.step()
+    assert optimizer.state[parameter]["exp_avg"].dtype == torch.bfloat16
+
+
+def test_gradients_are_emptied_as_asked() -> None:
+    for none in (True, False):
+        parameter = nn.Parameter(torch.ones(2))
+        parameter.grad = torch.ones(2)
+        FusedAdam([parameter], set_grad_none=none).zero_grad()
+        assert (parameter.grad is None) == none
+
+
+def test_they_are_stepped_span_by_span_and_strangers_of_them_are_not() -> None:
+    class Mine(FusedAdam):
+        pass
+
+    parameter = [nn.Parameter(torch.zeros(2))]
+    assert all(is_elementwise(cls(parameter)) == (cls is not FusedLamb) for cls in ALL)
+    assert not is_elementwise(Mine(parameter)), "a subclass may look at a whole tensor"
+
+
+def test_hooks_run_once_a_step() -> None:
+    parameter = nn.Parameter(torch.zeros(2))
+    parameter.grad = torch.ones(2)
+    torch.optim.Adam([nn.Parameter(torch.zeros(1))])  # whose class has a hooked step of its own
+    optimizer, calls = FusedAdam([parameter]), []
+    optimizer.register_step_pre_hook(lambda *_: calls.append(1))
+    optimizer.step()
+    assert calls == [1]
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+def test_adagrad_takes_sparse_gradients_as_torchs() -> None:
+    """Law: over several steps, with rows that are touched now and then, the same values as torch's sparse Adagrad."""
+    from windlass.base.errors import ModelError
+    from windlass.compat.optimizers.deepspeed_cpu_optimizers import DeepSpeedCPUAdagrad
+
+    own, theirs = (torch.nn.Embedding(16, 4, sparse=True) for _ in range(2))
+    theirs.load_state_dict(own.state_dict())
+    optimizers = DeepSpeedCPUAdagrad(own.parameters(), lr=0.1), torch.optim.Adagrad(theirs.parameters(), lr=0.1)
+    draw = torch.Generator().manual_seed(0)
+    for _ in range(4):
+        rows = torch.randint(0, 16, (5,), generator=draw)
+        for model, optimizer in zip((own, theirs), optimizers, strict=True):
+            optimizer.zero_grad()
+            model(rows).square().sum().backward()
+            assert model.weight.grad.is_sparse  # type: ignore[union-attr]
+            optimizer.step()
+    torch.testing.assert_close(own.weight, theirs.weight)
+    decaying = DeepSpeedCPUAdagrad(own.parameters(), weight_decay=0.1)
+    with pytest.raises(ModelError, match="is sparse; make it dense"):
+        decaying.step()

@@ -1,0 +1,177 @@
+"""Names below `deepspeed.runtime` that scripts and DeepSpeed's own tests use: sizes, models of sections, Muon."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import re
+from collections import namedtuple
+
+import pytest
+import torch
+from pydantic import Field, ValidationError
+from torch import nn
+
+from windlass.compat.config_models import DeepSpeedConfigModel, dict_raise_error_on_duplicate_keys
+from windlass.compat.loss_scaler_view import scale_of
+from windlass.compat.memory_estimates import (
+    estimate_zero2_model_states_mem_needs,
+    estimate_zero3_model_states_mem_needs,
+    estimate_zero3_model_states_mem_needs_all_live,
+    model_to_params,
+)
+from windlass.compat.optimizers.deepspeed_muon import Muon, MuonWithAuxAdam
+from windlass.compat.parameter_offload import ZeROOrderedDict, ensure_zero_ordered_dict
+from windlass.compat.partition_parameters import Init
+from windlass.compat.precision import Precision
+from windlass.compat.zero_functions import apply_to_tensors_only
+from windlass.optim.loss_scale import DynamicLossScale, StaticLossScale
+
+
+def test_bytes_are_those_that_deepspeed_reckons(capsys: pytest.CaptureFixture[str]) -> None:
+    """Figures of DeepSpeed 0.19.8 for 1e9 parameters, 1e7 in the largest layer, 2 nodes of 8 GPUs."""
+    sizes = (10**9, 10**7, 8, 2)
+    assert estimate_zero3_model_states_mem_needs(*sizes) == (13_500_000_000, 40_000_000, 40_000_000)
+    assert estimate_zero3_model_states_mem_needs(*sizes, True, False)[:2] == (12_000_000_000, 165_000_000)
+    assert estimate_zero3_model_states_mem_needs(*sizes, True, False, False)[0] == 48_000_000_000
+    assert estimate_zero3_model_states_mem_needs(*sizes, False, False)[:2] == (480_000_000, 1_165_000_000)
+    assert estimate_zero2_model_states_mem_needs(10**9, 8, 2) == (96_000_000_000, 2_000_000_000)
+    assert estimate_zero2_model_states_mem_needs(10**9, 8, 2, False) == (48_000_000_000, 3_125_000_000)
+    tied = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    tied[1].weight = tied[0].weight
+    assert model_to_params(tied) == (16 + 4 + 4, 20)
+    estimate_zero3_model_states_mem_needs_all_live(tied, 2)
+    assert capsys.readouterr().out.count("zero_init=") == 6
+
+
+def test_init_tells_its_parameters() -> None:
+    names = list(inspect.signature(Init).parameters)
+    assert names[:3] == ["module", "data_parallel_group", "mem_efficient_linear"] and "config_dict_or_path" in names
+
+
+class Section(DeepSpeedConfigModel):
+    count: int = 0
+    old: str | None = Field(
+        None, json_schema_extra={"deprecated": True, "new_param": "new", "new_param_fn": lambda x: [x]}
+    )
+    new: list[str] | None = None
+    named: int = Field(0, alias="other")
+
+
+def test_a_model_of_a_section_passes_old_keys_on() -> None:
+    assert Section(old="a").new == ["a"] and Section(other=2).named == Section(named=2).named == 2
+    assert Section(count="auto").count == 0
+    for wrong in ({"count": "x"}, {"new": "x"}, {"typo": 1}):
+        with pytest.raises(ValidationError):
+            Section(**wrong)
+    with pytest.raises(AssertionError, match="old name of new"):
+        Section(old="a", new=["b"])
+    with pytest.raises(ValueError, match="Duplicate"):
+        dict_raise_error_on_duplicate_keys([("a", 1), ("a", 2)])
+
+
+def test_a_function_of_tensors_reaches_them_where_they_are() -> None:
+    pair = namedtuple("pair", "a b")
+    made = apply_to_tensors_only(lambda x: x + 1, {"p": pair(torch.zeros(1), "text"), "l": [torch.ones(1), None]})
+    assert made["p"].a.item() == 1 and made["p"].b == "text" and made["l"][0].item() == 2 and made["l"][1] is None
+
+
+def test_muon_by_its_old_names() -> None:
+    """Groups say which kind they are, and what they leave out is as DeepSpeed has it."""
+    torch.manual_seed(0)
+    layer = nn.Linear(4, 3)
+    both = MuonWithAuxAdam(
+        [{"params": [layer.weight], "use_muon": True}, {"params": [layer.bias], "use_muon": False, "lr": 1e-2}]
+    )
+    assert [(g["lr"], g["weight_decay"]) for g in both.param_groups] == [(0.02, 0), (1e-2, 0)]
+    assert both.param_groups[1]["betas"] == (0.9, 0.95) and both.param_groups[1]["eps"] == 1e-10
+    other = nn.Linear(4, 3, bias=False)
+    other.load_state_dict({"weight": layer.weight})
+    alone = Muon(other.parameters())
+    for module, optimizer in ((layer, both), (other, alone)):
+        module(torch.ones(2, 4)).square().mean().backward()
+        optimizer.step()
+    with pytest.raises(AssertionError, match="use_muon"):
+        MuonWithAuxAdam([{"params": [layer.weight]}])
+
+
+def test_a_module_of_parameters_in_the_container_of_stage_3_works_as_before() -> None:
+    layer = nn.Linear(3, 2)
+    given, x = layer._parameters, torch.ones(1, 3)
+    wanted = layer(x)
+    ensure_zero_ordered_dict(layer)
+    made = layer._parameters
+    ensure_zero_ordered_dict(layer)
+    assert isinstance(made, ZeROOrderedDict) and layer._parameters is made and layer._original_parameters is given
+    assert torch.equal(layer(x), wanted) and list(made) == ["weight", "bias"]
+    assert list(copy.deepcopy(layer)._parameters) == ["weight", "bias"]
+    ensure_zero_ordered_dict(object())
+
+
+def test_the_cast_of_a_module_to_given_dtypes() -> None:
+    class Holder(Precision):
+        def __init__(self) -> None:
+            self.module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+            self.module.register_buffer("inv_freq", torch.ones(2))
+
+    def dtypes(holder: Holder) -> tuple[set[torch.dtype], dict[str, torch.dtype]]:
+        return {p.dtype for p in holder.module.parameters()}, {n: b.dtype for n, b in holder.module.named_buffers()}
+
+    half, full = torch.bfloat16, torch.float32
+    made = Holder()
+    made._cast_module_mixed_precision(half, None, False)
+    assert dtypes(made)[0] == {half} and dtypes(made)[1]["inv_freq"] is full
+    made = Holder()
+    made._cast_module_mixed_precision(half, half, True, re.compile("freq"))
+    assert dtypes(made)[0] == {full}
+    assert dtypes(made)[1] == {
+        "inv_freq": full,
+        "1.running_mean": half,
+        "1.running_var": half,
+        "1.num_batches_tracked": torch.long,
+    }
+
+
+@pytest.mark.parametrize(
+    ("window", "hysteresis", "consecutive", "scales"),
+    [
+        (2, 1, False, [4, 4, 8, 8, 16, 8, 8, 4, 4, 4, 8, 4, 2, 2, 2, 4, 4]),
+        (2, 2, False, [4, 4, 8, 8, 16, 16, 16, 8, 8, 8, 16, 16, 8, 8, 8, 16, 16]),
+        (3, 2, True, [4, 4, 4, 8, 8, 8, 8, 8, 8, 8, 8, 8, 4, 4, 4, 4, 8]),
+    ],
+)
+def test_the_dynamic_loss_scale_is_deepspeeds(
+    window: int, hysteresis: int, consecutive: bool, scales: list[float]
+) -> None:
+    """Scales of DeepSpeed 0.19.8 after each step; `o` is one that overflows."""
+    made = DynamicLossScale(4.0, window, hysteresis, consecutive, min_scale=1.0)
+    for zero in (True, False):
+        scale = scale_of(made, zero=zero)
+        found = []
+        for step in "gggggogogggoogggg":
+            scale.update(step == "o")
+            found.append(scale.scale)
+        assert found == (scales if zero else scale_at_stage_0(window))
+    fixed = StaticLossScale(2.0)
+    assert scale_of(fixed, zero=True) is fixed
+
+
+def scale_at_stage_0(window: int) -> list[float]:
+    return [4, 4, 8, 8, 16, 8, 8, 4, 4, 4, 8, 4, 2, 2, 2, 4, 4] if window == 2 else [
+        4, 4, 4, 8, 8, 4, 4, 2, 2, 2, 2, 1, 1, 1, 1, 1, 2
+    ]  # fmt: skip
+
+
+def test_sums_of_gradients_go_with_nothing_that_is_not_built() -> None:
+    from windlass.compat.deepspeed_config import DeepSpeedConfig
+
+    asked = {"train_batch_size": 1, "gradient_allreduce_op": "SUM"}
+    assert DeepSpeedConfig({**asked, "zero_optimization": {"stage": 3}}).gradient_allreduce_op == "sum"
+    for more, name in (
+        ({"zero_optimization": {"zenflow": {}}}, "ZenFlow"),
+        ({"compile": {"deepcompile": True}}, "Deep"),
+    ):
+        with pytest.raises(ValueError, match=f"not supported with {name}"):
+            DeepSpeedConfig({**asked, **more})
+    with pytest.raises(ValueError, match="Invalid gradient_allreduce_op: 'max'"):
+        DeepSpeedConfig({**asked, "gradient_allreduce_op": "max"})

@@ -1,0 +1,184 @@
+"""`windlass check` and `initialize` agree: a configuration that one accepts the other does not refuse."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import typer
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+import windlass
+from windlass.base.errors import WindlassError
+from windlass.cli.check import check
+from windlass.config import optimizer_section, scheduler_section
+from windlass.config.key_table import TRAINING_CONFIG, config_keys
+from windlass.optim import mup, optimizer_factory, scheduler_factory
+
+app = typer.Typer()
+app.command()(check)
+EXAMPLES = int(os.environ.get("WINDLASS_FUZZ_EXAMPLES", "80"))
+COMMON = settings(
+    max_examples=EXAMPLES,
+    deadline=None,
+    derandomize="WINDLASS_FUZZ_EXAMPLES" not in os.environ,
+    suppress_health_check=list(HealthCheck),
+)
+
+numbers = st.sampled_from(
+    [0, 1, 2, -1, 0.5, 0.95, 1.0, 1e-3, -0.0, 1e3, 1e-300, 1e300, float("nan"), float("inf"), -float("inf"), 10**400]
+)
+odd = st.one_of(
+    numbers,
+    st.sampled_from([None, True, False, "auto", "", "0.1", "log", "original", [], {}, ["", 0.95], [0.9, True]]),
+    st.lists(numbers, min_size=1, max_size=3),
+)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    before = Path.cwd()
+    os.chdir(tmp_path_factory.mktemp("agreement"))  # monitors write where they are told to
+    yield
+    os.chdir(before)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def says_check(config: dict[str, Any]) -> tuple[bool, str]:
+    Path("ds.json").write_text(json.dumps(config))
+    result = CliRunner().invoke(app, ["ds.json", "--client", "none", "--world-size", "1"], catch_exceptions=False)
+    return result.exit_code == 0, result.output
+
+
+def says_initialize(config: dict[str, Any]) -> tuple[bool, str]:
+    model = torch.nn.Linear(4, 4)
+    try:
+        engine, *_ = windlass.initialize(model=model, config=config)
+    except WindlassError as error:
+        return False, str(error)
+    engine.destroy()
+    return True, ""
+
+
+def assert_agreement(config: dict[str, Any]) -> None:
+    checked, printed = says_check(config)
+    built, reason = says_initialize(config)
+    assert checked == built, f"{config}\ncheck: {checked}\n{printed}\ninitialize: {built}\n{reason}"
+
+
+FOREIGN = ["lr", "betas", "eps", "T_max", "step_size", "gamma", "max_lr", "momentum", "alpha", "weight_decay"]
+
+
+def sections(kinds: list[str], tables: dict[str, Any]) -> st.SearchStrategy[dict[str, Any]]:
+    def of(kind: str) -> st.SearchStrategy[dict[str, Any]]:
+        names = list(tables.get(kind, {})) or FOREIGN
+        usual = {name: st.just(tables[kind][name].default) for name in names} if kind in tables else {}
+        values = {name: st.one_of(odd, usual[name]) if name in usual else odd for name in names}
+        values = {name: value.filter(lambda one: one is not ...) for name, value in values.items()}
+        params = st.lists(st.sampled_from(names), max_size=3, unique=True).flatmap(
+            lambda chosen: st.fixed_dictionaries({name: values[name] for name in chosen})
+        )
+        needed = [name for name, one in tables.get(kind, {}).items() if one.default is ...]
+        filled = params.map(lambda found: {**dict.fromkeys(needed, 10), **found})
+        return st.fixed_dictionaries({"type": st.sampled_from([kind, kind.lower()]), "params": filled})
+
+    return st.sampled_from(kinds).flatmap(of)
+
+
+# The model of this test has no base shapes, which a muP optimizer needs and `check` cannot know.
+_NAMES = [
+    name
+    for name in (*optimizer_section.OPTIMIZER_PARAMETERS, *optimizer_factory.list_optimizer_names())
+    if name.lower() not in mup.STEP_CLASSES
+]
+optimizers = sections([*_NAMES, "LBFGS", "nothing"], optimizer_section.OPTIMIZER_PARAMETERS)
+schedulers = sections(
+    [*scheduler_section.SCHEDULER_PARAMETERS, *scheduler_factory.list_scheduler_names(), "LambdaLR", "nothing"],
+    scheduler_section.SCHEDULER_PARAMETERS,
+)
+BASE = {"train_batch_size": 2}
+
+
+@COMMON
+@given(optimizers, st.one_of(st.none(), schedulers))
+@example({"type": "AdamW", "params": {"betas": ["", 0.95]}}, None)
+@example({"type": "AdamW", "params": {"lr": -1}}, None)
+@example({"type": "AdamW", "params": {"betas": [0.9, 1.0]}}, None)
+@example({"type": "NAdam", "params": {"betas": ["", 0.95]}}, None)
+@example({"type": "SGD", "params": {"nesterov": True}}, None)
+@example({"type": "AdamW", "params": {"fused": True, "foreach": True}}, None)
+@example({"type": "AdamW", "params": {}}, {"type": "CosineAnnealingLR", "params": {"T_max": 0}})
+@example({"type": "AdamW", "params": {}}, {"type": "WarmupLR", "params": {"warmup_num_steps": 0}})
+@example({"type": "Lion", "params": {}}, {"type": "CyclicLR", "params": {"base_lr": 0.1, "max_lr": 1}})
+def test_optimizer_and_schedule(optimizer: dict[str, Any], scheduler: dict[str, Any] | None) -> None:
+    assert_agreement({**BASE, "optimizer": optimizer} | ({"scheduler": scheduler} if scheduler else {}))
+
+
+OF_THE_MODEL = {"parallel.expert_bias_update_rate"}
+"""Keys that only the model can refuse."""
+KEYS = {
+    row.path: row.type
+    for row in config_keys()
+    if row.root == TRAINING_CONFIG
+    and not row.owner
+    and not any(mark in row.path for mark in '<["')
+    and row.type != "section"
+    and row.path not in OF_THE_MODEL
+}
+
+
+def plausible(words: str) -> st.SearchStrategy[Any]:
+    """Values of the right type, by the words that name the type to people."""
+    found: list[Any] = [json.loads(one) for one in words.split(" or ") if one.startswith('"')]
+    found += [True, False] if "true or false" in words else []
+    found += [1, 2, 3, 0, 10**6, 10**18] if "whole number" in words else []
+    found += [1, 0.5, 0, 1e-3, 1e9] if "number" in words else []
+    found += ["some", "*", "/proc/none", "some/folder"] if "string" in words else []
+    found += [["some"], []] if "list" in words else []
+    found += [{}, {"some": 1}] if "object" in words else []
+    return st.sampled_from(found) if found else odd
+
+
+def nested(values: dict[str, Any]) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads(json.dumps(BASE))
+    for path, value in values.items():
+        *outer, name = path.split(".")
+        section = config
+        for step in outer:
+            found = section.setdefault(step, {})
+            section = found if isinstance(found, dict) else section.setdefault(step + "_", {})
+        section[name] = value
+    return config
+
+
+some_keys = st.lists(st.sampled_from(list(KEYS)), min_size=1, max_size=3, unique=True).flatmap(
+    lambda chosen: st.fixed_dictionaries({path: st.one_of(plausible(KEYS[path]), odd) for path in chosen})
+)
+sharding = st.fixed_dictionaries(
+    {},
+    optional={
+        "zero_optimization.stage": st.integers(0, 3),
+        "zero_optimization.offload_optimizer.device": st.sampled_from(["cpu", "nvme", "none"]),
+        "zero_optimization.offload_optimizer.nvme_path": st.just("nvme"),
+        "zero_optimization.offload_param.device": st.sampled_from(["cpu", "nvme", "none"]),
+        "zero_optimization.offload_param.nvme_path": st.just("nvme"),
+        "bf16.enabled": st.booleans(),
+        "optimizer": st.sampled_from([{"type": "AdamW", "params": {"lr": 0.1}}, {"type": "SGD"}, {"type": "Muon"}]),
+        "scheduler": st.just({"type": "WarmupLR", "params": {"warmup_num_steps": 5}}),
+    },
+)
+
+
+@COMMON
+@given(sharding, some_keys)
+def test_any_key(common: dict[str, Any], values: dict[str, Any]) -> None:
+    assert_agreement(nested({**common, **values}))

@@ -1,0 +1,83 @@
+"""Which path runs is said and can be chosen; what does not fit together is refused before addresses are used."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from tests.unit.kernels.rule_cases import RULES, piece
+from windlass.base.errors import ConfigError, ModelError
+from windlass.kernels import kernel_dispatch
+from windlass.kernels.kernel_dispatch import REFERENCE_PATH, apply_updates, get_active_kernel_path, list_kernel_paths
+from windlass.kernels.update_tensors import UpdateTensors
+
+native = pytest.mark.skipif(len(list_kernel_paths()) == 1, reason="no native module was built")
+
+
+def test_the_reference_is_always_there() -> None:
+    assert list_kernel_paths()[-1] == REFERENCE_PATH
+
+
+@native
+def test_the_best_path_is_in_use_and_the_environment_may_name_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WINDLASS_KERNELS", raising=False)
+    assert get_active_kernel_path().name == list_kernel_paths()[0] and get_active_kernel_path().is_native
+    for name in list_kernel_paths():
+        monkeypatch.setenv("WINDLASS_KERNELS", name.lower())
+        assert get_active_kernel_path().name == name
+        assert "WINDLASS_KERNELS" in str(get_active_kernel_path())
+
+
+def test_an_unknown_path_is_refused_with_the_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WINDLASS_KERNELS", "sse9")
+    with pytest.raises(ConfigError, match="'sse9'.*reference"):
+        get_active_kernel_path()
+
+
+def test_without_the_native_module_the_reference_runs_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(kernel_dispatch.logger, "info", lambda text, *values: said.append(text % values))
+    monkeypatch.setitem(sys.modules, "windlass.kernels._optimizers", None)
+    monkeypatch.delattr("windlass.kernels._optimizers", raising=False)
+    monkeypatch.delenv("WINDLASS_KERNELS", raising=False)
+    caches = (kernel_dispatch._native_module, kernel_dispatch._resolve_path, kernel_dispatch._log_path_once)
+    for cache in caches:
+        cache.cache_clear()
+    try:
+        rule = RULES["sgd"](1)
+        for _ in range(2):
+            apply_updates(rule, [piece(rule, torch.ones(3), torch.ones(3))])
+        assert said == [f"optimizer kernels: {get_active_kernel_path()}"]
+        assert said[0].startswith("optimizer kernels: reference (") and "compiler" in said[0]
+        with pytest.raises(ConfigError, match="AVX2"):
+            apply_updates(rule, [piece(rule, torch.ones(3), torch.ones(3))], path="AVX2")
+    finally:
+        monkeypatch.undo()
+        for cache in caches:
+            cache.cache_clear()
+
+
+def wrong(**changed: Any) -> UpdateTensors:
+    tensors: dict[str, Any] = {"parameter": torch.zeros(4), "gradient": torch.zeros(4), "states": (torch.zeros(4),) * 2}
+    return UpdateTensors(**{**tensors, **changed})
+
+
+@pytest.mark.parametrize(
+    ("piece", "said"),
+    [
+        (wrong(gradient=torch.zeros(5)), "gradient has 5 elements where 4"),
+        (wrong(parameter=torch.zeros(4, dtype=torch.float64)), "parameter.*float64.*float32, bfloat16, float16"),
+        (wrong(gradient=torch.zeros(8)[::2]), "gradient.*not contiguous"),
+        (wrong(parameter=torch.zeros(4, device="meta")), "parameter is on meta"),
+        (wrong(states=(torch.zeros(4),)), "needs 2 states and got 1"),
+        (wrong(states=(torch.zeros(4), torch.zeros(4).bfloat16())), "state 1 is torch.bfloat16"),
+        (wrong(states=(torch.zeros(4, dtype=torch.uint8),) * 2), "came with 0 tensors of scales"),
+        (wrong(low_precision_copy=torch.zeros(4)), "lowered copy.*float32"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_named(piece: UpdateTensors, said: str) -> None:
+    with pytest.raises(ModelError, match=said):
+        apply_updates(RULES["adamw"](1), [piece])

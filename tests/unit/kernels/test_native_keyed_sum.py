@@ -1,0 +1,59 @@
+"""Sums of keyed words: the native code's are the reference's, and both are those that were written before."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from windlass.kernels import keyed_sum, reference
+from windlass.kernels.kernel_dispatch import list_kernel_paths
+
+WORDS = [torch.int8, torch.int16, torch.int32, torch.int64]
+
+
+def words(count: int, dtype: torch.dtype) -> torch.Tensor:
+    limits = torch.iinfo(dtype)
+    return torch.randint(limits.min, limits.max, (count,), dtype=dtype, generator=torch.Generator().manual_seed(count))
+
+
+@given(
+    st.integers(0, 20_000),
+    st.sampled_from([0, 1, 4095, 4096, 70_000, (1 << 40) + 5]),
+    st.sampled_from(WORDS),
+    st.integers(-(1 << 63), (1 << 63) - 1),
+)
+def test_native_code_sums_as_the_reference_does(count: int, start: int, dtype: torch.dtype, seed: int) -> None:
+    given_words = words(count, dtype)
+    assert int(keyed_sum(given_words, start, seed)) == int(reference.keyed_sum(given_words, start, seed))
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_threads_do_not_change_it(threads: int) -> None:
+    before = torch.get_num_threads()
+    given_words = words(3_000_001, torch.int16)
+    try:
+        torch.set_num_threads(threads)
+        assert int(keyed_sum(given_words, 17, 3)) == int(reference.keyed_sum(given_words, 17, 3))
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_words_that_do_not_lie_together_are_summed_too() -> None:
+    spread = words(2000, torch.int32)[::2]
+    assert int(keyed_sum(spread, 0, 1)) == int(keyed_sum(spread.contiguous(), 0, 1))
+
+
+def test_it_stays_what_it_is() -> None:
+    """Checkpoints have it written in them."""
+    assert int(reference.keyed_sum(torch.arange(-3, 9000, dtype=torch.int32), 5, 7)) == GOLDEN
+
+
+def test_it_has_native_code_where_the_optimizers_have() -> None:
+    assert (importlib.util.find_spec("windlass.kernels._hashes") is not None) == (len(list_kernel_paths()) > 1)
+
+
+GOLDEN = -4327214012511853994

@@ -1,0 +1,32 @@
+"""The writing end between launcher and nodes."""
+
+from __future__ import annotations
+
+import os
+
+from windlass.launch.agent_channel import MESSAGE_PREFIX, AgentChannel
+
+
+def test_it_closes_its_descriptor_once() -> None:
+    """Its number is another file's a moment later."""
+    reading, writing = os.pipe()
+    channel = AgentChannel(writing)
+    channel.send({"a": 1})
+    channel.close()
+    other = os.open(os.devnull, os.O_RDONLY)
+    other = other if other == writing else os.dup2(other, writing)
+    channel.close()
+    channel.send({"b": 2})
+    os.fstat(other)
+    os.close(other)
+    assert os.read(reading, 100) == MESSAGE_PREFIX + b'{"a": 1}\n'
+    os.close(reading)
+
+
+def test_who_reads_no_more_is_told_of_by_an_attribute() -> None:
+    reading, writing = os.pipe()
+    channel = AgentChannel(writing)
+    os.close(reading)
+    channel.send({"a": 1})
+    assert channel.closed
+    channel.close()

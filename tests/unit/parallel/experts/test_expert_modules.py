@@ -1,0 +1,98 @@
+"""Modules of experts are known by what they say of themselves, and run as they run themselves."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.hf_experts import FAMILIES
+from tests.oracle import relative_error
+from windlass.parallel.experts import StackedMLP
+from windlass.parallel.experts.expert_modules import ExpertModuleSpec, find_expert_spec, run_interface_rows
+from windlass.parallel.experts.grouped_linear import RowGroups
+
+COUNTS = [3, 0, 4, 2, 0, 0, 1, 0]  # of as many experts as a family has
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in ("dbrx", "llama4")])
+def test_what_the_interface_says_is_what_a_module_does(name: str) -> None:
+    """Against the module's own loop over experts, which the interface is the other way to say."""
+    model = FAMILIES[name].build(experts_implementation="eager")
+    module: Any = next(one for one in model.modules() if type(one).__name__.endswith("Experts"))
+    family, counts = find_expert_spec(module), COUNTS[: module.num_experts]
+    assert family is not None and family.run_rows is run_interface_rows
+    rows = torch.randn(sum(counts), 16, requires_grad=True)
+    groups = RowGroups(torch.tensor(counts))
+    found = family.run_rows(module, rows, groups)
+    index = groups.expert_of(rows)[:, None]
+    wanted = module(rows, index, torch.ones(index.shape))
+    leaves = [rows, *module.parameters()]
+    have = torch.autograd.grad(found.square().sum(), leaves)
+    want = torch.autograd.grad(wanted.square().sum(), leaves)
+    for one, other in zip([found, *have], [wanted, *want], strict=True):
+        assert relative_error({"it": one.detach()}, {"it": other.detach()})[0] < 1e-5
+
+
+class ByName(nn.Module):
+    """Nobody's class, with a forward whose arguments tell what they are."""
+
+    def __init__(self, experts: int, first: int | None = None) -> None:
+        super().__init__()
+        self.num_experts = experts
+        self.weight = nn.Parameter(torch.empty(first or experts, 3, 3))
+
+    def forward(self, x: Tensor, selected_experts: Tensor, routing_weights: Tensor) -> Tensor:
+        return x
+
+
+class ByAnotherName(ByName):
+    def forward(self, x: Tensor, mask: Tensor, noise: Tensor) -> Tensor:
+        return x
+
+
+def test_a_module_is_known_by_its_structure() -> None:
+    assert find_expert_spec(ByName(4)) == ExpertModuleSpec()
+    assert find_expert_spec(ByName(4, first=8)) is None
+    assert find_expert_spec(ByAnotherName(4)) is None
+    assert find_expert_spec(nn.Linear(4, 4)) is None
+    stacked = find_expert_spec(StackedMLP(4, 8, 3, bias=True))
+    assert stacked is not None and stacked.run_rows is run_interface_rows
+
+
+def _classes() -> list[tuple[str, str]]:
+    """Of all modules of experts of transformers that use its interface: the family and the class."""
+    import transformers
+
+    found = []
+    for file in sorted((Path(transformers.__file__).parent / "models").glob("*/modeling_*.py")):
+        for name in re.findall(r"^@use_experts_implementation.*\nclass (\w+)\(", file.read_text(), re.MULTILINE):
+            found.append((file.parent.name, name))
+    return found
+
+
+@pytest.mark.slow
+def test_every_module_of_the_interface_is_known() -> None:
+    built, unbuilt = [], []
+    for folder, name in _classes():
+        module = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
+        words = importlib.import_module(f"transformers.models.{folder}.configuration_{folder}")
+        configs = [kind for key, kind in vars(words).items() if key.endswith("Config") and isinstance(kind, type)]
+        for config in sorted(configs, key=lambda kind: "Text" not in kind.__name__):
+            try:
+                with torch.device("meta"):
+                    one = getattr(module, name)(config())
+            except Exception:  # a configuration of another part of the model
+                continue
+            family = find_expert_spec(one)
+            assert family is not None and family.run_rows is run_interface_rows, name
+            built.append(name)
+            break
+        else:
+            unbuilt.append(name)
+    assert len(built) > 50 and len(unbuilt) < 8, unbuilt

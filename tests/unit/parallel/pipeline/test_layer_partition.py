@@ -1,0 +1,84 @@
+"""A row of layers is cut where the heaviest part is lightest, as trying every cut shows."""
+
+from __future__ import annotations
+
+from itertools import combinations, pairwise
+from random import Random
+
+import pytest
+import torch
+from torch import nn
+
+from windlass.base.errors import ConfigError
+from windlass.parallel.pipeline.layer_partition import compute_layer_weights, measure_layer_times, partition_layers
+
+
+def _by_trying(weights: list[float], parts: int) -> tuple[float, float]:
+    found = []
+    for inner in combinations(range(1, len(weights)), parts - 1):
+        sums = [sum(weights[a:b]) for a, b in pairwise([0, *inner, len(weights)])]
+        if all(sums) or sum(weight > 0 for weight in weights) < parts:
+            found.append((max(sums), sum(s * s for s in sums)))
+    return min(found)
+
+
+def test_a_cut_is_the_best_of_all() -> None:
+    random = Random(0)
+    for _ in range(300):
+        weights = [float(random.choice([0, 0, 1, 2, 3, 7, 20])) for _ in range(random.randint(1, 9))]
+        parts = random.randint(1, len(weights))
+        bounds = partition_layers(weights, parts)
+        assert bounds[0] == 0 and bounds[-1] == len(weights) and len(bounds) == parts + 1
+        assert all(a < b for a, b in pairwise(bounds))
+        sums = [sum(weights[a:b]) for a, b in pairwise(bounds)]
+        assert (max(sums), sum(s * s for s in sums)) == _by_trying(weights, parts), (weights, parts)
+
+
+def test_equal_layers_are_spread_evenly_and_fractions_do_not_matter() -> None:
+    assert partition_layers([1.0] * 8, 4) == [0, 2, 4, 6, 8]
+    assert partition_layers([0.1] * 9, 3) == [0, 3, 6, 9]
+    assert partition_layers([0.1, 0.2, 0.3, 0.3, 0.2, 0.1], 2) == [0, 3, 6]
+
+
+def test_a_cut_of_many_layers() -> None:
+    weights = [50.0, *[10.0] * 126, 50.0]
+    sums = [sum(weights[a:b]) for a, b in pairwise(partition_layers(weights, 16))]
+    assert max(sums) == 90.0 and min(sums) >= 80.0
+
+
+def test_layers_weigh_what_the_method_says() -> None:
+    names = ["Embedding", "TransformerBlock", "TransformerBlock", "Linear"]
+    sizes = lambda: [4, 2, 2, 9]  # noqa: E731
+    assert compute_layer_weights("uniform", names, sizes) == [1, 1, 1, 1]
+    assert (
+        compute_layer_weights("parameters", names, sizes) == compute_layer_weights("best", names, sizes) == [4, 2, 2, 9]
+    )
+    assert compute_layer_weights("type:transformer", names, sizes) == [0, 1, 1, 0]
+    assert compute_layer_weights("type:^(embedding|Linear)$", names, sizes) == [1, 0, 0, 1]
+    assert compute_layer_weights([0.5, 1, 1, 2], names, sizes) == [0.5, 1, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("method", "said"),
+    [
+        ("type:mamba", r"'type:mamba' matches none of the layers' classes: \['Linear'\]"),
+        ("evenly", "no partition 'evenly'"),
+        ([1.0, 2.0], "2 weights, and there are 3 layers"),
+    ],
+)
+def test_methods_that_there_are_not(method: str | list[float], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        compute_layer_weights(method, ["Linear"] * 3, list)
+
+
+def test_too_few_layers() -> None:
+    with pytest.raises(ConfigError, match="3 layers can't be cut into 4 parts"):
+        partition_layers([1.0, 1.0, 1.0], 4)
+
+
+def test_measured_times_tell_a_heavy_layer_from_a_light_one() -> None:
+    layers = [nn.Linear(8, 8), nn.Sequential(*[nn.Linear(256, 256) for _ in range(8)]), nn.ReLU()]
+    layers[1][0], layers[1][-1] = nn.Linear(8, 256), nn.Linear(256, 8)
+    found = measure_layer_times(layers, torch.randn(64, 8))
+    assert len(found) == 3 and found[1] > 2 * max(found[0], found[2])
+    assert all(p.grad is None for layer in layers for p in layer.parameters())

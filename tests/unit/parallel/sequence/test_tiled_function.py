@@ -1,0 +1,167 @@
+"""What is computed in parts is what it is as a whole: results, gradients, and how often a parameter hears of one."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.unit.parallel.sequence.tiled_models import GatedMLP, Largest
+from windlass.base.errors import ModelError
+from windlass.parallel.sequence.tiled_function import Tiling, run_tiled
+from windlass.parallel.sequence.tiled_mlp import find_mlps, install_tiled_mlp
+
+
+def pair(tokens: int | None, **changes: object) -> tuple[GatedMLP, GatedMLP]:
+    """An MLP, and one with the same values that computes `tokens` at a time."""
+    torch.manual_seed(0)
+    plain = GatedMLP(**changes)
+    parts = copy.deepcopy(plain)
+    install_tiled_mlp(parts, tokens)
+    return plain, parts
+
+
+def trained(mlp: nn.Module, hidden: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor | None]]:
+    """The output, and the gradients of the input and of the parameters."""
+    own = hidden.clone().requires_grad_()
+    output = mlp(own)
+    output.backward(gradient)
+    return output.detach(), own.grad, {name: p.grad for name, p in mlp.named_parameters()}
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 7, 100, None])
+@pytest.mark.parametrize("shape", [(13, 8), (1, 13, 8), (2, 13, 8), (2, 3, 5, 8)])
+def test_an_mlp_in_parts_is_the_mlp(tokens: int | None, shape: tuple[int, ...]) -> None:
+    plain, parts = pair(tokens)
+    hidden, gradient = torch.randn(shape), torch.randn(shape)
+    wanted, found = trained(plain, hidden, gradient), trained(parts, hidden, gradient)
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_each_parameter_hears_of_its_gradient_once() -> None:
+    _, parts = pair(2)
+    heard: list[str] = []
+    for name, parameter in parts.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: heard.append(name))
+    trained(parts, torch.randn(9, 8), torch.randn(9, 8))
+    assert sorted(heard) == sorted(name for name, _ in parts.named_parameters())
+
+
+def test_a_frozen_parameter_and_a_frozen_input() -> None:
+    plain, parts = pair(2)
+    for mlp in (plain, parts):
+        mlp.up.weight.requires_grad_(False)
+    hidden, gradient = torch.randn(9, 8), torch.randn(9, 8)
+    torch.testing.assert_close(trained(parts, hidden, gradient), trained(plain, hidden, gradient))
+    parts.zero_grad()
+    parts(hidden).backward(gradient)
+    torch.testing.assert_close(parts.down.weight.grad, plain.down.weight.grad)
+    parts.requires_grad_(False)
+    assert not parts(hidden).requires_grad
+
+
+def test_16_bit_gradients_are_added_up_in_32() -> None:
+    """200 parts, each rounded to 8 bits and added in 8 bits, would be off by a hundredth and more."""
+    plain, parts = pair(1, dtype=torch.bfloat16)
+    hidden, gradient = torch.rand(200, 8, dtype=torch.bfloat16), torch.rand(200, 8, dtype=torch.bfloat16)
+    exact = trained(copy.deepcopy(plain).float(), hidden.float(), gradient.float())[2]
+    found = trained(parts, hidden, gradient)[2]
+    for name, one in found.items():
+        assert one.dtype == torch.bfloat16
+        assert float((one.float() - exact[name]).abs().max() / exact[name].abs().max()) < 6e-3, name
+
+
+def test_dropout_is_the_same_in_the_backward() -> None:
+    _, parts = pair(3, drop=0.5)
+    hidden = torch.randn(10, 8)
+    torch.manual_seed(5)
+    output, to_input, _ = trained(parts, hidden, torch.ones(10, 8))
+    after = torch.get_rng_state()
+    torch.manual_seed(5)
+    again, pieces = hidden.clone().requires_grad_(), []
+    for piece in again.split(3):
+        pieces.append(parts.forward.args[1](piece))
+    torch.testing.assert_close(torch.cat(pieces), output)
+    assert torch.equal(torch.get_rng_state(), after)  # the backward drew nothing that others would have drawn
+    torch.cat(pieces).backward(torch.ones(10, 8))
+    torch.testing.assert_close(again.grad, to_input)
+
+
+def test_autocast_is_the_same_in_the_backward_and_leaves_no_casts_behind() -> None:
+    plain, parts = pair(2)
+    hidden, gradient = torch.randn(9, 8), torch.randn(9, 8)
+    results = []
+    for mlp in (plain, parts):
+        own = hidden.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            output = mlp(own)
+            beside = nn.functional.linear(own, mlp.up.weight)  # the cast of this weight must have a graph
+        (output * gradient).sum().backward(retain_graph=True)
+        beside.sum().backward()
+        results.append((output.detach(), own.grad, [p.grad for p in mlp.parameters()]))
+    assert results[1][0].dtype == torch.bfloat16
+    torch.testing.assert_close(results[1], results[0], rtol=2e-2, atol=2e-2)
+
+
+def test_without_gradients_nothing_is_kept() -> None:
+    plain, parts = pair(2)
+    hidden = torch.randn(9, 8)
+    with torch.no_grad():
+        assert not parts(hidden).requires_grad
+        torch.testing.assert_close(parts(hidden), plain(hidden))
+
+
+@pytest.mark.parametrize("tokens", [64, 128, 256, 512])
+def test_what_lies_between_the_products_does_not_grow_with_the_tokens(tokens: int) -> None:
+    plain, parts = pair(16, features=8, between=96)
+    sizes = []
+    for mlp in (plain, parts):
+        hidden = torch.randn(tokens, 8, requires_grad=True)
+        with Largest() as largest:
+            mlp(hidden).sum().backward()
+        sizes.append(largest.elements)
+    assert sizes == [tokens * 96, max(16 * 96, tokens * 8)]
+
+
+def test_a_model_keeps_its_class_its_names_and_copies_of_it_are_their_own() -> None:
+    _, parts = pair(2)
+    assert type(parts) is GatedMLP and set(parts.state_dict()) == set(GatedMLP().state_dict())
+    other = copy.deepcopy(parts)
+    with torch.no_grad():
+        other.down.bias.add_(1)
+    hidden = torch.randn(5, 8)
+    torch.testing.assert_close(other(hidden), parts(hidden) + 1)
+    with pytest.raises(ModelError, match="tiled already"):
+        install_tiled_mlp(parts)
+
+
+def test_sums_of_parts() -> None:
+    weight = torch.randn(8, requires_grad=True)
+    hidden, labels = torch.randn(7, 8, requires_grad=True), torch.arange(7)
+
+    def function(states: Tensor, numbers: Tensor) -> Tensor:
+        return ((states @ weight) * numbers).sum()
+
+    total = run_tiled(Tiling(function, 2, sums_outputs=True), [hidden, labels], [weight])
+    found = torch.autograd.grad(3 * total, [hidden, weight])
+    wanted = torch.autograd.grad(3 * function(hidden, labels), [hidden, weight])
+    torch.testing.assert_close(found, wanted)
+
+
+def test_mlps_are_found_by_how_they_are_made() -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+    small = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 2, "vocab_size": 20}
+    llama = LlamaForCausalLM(LlamaConfig(intermediate_size=24, **small))
+    assert [name for name, _ in find_mlps(llama)] == ["model.layers.0.mlp", "model.layers.1.mlp"]
+    ends = {"bos_token_id": 0, "eos_token_id": 0}
+    gpt2 = GPT2LMHeadModel(GPT2Config(n_embd=16, n_head=2, n_layer=1, vocab_size=20, **ends))
+    assert [name for name, _ in find_mlps(gpt2)] == ["transformer.h.0.mlp"]
+    assert [name for name, _ in find_mlps(nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4)))] == [""]
+    convolved = nn.Sequential(nn.Linear(4, 8), nn.Conv1d(8, 8, 3), nn.Linear(8, 4))
+    assert list(find_mlps(convolved)) == []
+    assert list(find_mlps(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)))) == []
+    with pytest.raises(ModelError, match="no linear layer"):
+        install_tiled_mlp(nn.GELU())

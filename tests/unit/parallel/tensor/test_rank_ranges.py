@@ -1,0 +1,82 @@
+"""Shares and heads by arithmetic alone: everything is owned, and nothing twice but what is shared."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as some
+
+from windlass.base.errors import ModelError
+from windlass.parallel.tensor.head_partition import partition_heads
+from windlass.parallel.tensor.rank_ranges import (
+    compute_shard_grain,
+    count_rank_elements,
+    join_sections,
+    make_even_ranges,
+    scale_ranges,
+)
+
+
+@given(some.integers(1, 1024), some.integers(1, 70_000))
+def test_every_feature_has_one_owner(ranks: int, size: int) -> None:
+    shares = make_even_ranges(size, ranks)
+    ends = [0, *(end for ranges in shares for span in ranges for end in span), size]
+    assert ends == sorted(ends) and ends[1::2] == ends[::2]  # each begins where the one before ended
+    assert sum(count_rank_elements(shares)) == size
+
+
+@given(some.integers(1, 256), some.integers(1, 512))
+def test_shares_are_nearly_equal(ranks: int, grains: int) -> None:
+    """Of sizes that are multiples of 128, as models have them."""
+    size = 128 * grains
+    each = count_rank_elements(make_even_ranges(size, ranks))
+    assert max(each) - min(each) <= compute_shard_grain(size, ranks)
+    if size >= 64 * ranks:
+        assert max(each) <= 1.125 * size / ranks
+        assert size % ranks == 0 or all(one % 8 == 0 for one in each)
+
+
+def test_sections_are_cut_each_for_itself() -> None:
+    three = [
+        (6, scale_ranges([(0, 1), (1, 3)], 2)),
+        (3, scale_ranges([(0, 1), (1, 3)], 1)),
+        (4, scale_ranges([(0, 1), (1, 2)], 2)),
+    ]
+    assert join_sections(three) == (((0, 2), (6, 7), (9, 11)), ((2, 6), (7, 9), (11, 13)))
+
+
+@given(some.integers(1, 64), some.integers(1, 16), some.integers(1, 64))
+def test_heads_find_their_keys(key: int, group: int, ranks: int) -> None:
+    query = key * group
+    if query < ranks:
+        return
+    heads = partition_heads("attention", query, key, ranks)
+    assert [start for start, _ in heads.query_ranges] == [0, *(stop for _, stop in heads.query_ranges[:-1])]
+    assert heads.query_ranges[-1][1] == query and all(start < stop for start, stop in heads.query_ranges)
+    owners = [0] * key
+    for rank, (start, stop) in enumerate(heads.query_ranges):
+        first, last = heads.key_range(rank)
+        seen_query, seen_key = heads.local_counts(rank)
+        assert seen_query == stop - start and seen_query % seen_key == 0
+        order = heads.repeated_keys(rank) or tuple(range(last - first))
+        assert len(order) == seen_key
+        for local in range(seen_query):  # what the attention of this rank pairs is what the whole one pairs
+            assert first + order[local // (seen_query // seen_key)] == (start + local) // group
+        for one in range(first, last):
+            owners[one] += 1
+    assert min(owners) >= 1
+    assert heads.has_shared_keys == (max(owners) > 1)
+    if key % ranks == 0 or group == 1:
+        assert not heads.has_shared_keys
+
+
+def test_the_largest_share_decides_whether_keys_are_shared() -> None:
+    assert partition_heads("a", 32, 8, 3).query_ranges == (
+        (0, 12),
+        (12, 24),
+        (24, 32),
+    )  # 12 instead of 11: keys are cut
+    assert partition_heads("a", 12, 3, 2).query_ranges == ((0, 6), (6, 12))  # 8 instead of 6 would be too much
+    assert partition_heads("a", 12, 3, 2, keep_groups=True).query_ranges == ((0, 8), (8, 12))
+    with pytest.raises(ModelError, match="2 key heads are too few for 4 ranks"):
+        partition_heads("a", 8, 2, 4, keep_groups=True)

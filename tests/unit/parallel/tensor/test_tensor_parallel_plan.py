@@ -1,0 +1,309 @@
+"""Plans of models: what they say, that they fit at any number of ranks, and what is refused with which words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.causal_models import CAUSAL, build
+from windlass.base.errors import ConfigError, ModelError
+from windlass.comm.mesh_axis import single_rank_axis
+from windlass.parallel.placement import has_placement
+from windlass.parallel.tensor import ShardStyle, apply_tensor_parallel, build_tensor_parallel_plan
+from windlass.parallel.tensor.rank_ranges import count_rank_elements
+
+
+def test_a_plan_prints_as_a_table() -> None:
+    assert str(build_tensor_parallel_plan(build("llama"), 3)).splitlines() == [
+        "tensor parallelism over 3 ranks, from the model's own tp_plan",
+        "  model.embed_tokens                   vocabulary      41 tokens: 14 + 14 + 13",
+        "  model.layers.{0-1}.self_attn.q_proj  column          4 heads of 8: 16 + 8 + 8",
+        "  model.layers.{0-1}.self_attn.k_proj  column, shared  2 heads of 8: 8 each",
+        "  model.layers.{0-1}.self_attn.v_proj  column, shared  2 heads of 8: 8 each",
+        "  model.layers.{0-1}.self_attn.o_proj  row             4 heads of 8: 16 + 8 + 8",
+        "  model.layers.{0-1}.mlp.gate_proj     column          48 features: 16 each",
+        "  model.layers.{0-1}.mlp.up_proj       column          48 features: 16 each",
+        "  model.layers.{0-1}.mlp.down_proj     row             48 features: 16 each",
+        "  lm_head                              vocabulary      41 tokens: 14 + 14 + 13",
+        "  whole on every rank: norms and biases alone",
+    ]
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_every_model_of_the_zoo_has_a_plan_without_its_values(name: str) -> None:
+    """On the meta device, and the parts of all ranks make up the whole."""
+    with torch.device("meta"):
+        model = CAUSAL[name]()
+    for ranks in (2, 3, 4) if name not in ("gpt2", "cohere") else (2,):
+        plan = build_tensor_parallel_plan(model, ranks)
+        for cut in plan.shards:
+            if cut.rank_ranges and cut.style is not ShardStyle.COLUMN_SHARED:
+                assert sum(count_rank_elements(cut.rank_ranges)) == cut.sharded_size, cut
+        named = {cut.name for cut in plan.shards}
+        assert any(name.endswith(("embed_tokens", "wte", "word_embeddings", "embed_in")) for name in named)
+
+
+def test_a_1024_rank_plan_of_a_large_model_owns_every_element_once() -> None:
+    with torch.device("meta"):
+        model = CAUSAL["llama"](
+            vocab_size=128_256,
+            hidden_size=16_384,
+            intermediate_size=53_248,
+            num_hidden_layers=1,
+            num_attention_heads=1024,
+            num_key_value_heads=1024,
+        )
+    plan = build_tensor_parallel_plan(model, 1024)
+    for cut in plan.shards:
+        assert sum(count_rank_elements(cut.rank_ranges)) == cut.sharded_size
+        assert max(count_rank_elements(cut.rank_ranges)) <= 2 * cut.sharded_size / 1024
+
+
+def test_nothing_changes_on_one_rank_or_when_a_plan_is_only_made() -> None:
+    model = build("llama")
+    before = {name: value.shape for name, value in model.named_parameters()}
+    build_tensor_parallel_plan(model, 4)
+    plan = apply_tensor_parallel(model, single_rank_axis("tp"))
+    assert plan.ranks == 1
+    assert {name: value.shape for name, value in model.named_parameters()} == before
+    assert not any(has_placement(value) for value in model.parameters())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+# ---------------------------------------------------------------------------------------------------------- bad input
+
+
+class Unknown(nn.Module):
+    """Blocks of one kind."""
+
+    def __init__(self, block: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(block() for _ in range(2))
+
+
+def linears(**sizes: tuple[int, int]) -> nn.Module:
+    """A module with linear layers of these names and sizes."""
+    module = nn.Module()
+    for name, (inputs, outputs) in sizes.items():
+        setattr(module, name, nn.Linear(inputs, outputs))
+    return module
+
+
+def beside(block: nn.Module, **more: Any) -> nn.Module:
+    """The block with more in it."""
+    for name, value in more.items():
+        setattr(block, name, value)
+    return block
+
+
+ATTENTION = {"q_proj": (8, 8), "k_proj": (8, 8), "v_proj": (8, 8), "o_proj": (8, 8)}
+REFUSED: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
+    "fused": (
+        lambda: beside(linears(qkv=(8, 24), proj=(8, 8)), num_heads=2),
+        r"can't cut blocks\.0\.qkv: it is not known how 2 query and 2 key heads lie in its 24 features",
+        r'"blocks\\.\\d+\\.qkv": "column:8+8+8", "blocks\\.\\d+\\.proj": "row"',
+    ),
+    "no heads": (
+        lambda: linears(**ATTENTION),
+        r"can't cut blocks\.0: it does not tell how many heads it has",
+        r'"blocks\\.\\d+\\.q_proj": "column of 8 heads"',
+    ),
+    "two ends": (
+        lambda: beside(linears(**ATTENTION, gate=(8, 8)), num_heads=2),
+        r"can't cut blocks\.0: of o_proj, gate none can be told to take what q_proj, k_proj, v_proj make",
+        r'"blocks\\.\\d+\\.o_proj": "row"',
+    ),
+    "odd": (
+        lambda: beside(nn.Module(), inner=linears(up=(8, 12))),
+        r"can't cut blocks\.0\.inner\.up: no other layer takes what it makes",
+        r'"blocks\\.\\d+\\.inner\\.up": "replicated"',
+    ),
+    "no chain": (
+        lambda: linears(up=(8, 12), across=(12, 12), down=(12, 8)),
+        r"can't cut blocks\.0: its layers are no chain: up 8 to 12, across 12 to 12, down 12 to 8",
+        r'"blocks\\.\\d+\\.across": "replicated"',
+    ),
+    "halves": (
+        lambda: linears(up=(8, 24), down=(12, 8)),
+        r"can't cut blocks\.0\.up: down takes half of its 24 features, and it is not known which go together",
+        r'"blocks\\.\\d+\\.up": "column:12+12"',
+    ),
+    "norm between": (
+        lambda: beside(linears(up=(8, 12), down=(12, 8)), norm=nn.LayerNorm(12)),
+        r"can't cut blocks\.0\.norm: it computes with all 12 features that down takes",
+        r'"blocks\\.\\d+\\.down": "row"',
+    ),
+    "norm of all heads": (
+        lambda: beside(linears(**ATTENTION), num_heads=2, head_dim=4, q_norm=nn.LayerNorm(8)),
+        r"can't cut blocks\.0\.q_norm: it norms 8 features at once, over heads of 4 on several ranks",
+        r'"blocks\\.\\d+\\.q_proj": "replicated"',
+    ),
+    "norms in a list": (
+        lambda: beside(linears(**ATTENTION), num_heads=2, q_norm=nn.ModuleList([nn.LayerNorm(4), nn.LayerNorm(4)])),
+        r"can't cut blocks\.0\.q_norm: norms in a list belong to single heads",
+        r'"blocks\\.\\d+\\.o_proj": "replicated"',
+    ),
+    "a parameter": (
+        lambda: beside(linears(**ATTENTION), num_heads=2, slope=nn.Parameter(torch.zeros(2))),
+        r"can't cut blocks\.0\.slope: it is not known what a parameter of shape \(2,\) does in attention of 2 heads",
+        r'"blocks\\.\\d+\\.slope": "partial"',
+    ),
+    "a convolution": (
+        lambda: beside(linears(up=(8, 12), down=(12, 8)), mix=nn.Conv1d(8, 8, 3)),
+        r"can't cut blocks\.0\.mix: its weight of shape \(8, 8, 3\) is no linear layer's",
+        r'"blocks\\.\\d+\\.mix": "replicated"',
+    ),
+    "too many ranks": (
+        lambda: beside(linears(**ATTENTION), num_heads=1),
+        r"can't cut blocks\.0: 1 query heads are too few for 2 ranks; take at most 1",
+        r'"blocks\\.\\d+\\.q_proj": "replicated"',
+    ),
+    "heads that don't divide": (
+        lambda: beside(linears(**ATTENTION), num_heads=3),
+        r"can't cut blocks\.0: 3 query heads, 3 key heads and 8 features into o_proj don't fit",
+        r'"blocks\\.\\d+\\.o_proj": "row of 8 heads"',
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_told_is_refused_by_name_with_lines_of_the_table(case: str) -> None:
+    block, message, lines = REFUSED[case]
+    model = Unknown(block)
+    with pytest.raises(ModelError, match=message) as refusal:
+        apply_tensor_parallel(model, _Two("tp"))
+    assert lines in str(refusal.value)
+    assert not any(has_placement(value) for value in model.parameters())
+
+
+class _Two:
+    """An axis of two ranks that must not be reached."""
+
+    size, index = 2, 0
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+def test_models_without_anything_to_cut_are_refused() -> None:
+    with pytest.raises(ModelError, match="found nothing to cut in this Sequential; write parallel.tensor_table"):
+        build_tensor_parallel_plan(nn.Sequential(nn.Conv1d(4, 4, 3), nn.ReLU()), 2, {"0": "replicated"})
+    with pytest.raises(ModelError, match=r"backbone\.layers\.0\.mixer: of x_proj, dt_proj, out_proj none can be told"):
+        from transformers import MambaConfig, MambaForCausalLM
+
+        build_tensor_parallel_plan(MambaForCausalLM(MambaConfig(vocab_size=40, hidden_size=32, num_hidden_layers=2)), 2)
+
+
+def test_too_many_ranks_for_models_of_transformers() -> None:
+    with pytest.raises(ModelError, match=r"model\.layers\.0\.self_attn: 4 query heads are too few for 5 ranks"):
+        build_tensor_parallel_plan(build("llama"), 5)
+    with pytest.raises(ModelError, match="2 key heads are too few for 3 ranks"):
+        build_tensor_parallel_plan(build("falcon", new_decoder_architecture=True, num_kv_heads=2), 3)
+    with pytest.raises(ModelError, match=r"mlp\.experts: 3 features of an expert are too few for 4 ranks"):
+        build_tensor_parallel_plan(build("mixtral", intermediate_size=3), 4)
+    with pytest.raises(ModelError, match=r"k_norm: its weights of shape \(2, 8\) can't be cut for 2 heads"):
+        build_tensor_parallel_plan(build("cohere"), 3)
+    with pytest.raises(ModelError, match="3 tokens are too few for 4 ranks"):
+        build_tensor_parallel_plan(build("llama", vocab_size=3), 4)
+
+
+# ---------------------------------------------------------------------------------------------------------- the table
+
+
+def test_the_table_goes_before_the_plan_of_the_model() -> None:
+    plan = build_tensor_parallel_plan(
+        build("llama"), 2, {r"model\.layers\.\d+\.self_attn": "replicated", "lm_head": "replicated"}
+    )
+    assert plan.source == "the model's own tp_plan and the table"
+    styles = {cut.name.rpartition(".")[2]: cut.style for cut in plan.shards}
+    assert styles == {
+        "embed_tokens": ShardStyle.VOCABULARY,
+        "gate_proj": ShardStyle.COLUMN,
+        "up_proj": ShardStyle.COLUMN,
+        "down_proj": ShardStyle.ROW,
+    }
+    assert "model.layers.0.self_attn.q_proj" in plan.replicated and "lm_head" in plan.replicated
+
+
+def test_a_language_model_inside_of_another_model_is_found() -> None:
+    wrapper = nn.Module()
+    wrapper.inside = build("llama")
+    wrapper.value = nn.Linear(32, 1)
+    alone, wrapped = build_tensor_parallel_plan(build("llama"), 2), build_tensor_parallel_plan(wrapper, 2)
+    assert [f"inside.{cut.name}" for cut in alone.shards] == [cut.name for cut in wrapped.shards]
+    assert [cut.rank_ranges for cut in alone.shards] == [cut.rank_ranges for cut in wrapped.shards]
+    assert wrapped.replicated == ("value",)
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing")
+def test_adapters_with_norms_of_whole_rows_are_refused_by_name() -> None:
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(build("llama"), peft.LoraConfig(target_modules=["q_proj"], use_dora=True))
+    message = r"can't cut base_model\.model\.model\.layers\.0\.self_attn\.q_proj: .* are DoRA's or another variant"
+    with pytest.raises(ModelError, match=message):
+        build_tensor_parallel_plan(model, 2)
+
+
+def test_tied_weights_are_cut_together_or_not_at_all() -> None:
+    plan = build_tensor_parallel_plan(build("gpt2"), 2, {"lm_head": "replicated"})
+    assert plan.shard_of("transformer.wte") is None and plan.shard_of("lm_head") is None
+
+
+def test_modules_may_be_left_out_of_what_is_refused() -> None:
+    model = Unknown(REFUSED["a convolution"][0])
+    plan = build_tensor_parallel_plan(model, 2, {r"blocks\.\d+\.mix": "replicated"})
+    assert [cut.style for cut in plan.shards] == [ShardStyle.COLUMN, ShardStyle.ROW] * 2
+
+
+WRONG = {
+    "no regular expression": ({"(": "row"}, r"has '\(', no regular expression"),
+    "another word": ({"lm_head": "diagonal"}, "says 'diagonal' of 'lm_head'; it may say column, row, vocabulary"),
+    "no module": (
+        {r"model\.layer\.\d": "row"},
+        r"has 'model\\\\.layer\\\\.\\\\d', which fits no module.* nearest names",
+    ),
+    "sections of a row": ({r".*down_proj": "row:3+4"}, "only columns have sections"),
+    "heads of sections": ({r".*q_proj": "column:16+16 of 1+2+3 heads"}, "3 numbers of heads for 2 sections"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_table_is_refused(case: str) -> None:
+    table, message = WRONG[case]
+    with pytest.raises(ConfigError, match=message):
+        build_tensor_parallel_plan(build("llama"), 2, table)
+
+
+MISFITS = {
+    "a column alone": (
+        {r".*mlp\.(gate|up)_proj": "replicated", r".*down_proj": "column"},
+        "its output features are to be cut, and nothing beside it takes such",
+    ),
+    "a row alone": (
+        {r".*mlp\.(gate|up)_proj": "replicated", r".*down_proj": "row"},
+        "it is to take cut features, and nothing beside it makes such",
+    ),
+    "sections too small": ({r".*q_proj": "column:16+8"}, r"sections of 16\+8 don't make its 32 output features"),
+    "a head as vocabulary": ({r".*norm": "vocabulary"}, "its weight is used by a LlamaRMSNorm"),
+}
+
+
+@pytest.mark.parametrize("case", MISFITS)
+def test_a_table_that_does_not_fit_the_model_is_refused(case: str) -> None:
+    table, message = MISFITS[case]
+    with pytest.raises(ModelError, match=message):
+        build_tensor_parallel_plan(build("llama"), 2, table)
+
+
+def test_numbers_that_cannot_be_honoured() -> None:
+    with pytest.raises(ConfigError, match="overlap_chunks = 0; it is at least 1"):
+        apply_tensor_parallel(build("llama"), single_rank_axis("tp"), tp_overlap_chunks=0)
+    with pytest.raises(ConfigError, match="sequence_norms leaves no all-reduce to overlap, and overlap_chunks is 2"):
+        apply_tensor_parallel(build("llama"), single_rank_axis("tp"), tp_overlap_chunks=2, tp_sequence_norms=True)
+    flat = nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 8))
+    with pytest.raises(ModelError, match="sequence_norms cuts activations between the layers of a ModuleList"):
+        apply_tensor_parallel(flat, single_rank_axis("tp"), tp_sequence_norms=True)

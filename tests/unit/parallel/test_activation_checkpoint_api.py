@@ -1,0 +1,166 @@
+"""What `configure` takes, refuses and does, without any process group."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.unit.parallel.checkpointed_models import differences, plainly, trained
+from windlass import checkpointing
+from windlass.base.errors import ConfigError, ModelError
+from windlass.base.log import logger
+from windlass.config import load_config
+from windlass.parallel import activation_checkpoint_api
+
+
+@pytest.fixture(autouse=True)
+def _forgotten(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(activation_checkpoint_api, "_options", None)
+    monkeypatch.setattr(activation_checkpoint_api, "_settings", None)
+    monkeypatch.setattr(activation_checkpoint_api, "_offloaders", {})
+    yield
+
+
+def section(**keys: Any) -> dict[str, Any]:
+    return {"activation_checkpointing": keys}
+
+
+def test_configure_has_the_arguments_that_callers_write() -> None:
+    known = "mpu_ deepspeed_config partition_activations contiguous_checkpointing num_checkpoints checkpoint_in_cpu"
+    names = list(inspect.signature(checkpointing.configure).parameters)
+    assert names[:8] == [*known.split(), "synchronize", "profile"]
+    checkpointing.configure(
+        mpu_=None, partition_activations=False, contiguous_checkpointing=False, checkpoint_in_cpu=False, profile=False
+    )
+    assert checkpointing.is_configured()
+
+
+def test_it_is_configured_when_somebody_did() -> None:
+    assert not checkpointing.is_configured()
+    checkpointing.checkpoint(torch.sin, torch.ones(2, requires_grad=True))
+    assert not checkpointing.is_configured()
+    checkpointing.configure()
+    assert checkpointing.is_configured()
+    checkpointing.reset()
+    assert checkpointing.is_configured(), "reset gives buffers back and keeps what was said"
+
+
+@pytest.mark.parametrize("kind", ["dict", "file", "config"])
+def test_the_section_counts_and_arguments_go_before_it(kind: str, tmp_path: Path) -> None:
+    source: Any = section(number_checkpoints=3, profile=True, synchronize_checkpoint_boundary=True)
+    if kind == "file":
+        (tmp_path / "ds.json").write_text(json.dumps(source))
+        source = str(tmp_path / "ds.json")
+    checkpointing.configure(None, load_config(source) if kind == "config" else source, profile=False, num_checkpoints=5)
+    options = activation_checkpoint_api._options
+    assert options is not None
+    assert (options.number_checkpoints, options.profile, options.synchronize_checkpoint_boundary) == (5, False, True)
+
+
+def test_every_key_of_the_section_reaches_the_options() -> None:
+    keys = set(type(load_config({}).activation_checkpointing).model_fields)
+    assert keys <= set(activation_checkpoint_api.ActivationCheckpointOptions.__dataclass_fields__)
+
+
+def test_a_path_may_be_one_or_many(tmp_path: Path) -> None:
+    assert load_config(section(nvme_path="a")).activation_checkpointing.nvme_path == ["a"]
+    assert load_config(section(nvme_path=["a", "b"])).activation_checkpointing.nvme_path == ["a", "b"]
+    assert load_config(section(nvme_path="a", profile=True)).refusals() == []
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"checkpoint_in_cpu": True, "nvme_path": "x"}, "name two homes"),
+        ({"contiguous_checkpointing": True}, "add number_checkpoints"),
+        ({"contiguous_checkpointing": True, "num_checkpoints": 2, "nvme_path": "x"}, "write false"),
+        ({"min_offload_bytes": -1}, "0 or more"),
+    ],
+)
+def test_contradictions_are_refused_and_change_nothing(wrong: dict[str, Any], words: str) -> None:
+    checkpointing.configure(profile=True)
+    with pytest.raises(ConfigError, match=words):
+        checkpointing.configure(**wrong)
+    assert activation_checkpoint_api._options is not None and activation_checkpoint_api._options.profile
+
+
+def test_regions_that_make_no_sense_are_refused() -> None:
+    with pytest.raises(ConfigError, match="'gpu'"), checkpointing.offload_saved_tensors("gpu"):  # type: ignore[arg-type]
+        pass
+    with pytest.raises(ConfigError, match="nvme_path"), checkpointing.offload_saved_tensors("nvme"):
+        pass
+
+
+def test_one_memory_has_nothing_to_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activation_checkpoint_api, "has_separate_memory", lambda device: False)
+    checkpointing.configure(checkpoint_in_cpu=True, min_offload_bytes=0)
+    assert checkpointing.get_offload_counters() is None
+    x = torch.randn(100, requires_grad=True)
+    with checkpointing.offload_saved_tensors("cpu", min_offload_bytes=0) as counts:
+        y = x.sin()
+    y.sum().backward()
+    assert counts.offloaded_bytes == 0
+
+
+def test_the_buffer_holds_what_is_kept() -> None:
+    checkpointing.configure(contiguous_checkpointing=True, num_checkpoints=3, min_offload_bytes=0)
+    assert not differences(trained("Net", checkpointing.checkpoint, steps=3), trained("Net", plainly, steps=3))
+    counts = checkpointing.get_offload_counters()
+    assert counts is not None and counts.offloaded_bytes == 3 * 3 * 4 * 10 * 32 * 4
+    assert not any(counts.stored_bytes.values())
+    manner = activation_checkpoint_api._settings
+    assert manner is not None and manner.offloader is not None
+    (buffer,) = manner.offloader.store._buffers.values()  # type: ignore[attr-defined]
+    assert buffer.nbytes == 3 * 4 * 10 * 32 * 4 and buffer.num_regions == 0
+
+
+def test_partition_over_one_rank_has_nothing_to_cut() -> None:
+    checkpointing.configure(partition_activations=True)
+    assert checkpointing.get_offload_counters() is None
+    assert not differences(trained("Net", checkpointing.checkpoint), trained("Net", plainly))
+    checkpointing.partition_activations_in_checkpoint(False)
+    assert (
+        activation_checkpoint_api._options is not None and not activation_checkpoint_api._options.partition_activations
+    )
+
+
+def test_profile_tells_once_a_backward(caplog: pytest.LogCaptureFixture) -> None:
+    checkpointing.configure(profile=True, contiguous_checkpointing=True, num_checkpoints=3, min_offload_bytes=0)
+    logger.addHandler(caplog.handler)
+    try:
+        with caplog.at_level(logging.INFO, "windlass"):
+            trained("Nested", checkpointing.checkpoint, steps=2)
+    finally:
+        logger.removeHandler(caplog.handler)
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 2
+    for line in lines:
+        assert "forward of 2 calls" in line, "a nested one is a part of the one around it"
+        assert "recomputation of 4 calls" in line, "what it saves is computed when the one around it is over"
+        assert "MB moved" in line
+
+
+def test_ranks_draw_alike_and_apart() -> None:
+    checkpointing.model_parallel_cuda_manual_seed(11)
+    named = checkpointing.get_cuda_rng_tracker()
+    alike = torch.rand(4)
+    with named.fork():
+        apart = torch.rand(4)
+    further = torch.rand(4)
+    checkpointing.model_parallel_cuda_manual_seed(11)
+    assert torch.equal(alike, torch.rand(4)) and torch.equal(further, torch.rand(4)), "a fork draws from its own"
+    with named.fork():
+        assert torch.equal(apart, torch.rand(4))
+    assert not torch.equal(alike, apart)
+    with pytest.raises(ModelError, match="other"), named.fork("other"):
+        pass
+    with pytest.raises(ModelError, match="seed 12"):
+        named.add("another", 12)
+    named.reset()

@@ -1,0 +1,82 @@
+"""Parameters that say by themselves that they are cut, as Megatron's layers have them say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from windlass.base.errors import ModelError
+from windlass.comm.mesh_axis import MeshAxis
+from windlass.comm.rank_group import RankGroup
+from windlass.parallel.full_parameters import select_local_shard
+from windlass.parallel.megatron_flags import has_flagged_parameters, place_flagged_parameters
+from windlass.parallel.placement import get_placement, has_placement
+
+
+def axis(size: int, index: int) -> MeshAxis:
+    none: Any = None
+    return MeshAxis("tp", RankGroup(none, tuple(range(size)), index))
+
+
+def flagged(shape: tuple[int, ...], **flags: Any) -> nn.Module:
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.zeros(shape))
+    model.norm = nn.Parameter(torch.zeros(3))
+    for name, value in flags.items():
+        setattr(model.weight, name, value)
+    return model
+
+
+@pytest.mark.parametrize("flag", ["tensor_model_parallel", "model_parallel"])
+@pytest.mark.parametrize(("dim", "whole"), [(0, (12, 6)), (1, (4, 18))])
+def test_a_part_lies_where_its_rank_does(flag: str, dim: int, whole: tuple[int, int]) -> None:
+    for rank in range(3):
+        model = flagged((4, 6), partition_dim=dim, **{flag: True})
+        assert has_flagged_parameters(model) and place_flagged_parameters(model, axis(3, rank)) == 1
+        found = get_placement(model.weight)
+        assert found.global_shape == whole and found.sharded_axes == {"tp"} and not has_placement(model.norm)
+        numbers = torch.arange(whole[0] * whole[1]).view(whole)
+        assert torch.equal(select_local_shard(numbers, found), numbers.chunk(3, dim)[rank])
+
+
+def test_strides_are_blocks_of_which_each_rank_has_a_slice() -> None:
+    """As Megatron cuts a fused matrix: the whole in stride x ranks pieces, dealt out in turn."""
+    whole, ranks, stride = torch.arange(24), 2, 3
+    for rank in range(ranks):
+        model = flagged((12,), tensor_model_parallel=True, partition_stride=stride)
+        place_flagged_parameters(model, axis(ranks, rank))
+        wanted = torch.cat(whole.chunk(stride * ranks)[rank::ranks])
+        assert torch.equal(select_local_shard(whole, get_placement(model.weight)), wanted)
+
+
+def test_nothing_is_said_of_what_is_not_flagged() -> None:
+    for model in (flagged((4, 6)), flagged((4, 6), tensor_model_parallel=False, partition_dim=-1)):
+        assert not has_flagged_parameters(model) and place_flagged_parameters(model, axis(2, 0)) == 0
+        assert not has_placement(model.weight)
+    alone = flagged((4, 6), tensor_model_parallel=True)
+    assert place_flagged_parameters(alone, axis(1, 0)) == 0 and not has_placement(alone.weight)
+
+
+def test_a_negative_dimension_is_the_first_and_placing_again_changes_nothing() -> None:
+    model = flagged((4, 6), tensor_model_parallel=True, partition_dim=-1)
+    assert place_flagged_parameters(model, axis(2, 1)) == 1 and get_placement(model.weight).global_shape == (8, 6)
+    assert place_flagged_parameters(model, axis(2, 1)) == 0 and get_placement(model.weight).global_shape == (8, 6)
+
+
+@pytest.mark.parametrize(
+    ("shape", "flags", "text"),
+    [
+        ((4, 6), {"partition_dim": 2}, r"'weight' has partition_dim 2, and shape \(4, 6\)"),
+        ((), {}, r"'weight' has partition_dim 0, and shape \(\)"),
+        ((4, 6), {"partition_dim": 1, "partition_stride": 4}, "6 elements along dim 1, not a multiple.* 4"),
+        ((4, 6), {"partition_stride": 0}, "partition_stride 0"),
+    ],
+)
+def test_flags_that_do_not_fit_are_named(shape: tuple[int, ...], flags: dict[str, int], text: str) -> None:
+    model = flagged(shape, tensor_model_parallel=True, **flags)
+    with pytest.raises(ModelError, match=text):
+        place_flagged_parameters(model, axis(2, 0))
+    assert not has_placement(model.weight)

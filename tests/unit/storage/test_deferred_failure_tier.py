@@ -1,0 +1,58 @@
+"""A tier that goes on after a failure: what failed is noted, once, and what was to be read is NaN."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from windlass.base.errors import StorageError
+from windlass.storage import DeferredFailureTier
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_what_cannot_be_read_is_nan_and_noted_once(dtype: torch.dtype, tmp_path: Path) -> None:
+    with DeferredFailureTier([tmp_path]) as tier:
+        extent, values = tier.allocate(40_000, "values"), torch.ones(4000, dtype=dtype)
+        tier.write(extent, 0, values).wait()
+        os.ftruncate(tier._stripes.descriptors[0], 0)
+        reading = tier.read(extent, 0, values)
+        reading.wait()
+        reading.wait()
+        while not reading.poll():
+            pass
+        assert bool(values.isnan().all())
+        told = tier.take_failure()
+        assert told is not None and "reading" in str(told) and "of values" in str(told) and "short read" in str(told)
+        assert tier.take_failure() is None
+
+
+def test_what_was_never_written_is_a_failure_and_what_cannot_be_asked_an_error(tmp_path: Path) -> None:
+    tier = DeferredFailureTier([tmp_path])
+    extent, values = tier.allocate(4096, "values"), torch.zeros(4)
+    tier.read(extent, 0, values).wait()
+    assert "never written" in str(tier.take_failure()) and bool(values.isnan().all())
+    tier.free(extent)
+    with pytest.raises(StorageError, match="values is no longer on this disk tier"):
+        tier.read(extent, 0, values)
+    tier.close()
+    with pytest.raises(StorageError, match="closed"):
+        tier.write(extent, 0, values)
+
+
+def test_what_found_no_space_fails_whenever_it_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from types import SimpleNamespace
+
+    with DeferredFailureTier([tmp_path]) as tier:
+        monkeypatch.setattr(os, "fstatvfs", lambda file: SimpleNamespace(f_bavail=1, f_frsize=4096))
+        extent, values = tier.allocate(40_000, "moments"), torch.zeros(10)
+        assert "no space for moments" in str(tier.take_failure())
+        tier.write(extent, 0, values).wait()
+        assert "moments" in str(tier.take_failure())
+        tier.read(extent, 0, values).wait()
+        assert bool(values.isnan().all()) and tier.take_failure() is not None
+        tier.free(extent)
+        tier.reserve(1 << 30)
+        assert "all that is to be offloaded" in str(tier.take_failure())

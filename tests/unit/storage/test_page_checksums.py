@@ -1,0 +1,169 @@
+"""Bytes that change on the disk are found when they are read, on every engine, and nothing else is accused."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.unit.storage.conftest import MakeTier
+from windlass.base.errors import DamageError, StorageError
+from windlass.kernels import reference
+from windlass.storage import DeferredFailureTier, DiskTier, Extent
+from windlass.storage.io_engine import native_module
+
+PAGE = 4096
+
+
+def rewrite(tier: DiskTier, extent: Extent, at: int, data: bytes) -> None:
+    """Put `data` at byte `at` of an extent, behind the tier's back."""
+    for piece in tier._stripes.locate(extent.start + at, extent.start + at + len(data)):
+        part = data[piece.start : piece.start + piece.nbytes]
+        file = os.open(f"/proc/self/fd/{tier._stripes.descriptors[piece.file]}", os.O_RDWR)  # without O_DIRECT
+        try:
+            assert os.pwrite(file, part, piece.offset) == len(part)
+        finally:
+            os.close(file)
+
+
+def flip(tier: DiskTier, extent: Extent, at: int) -> None:
+    """Flip one bit of byte `at`."""
+    (piece,) = tier._stripes.locate(extent.start + at, extent.start + at + 1)
+    file = os.open(f"/proc/self/fd/{tier._stripes.descriptors[piece.file]}", os.O_RDONLY)
+    (byte,) = os.pread(file, 1, piece.offset)
+    os.close(file)
+    rewrite(tier, extent, at, bytes([byte ^ 4]))
+
+
+def filled(tier: DiskTier, nbytes: int = 70_000, seed: int = 0) -> tuple[Extent, torch.Tensor]:
+    extent = tier.allocate(nbytes, "moments")
+    values = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    tier.write(extent, 0, values).wait()
+    return extent, values
+
+
+@pytest.mark.parametrize("at", [0, 4095, 4096, 33_333, 69_999])
+def test_one_flipped_bit_is_found_and_named(make_tier: MakeTier, engine: str, tmp_path: Path, at: int) -> None:
+    tier = make_tier(engine=engine, paths=[tmp_path / "a", tmp_path / "b"])
+    tier.allocate(20_000, "other")  # so that the extent does not begin with the file
+    extent, values = filled(tier)
+    extent.describe_content = lambda first, last: f"values {first} to {last}"
+    flip(tier, extent, at)
+    page = at // PAGE * PAGE
+    (piece,) = tier._stripes.locate(extent.start + page, extent.start + page + 1)
+    with pytest.raises(DamageError) as raised:
+        tier.read(extent, 0, torch.empty_like(values)).wait()
+    last = min(page + PAGE, 70_000)
+    for word in (
+        "of moments",
+        f"at byte {piece.offset} of the file on {tmp_path / 'ab'[piece.file]} ",
+        f"(bytes {page} to {last} of it, of values {page} to {last})",
+        "resume from a checkpoint",
+    ):
+        assert word in str(raised.value)
+    with pytest.raises(DamageError):  # whatever part of the page is asked for
+        tier.read(extent, at, torch.empty(1, dtype=torch.uint8)).wait()
+
+
+def test_pages_that_are_whole_are_read_beside_a_damaged_one(tier: DiskTier) -> None:
+    extent, values = filled(tier)
+    flip(tier, extent, 5 * PAGE + 7)
+    for first, last in ((0, 5 * PAGE), (6 * PAGE, 70_000)):
+        into = torch.empty(last - first, dtype=torch.uint8)
+        tier.read(extent, first, into).wait()
+        assert torch.equal(into, values[first:last])
+
+
+def test_what_else_can_happen_to_pages_is_found(tier: DiskTier) -> None:
+    """A write that was lost, a page of zeros, two pages that changed places."""
+    extent, old = filled(tier)
+    _, new = filled(tier, seed=1)
+    tier.write(extent, 0, new).wait()
+    other, _ = filled(tier, seed=2)
+    for page, data in (
+        (3, bytes(old[3 * PAGE : 4 * PAGE].numpy())),
+        (5, bytes(PAGE)),
+        (7, bytes(new[8 * PAGE : 9 * PAGE].numpy())),
+    ):
+        tier.write(extent, 0, new).wait()
+        rewrite(tier, extent, page * PAGE, data)
+        into = torch.empty_like(new)
+        with pytest.raises(DamageError, match=rf"bytes {page * PAGE} to {page * PAGE + PAGE} of it"):
+            tier.read(extent, 0, into).wait()
+    tier.read(other, 0, torch.empty(70_000, dtype=torch.uint8)).wait()
+    os.ftruncate(tier._stripes.descriptors[0], other.start)
+    with pytest.raises(DamageError, match="short read"):
+        tier.read(other, 0, torch.empty(70_000, dtype=torch.uint8)).wait()
+
+
+def test_writing_a_part_of_a_damaged_page_does_not_hide_the_damage(tier: DiskTier) -> None:
+    extent, values = filled(tier)
+    flip(tier, extent, 2 * PAGE + 9)
+    with pytest.raises(DamageError):  # the rest of the page would be made good by a new checksum
+        tier.write(extent, 2 * PAGE + 100, values[:50]).wait()
+    with pytest.raises(DamageError):
+        tier.read(extent, 2 * PAGE, torch.empty(PAGE, dtype=torch.uint8)).wait()
+    tier.write(extent, 2 * PAGE, values[2 * PAGE : 3 * PAGE]).wait()  # all of it: nothing old is left
+    into = torch.empty_like(values)
+    tier.read(extent, 0, into).wait()
+    assert torch.equal(into, values)
+
+
+def test_what_is_discarded_is_written_anew_without_a_look_at_the_old(tier: DiskTier) -> None:
+    extent, values = filled(tier)
+    flip(tier, extent, 0)
+    tier.discard(extent)
+    with pytest.raises(StorageError, match="never written"):
+        tier.read(extent, 0, torch.empty(1, dtype=torch.uint8))
+    tier.write(extent, 10, values[10:]).wait()
+    tier.write(extent, 0, values[:10]).wait()
+    into = torch.empty_like(values)
+    tier.read(extent, 0, into).wait()
+    assert torch.equal(into, values)
+
+
+def test_the_checksum_is_of_what_was_handed_over(make_tier: MakeTier, engine: str) -> None:
+    """Memory that does not suit direct I/O passes through other memory, which is not what the checksum is of."""
+    tier = make_tier(engine=engine)
+    extent = tier.allocate(3 * PAGE, "values")
+    values = torch.randint(0, 256, (3 * PAGE + 1,), dtype=torch.uint8)[1:]
+    tier.write(extent, 0, values).wait()
+    found = [value & 0xFFFFFFFF for value in extent.page_checksums.tolist()]
+    kind = zlib.crc32 if engine == "python" else reference.crc32c
+    assert found == [kind(bytes(values[at : at + PAGE].numpy())) for at in range(0, 3 * PAGE, PAGE)]
+
+
+@pytest.mark.skipif(native_module()[0] is None, reason="without the native module there are no native checksums")
+def test_every_native_checksum_is_the_reference() -> None:
+    module, _ = native_module()
+    assert reference.crc32c(b"123456789") == 0xE3069283
+    pages = torch.randint(0, 256, (11 * PAGE + 3,), dtype=torch.uint8, generator=torch.Generator().manual_seed(3))
+    pages[: 2 * PAGE] = torch.tensor([0, 255], dtype=torch.uint8).repeat_interleave(PAGE)
+    for shift in (0, 3):
+        part = pages[shift : shift + 11 * PAGE]
+        expected = [reference.crc32c(bytes(part[at : at + PAGE].numpy())) for at in range(0, 11 * PAGE, PAGE)]
+        for path in module.checksum_paths():
+            for count in (11, 4, 3, 0):
+                found = module.page_checksums(part.data_ptr(), count * PAGE, path)
+                assert found == expected[:count], path
+    for address, nbytes, path in ((pages.data_ptr(), 100, ""), (0, PAGE, ""), (pages.data_ptr(), PAGE, "MMX")):
+        with pytest.raises(ValueError, match="4096|address 0|MMX"):
+            module.page_checksums(address, nbytes, path)
+
+
+def test_a_patient_tier_keeps_what_was_damaged_as_lost(tmp_path: Path) -> None:
+    with DeferredFailureTier([tmp_path]) as tier:
+        extent, values = filled(tier)
+        flip(tier, extent, 50_000)
+        into = torch.zeros(17_500, dtype=torch.float32)
+        tier.read(extent, 0, into).wait()
+        assert bool(into.isnan().all())
+        assert isinstance(tier.take_failure(), DamageError) and list(tier.damaged_extents) == [extent]
+        tier.discard(extent)
+        assert tier.damaged_extents == {}
+        tier.write(extent, 0, values).wait()
+        tier.read(extent, 0, into.view(torch.uint8)).wait()
+        assert torch.equal(into.view(torch.uint8), values) and tier.take_failure() is None

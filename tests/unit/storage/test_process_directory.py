@@ -1,0 +1,51 @@
+"""Directories of other processes come and go while a folder is looked through."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from windlass.storage import process_directory
+
+
+def test_a_directory_that_goes_away_meanwhile_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    there = process_directory.ProcessDirectory(tmp_path, "peer")
+    entries = list(os.scandir(tmp_path))
+    assert len(entries) == 1
+    there.release()
+    monkeypatch.setattr(os, "scandir", lambda folder: entries)
+    process_directory.remove_stale_directories(tmp_path)
+
+
+@pytest.mark.parametrize("what", ["nothing", "a file", "a link", "another directory"])
+def test_what_took_its_place_stays(what: str, tmp_path: Path) -> None:
+    ours, kept = process_directory.ProcessDirectory(tmp_path / "disk", "x"), tmp_path / "kept"
+    kept.mkdir()
+    (kept / "theirs").write_text("theirs")
+    ours.path.rmdir()
+    if what == "a file":
+        ours.path.write_text("theirs")
+    elif what == "a link":
+        ours.path.symlink_to(kept)
+    elif what == "another directory":
+        kept.rename(ours.path)
+    ours.release()
+    ours.release()
+    assert ours.path.exists() == (what != "nothing")
+    assert [path.read_text() for path in tmp_path.rglob("theirs")] == ["theirs"]
+
+
+def test_a_device_that_went_away_is_told_and_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(path: Path) -> None:
+        raise OSError(errno.EIO, "gone")
+
+    ours = process_directory.ProcessDirectory(tmp_path, "x")
+    said: list[str] = []
+    monkeypatch.setattr(process_directory.logger, "warning", lambda text, *values: said.append(text % values))
+    monkeypatch.setattr(shutil, "rmtree", gone)
+    ours.release()
+    assert len(said) == 1 and str(ours.path) in said[0] and "EIO" in said[0]

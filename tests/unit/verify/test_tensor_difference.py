@@ -1,0 +1,71 @@
+"""What counts as a difference, and how its size is told."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from windlass.verify.tensor_difference import EQUAL, measure_difference, ulp_size
+from windlass.verify.tensor_sample import LIMIT, sample_tensor
+from windlass.verify.tolerance import Tolerance
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_spacing_is_the_distance_to_the_next_number(dtype: torch.dtype) -> None:
+    values = torch.tensor([1.0, 1.5, 2.0, 3.7, 1e-3, 123.0], dtype=dtype)
+    after = torch.nextafter(values, torch.tensor(math.inf, dtype=dtype))
+    assert torch.equal(ulp_size(values.double(), dtype), after.double() - values.double())
+
+
+def test_units_and_places() -> None:
+    wanted = torch.tensor([[1.0, -2.0], [4.0, 0.0]])
+    found = wanted.clone()
+    found[1, 0] = torch.nextafter(torch.nextafter(found[1, 0], torch.tensor(9.0)), torch.tensor(9.0))
+    apart = measure_difference(found, wanted, 0.0, torch.float32)
+    assert apart.ulps == 2 and apart.exceeding_count == 1 and apart.worst_index == 2 and apart.expected == 4.0
+    assert apart.relative == pytest.approx(2 * 4 * 2.0**-23 / math.sqrt(21))
+    within = measure_difference(found, wanted, 1e-6, torch.float32)
+    assert within.exceeding_count == 0 and 0 < within.allowance_ratio < 1
+
+
+def test_what_is_not_finite_is_equal_only_to_its_like() -> None:
+    odd = torch.tensor([math.nan, math.inf, -math.inf, 1.0])
+    assert measure_difference(odd, odd.clone(), 0.0, torch.float32).exceeding_count == 0
+    for other in (
+        [0.0, math.inf, -math.inf, 1.0],
+        [math.nan, -math.inf, -math.inf, 1.0],
+        [math.nan, math.inf, 5.0, 1.0],
+    ):
+        apart = measure_difference(torch.tensor(other), odd, 1e9, torch.float32)
+        assert apart.exceeding_count == 1 and apart.allowance_ratio == math.inf
+    assert measure_difference(torch.empty(0), torch.empty(0), 0.0, torch.float32) == EQUAL
+
+
+def test_each_element_has_its_own_allowance() -> None:
+    wanted, found = torch.zeros(3), torch.tensor([1e-3, 1e-3, 2e-3])
+    apart = measure_difference(found, wanted, torch.tensor([1e-2, 1e-4, 1e-2]), torch.float32)
+    assert apart.exceeding_count == 1 and apart.worst_index == 1
+
+
+def test_a_sample_tells_of_all_elements() -> None:
+    big = torch.linspace(-1, 1, 10 * LIMIT + 3)
+    seen = sample_tensor(big)
+    assert len(seen.values) <= LIMIT and torch.equal(seen.values, big[:: seen.stride])
+    assert seen.norm == pytest.approx(float(big.double().norm())) and seen.shape == big.shape
+    big[1] += 10.0  # between those that are kept
+    assert sample_tensor(big).norm > seen.norm * 1.01
+    assert torch.equal(sample_tensor(torch.tensor([True, False])).values, torch.tensor([True, False]))
+
+
+def test_bounds_follow_from_dtypes_and_sizes() -> None:
+    wide = Tolerance(torch.float32, torch.float32, torch.float32, max_summands=64, micro_batch_count=4)
+    assert Tolerance(torch.bfloat16, torch.float32, torch.float32, 64, 4).forward > 100 * wide.forward
+    assert Tolerance(torch.float32, torch.float32, torch.float32, 6400, 4).forward > 5 * wide.forward
+    assert Tolerance(torch.float32, torch.float32, torch.bfloat16, 64, 4).reduce == 6 * 2.0**-7
+    assert wide.reduce == 6 * 2.0**-23
+    old = torch.tensor([1.0, 100.0])
+    allowed = wide.update(old, old + torch.tensor([0.0, 1.0]))
+    assert allowed[0] == pytest.approx((4 + 64) * 2.0**-23)
+    assert set(wide.descriptions()) == {"start", "forward", "gradient", "reduce", "clip", "update"}

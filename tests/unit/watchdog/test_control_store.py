@@ -1,0 +1,25 @@
+"""What ranks leave for each other goes no further than their own run."""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from windlass.watchdog import control_store
+from windlass.watchdog.control_store import ControlStore
+
+
+def test_ranks_that_torchrun_started_again_find_an_empty_board(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store is that of the attempt before, and so may be who was dead, and why all were to end."""
+    store = TCPStore("127.0.0.1", 0, is_master=True)
+    monkeypatch.setattr(control_store, "_get_default_store", lambda: store)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    for attempt in ("0", "1"):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
+        monkeypatch.setattr(control_store, "_store_count", 0)
+        found = ControlStore.open()
+        assert found is not None
+        assert found.read_decision() == ""
+        found.post_decision(f"attempt {attempt} is over")
+        assert found.read_decision() == f"attempt {attempt} is over"

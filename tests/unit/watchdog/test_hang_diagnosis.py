@@ -1,0 +1,181 @@
+"""What is proved ends a run, what is not is only told: the verdict on every picture that one may have of the ranks."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import pytest
+
+from windlass.watchdog.hang_diagnosis import HangDiagnosis, diagnose, format_rank_ranges
+from windlass.watchdog.hang_report import format_hang_report
+from windlass.watchdog.heartbeat import Heartbeat, ProgramEnd
+from windlass.watchdog.peer_status import PeerMonitor, PeerState, PeerStatus
+from windlass.watchdog.thread_location import ThreadLocation
+from windlass.watchdog.watchdog_limits import WatchdogLimits
+
+LIMITS = WatchdogLimits()
+
+
+def sight(
+    rank: int,
+    operation: str = "",
+    waits_s: float = 0.0,
+    *,
+    names: tuple[str, ...] = (),
+    state: PeerState = PeerState.ALIVE,
+    end: ProgramEnd = ProgramEnd.RUNNING,
+) -> PeerStatus:
+    place = ThreadLocation("step", operation, names, f"train.py:{rank} in main: go()")
+    return PeerStatus(rank, Heartbeat(rank, "host", 1, 1, place, waits_s, program_end=end), state)
+
+
+def verdict(*sights: PeerStatus) -> HangDiagnosis:
+    found = diagnose(list(sights), LIMITS)
+    assert found is not None
+    return found
+
+
+def test_ranks_that_work_are_left_alone() -> None:
+    assert diagnose([sight(0), sight(1, "gather", 29.0)], LIMITS) is None
+
+
+def test_a_straggler_is_named_and_not_ended() -> None:
+    found = verdict(sight(0, "gather", 31), sight(1), sight(2, "gather", 31))
+    assert not found.fatal
+    assert found.headline.startswith("ranks 0, 2 wait for 31 s now, for rank 1, which is alive and elsewhere")
+
+
+@pytest.mark.parametrize("state", [PeerState.ALIVE, PeerState.STOPPED, PeerState.SILENT])
+def test_a_rank_that_lives_is_waited_for_until_the_time_is_over(state: PeerState) -> None:
+    other = sight(1, state=state)
+    assert not verdict(sight(0, "gather", 599), other).fatal
+    assert verdict(sight(0, "gather", 600), other).fatal
+
+
+def test_an_absent_rank_may_still_come() -> None:
+    found = verdict(sight(0, "barrier", 40), PeerStatus(1, None, PeerState.NOT_STARTED))
+    assert not found.fatal and "rank 1, which is not there yet" in found.headline
+
+
+def test_different_operations_are_a_proof_once_nobody_moves() -> None:
+    one, other = sight(0, "gather", 15, names=("a.weight",)), sight(1, "agreement of the step", 15)
+    assert verdict(one, other).fatal
+    assert diagnose([one, sight(1, "agreement of the step", 14)], LIMITS) is None  # it may be about to move
+    assert diagnose([one, other, sight(2)], LIMITS) is None  # whoever waits for nobody may meet either
+    assert diagnose([one, other, sight(2, state=PeerState.STOPPED)], LIMITS) is None
+    assert verdict(one, sight(1, "gather", 15, names=("b.weight",))).fatal
+
+
+def test_the_same_operation_everywhere_is_slow_at_worst() -> None:
+    same = [sight(rank, "gather", 31, names=("a.weight",)) for rank in range(3)]
+    assert not verdict(*same).fatal
+
+
+def test_a_process_that_is_gone_is_a_proof_once_somebody_waits() -> None:
+    dead = sight(1, state=PeerState.DEAD)
+    assert diagnose([sight(0), dead], LIMITS) is None
+    assert diagnose([sight(0, "gather", 4), dead], LIMITS) is None
+    found = verdict(sight(0, "gather", 5), dead, sight(2))
+    assert found.fatal and "the process of rank 1 is gone" in found.headline
+    assert verdict(sight(0, "gather", end=ProgramEnd.FAILED_IN_WAIT), dead).fatal
+
+
+def test_the_first_cause_is_named_before_what_follows() -> None:
+    failed, cut_off = sight(1, end=ProgramEnd.FAILED), sight(0, "gather", end=ProgramEnd.FAILED_IN_WAIT)
+    assert "rank 1 ended with an exception, and rank 0 waits" in verdict(cut_off, failed).headline
+    gone = replace(failed, state=PeerState.DEAD)
+    assert "rank 1 ended with an exception" in verdict(cut_off, gone, sight(2, state=PeerState.DEAD)).headline
+
+
+def test_a_rank_may_end_before_others_that_need_it_no_more() -> None:
+    done = sight(1, end=ProgramEnd.DONE)
+    assert diagnose([sight(0), done], LIMITS) is None
+    assert diagnose([sight(0, "gather", 20), sight(2), done], LIMITS) is None
+    assert "rank 1 ended early" in verdict(sight(0, "gather", 5), done).headline
+
+
+def test_the_table_shows_equal_ranks_once() -> None:
+    sights = [replace(sight(rank, "gather", 31, names=("l.0.w", "l.0.b"))) for rank in range(3)]
+    place = ThreadLocation("forward", "gather", ("l.0.w", "l.0.b"), "train.py:7 in main: x")
+    sights = [
+        replace(one, heartbeat=replace(one.heartbeat, location=place)) for one in sights if one.heartbeat is not None
+    ]
+    failed = replace(sight(3, end=ProgramEnd.FAILED))
+    assert failed.heartbeat is not None
+    failed = replace(failed, heartbeat=replace(failed.heartbeat, error="Traceback\nValueError: no\n"))
+    text = format_hang_report(HangDiagnosis("why", True), [*sights, failed], 0)
+    first, second, third, headline, _, row, other = text.splitlines()
+    assert (first, second, third) == ("rank 3 failed first:", "Traceback", "ValueError: no")
+    assert headline == "hang report: why"
+    assert row.split("  ")[1:3] == ["0-2 ", "waits "] or "0-2" in row
+    assert "31 s" in row and "gather (forward)" in row and "l.0.w and 1 more (l.0)" in row and row.endswith("main: x")
+    assert " 3 " in other and "failed" in other
+
+
+def test_numbers_are_told_as_spans() -> None:
+    assert format_rank_ranges([0, 1, 2, 5, 7, 8]) == "0-2, 5, 7-8"
+
+
+def test_a_lookout_tells_the_dead_from_the_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("windlass.watchdog.peer_status.time.monotonic", lambda: now[0])
+    lookout = PeerMonitor(4, "here", LIMITS)
+    here = Heartbeat(0, "here", os.getpid(), 1, ThreadLocation())
+    gone = Heartbeat(1, "here", 2**22 + 1, 1, ThreadLocation())  # above Linux's largest process id
+    far = Heartbeat(2, "there", 1, 1, ThreadLocation())
+    lookout.update({0: here, 1: gone, 2: far})
+    assert [one.state for one in lookout.peer_statuses()] == [
+        PeerState.ALIVE,
+        PeerState.DEAD,
+        PeerState.ALIVE,
+        PeerState.NOT_STARTED,
+    ]
+    now[0] += 10
+    lookout.update({0: replace(here, beat=2)})
+    assert [one.state for one in lookout.peer_statuses()] == [
+        PeerState.ALIVE,
+        PeerState.DEAD,
+        PeerState.SILENT,
+        PeerState.NOT_STARTED,
+    ]
+    now[0] += 20  # nothing from that host at all
+    assert lookout.peer_statuses()[2].state is PeerState.DEAD
+    lookout.update(
+        {3: Heartbeat(3, "there", 5, 1, ThreadLocation())}
+    )  # another of its ranks is there, and does not call it gone
+    assert lookout.peer_statuses()[2].state is PeerState.SILENT
+    lookout.update({3: Heartbeat(3, "there", 5, 2, ThreadLocation(), dead_local_ranks=(2,))})
+    assert lookout.peer_statuses()[2].state is PeerState.DEAD
+
+
+def test_nobody_is_silent_while_the_lookout_itself_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("windlass.watchdog.peer_status.time.monotonic", lambda: now[0])
+    lookout = PeerMonitor(1, "here", LIMITS)
+    lookout.update({0: Heartbeat(0, "there", 1, 1, ThreadLocation())})
+    now[0] += 3600
+    lookout.ignore_pause(3599)
+    assert lookout.peer_statuses()[0].state is PeerState.ALIVE
+
+
+def test_a_host_that_is_gone_ends_the_run_in_time() -> None:
+    """A wait until the first look, silence from there, a tick to the verdict, its table, a tick for all to read it."""
+    assert LIMITS.check_peers_after + LIMITS.host_lost_after + (1 + 2.5 + 1) * LIMITS.beat_interval <= 30
+
+
+def test_a_container_is_a_host_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of them may share a name and a kernel, and neither sees the processes of the other."""
+    from windlass.watchdog import watchdog_thread
+
+    before = watchdog_thread._host_identity()
+    assert before == watchdog_thread._host_identity()
+    monkeypatch.setattr(watchdog_thread.os, "readlink", lambda path: "pid:[1]")
+    assert watchdog_thread._host_identity() != before
+
+
+def test_a_record_comes_back_as_it_was() -> None:
+    record = Heartbeat(
+        3, "h", 7, 9, ThreadLocation("step", "reduce", ("a",), "x.py:1 in f"), 1.5, 2.5, ProgramEnd.FAILED, "no", (1, 2)
+    )
+    assert Heartbeat.from_json(record.to_json()) == record

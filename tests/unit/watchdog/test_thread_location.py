@@ -1,0 +1,147 @@
+"""Where a thread is: which wait, which line; and what is no wait though it looks like one."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import suppress
+from threading import Event, Thread
+from types import FrameType
+from weakref import ref
+
+import pytest
+import torch.distributed as dist
+
+from windlass.base.collective_activity import WaitScope, activity
+from windlass.watchdog.thread_location import CodeOrigin, ThreadObserver, code_origin, location_of_error
+
+
+def test_whose_code_a_file_is() -> None:
+    import torch
+
+    import windlass.comm.shm_transport as shm
+    import windlass.storage.disk_tier as tier
+    import windlass.zero.core.unit as unit
+
+    assert code_origin(shm.__file__) is CodeOrigin.COLLECTIVE_WAIT
+    assert code_origin(tier.__file__) is CodeOrigin.DISK_WAIT
+    assert code_origin(unit.__file__) is CodeOrigin.WINDLASS
+    assert code_origin(torch.__file__) is CodeOrigin.TORCH
+    assert code_origin(dist.__file__) is CodeOrigin.COLLECTIVE_WAIT
+    assert code_origin(dist.__file__.replace("__init__", "checkpoint/planner")) is CodeOrigin.TORCH
+    assert code_origin(pytest.__file__) is CodeOrigin.USER
+    assert code_origin(__file__) is CodeOrigin.USER
+    assert code_origin("<frozen runpy>") is CodeOrigin.STDLIB
+
+
+def test_a_wait_is_known_by_its_mark() -> None:
+    from windlass.comm.ordered_sum import sum_of_squares
+
+    with pytest.raises(AttributeError) as missing, WaitScope("gather", ["a.weight"]):
+        sum_of_squares(object())  # type: ignore[arg-type]
+    thread_location, waiting = location_of_error(missing.value, missing.value.__traceback__)
+    assert waiting and (thread_location.operation, thread_location.parameter_names) == ("gather", ("a.weight",))
+    assert activity.current_wait is None
+
+
+def test_outside_there_is_no_wait() -> None:
+    watcher = ThreadObserver()
+    thread_location = watcher.observe()
+    assert watcher.current_wait is None and thread_location.operation == ""
+    assert thread_location.source_line.startswith("tests/unit/watchdog/test_thread_location.py:")
+    assert thread_location.source_line.endswith("in test_outside_there_is_no_wait: thread_location = watcher.observe()")
+
+
+class Work:
+    """A collective on a stream of its own."""
+
+    done = False
+
+    def is_completed(self) -> bool:
+        return self.done
+
+
+def test_what_runs_apart_from_the_host_is_waited_for_until_it_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
+    watcher, work = ThreadObserver(), Work()
+    with WaitScope("gather", ["a.weight"]):
+        activity.collective_started(work)
+    assert activity.pending_collective is None, "nobody would ever let go of it"
+    monkeypatch.setattr(activity, "is_watched", True)
+    with WaitScope("gather", ["a.weight"]):
+        activity.collective_started(work)
+        activity.collective_started(Work())  # the oldest counts
+    for _ in range(2):
+        thread_location = watcher.observe()
+        assert watcher.current_wait is work and (thread_location.operation, thread_location.parameter_names) == (
+            "gather",
+            ("a.weight",),
+        )
+    work.done = True
+    assert watcher.observe().operation == "" and watcher.current_wait is None and activity.pending_collective is None
+
+
+def test_marks_nest_and_remember_what_broke() -> None:
+    with WaitScope("step") as _:
+        outer = activity.current_wait
+        with pytest.raises(ValueError), WaitScope("reduce", ["b"]):
+            assert activity.current_wait is not outer
+            raise ValueError
+        assert activity.current_wait is outer
+    assert activity.current_wait is None
+    assert activity.failed_wait is not None and activity.failed_wait[1].operation == "reduce"
+
+
+def test_waits_of_threads_are_apart() -> None:
+    """A save that does not block waits in a thread of its own, and may begin and end at any time."""
+    begun, over = Event(), Event()
+
+    def save() -> None:
+        with WaitScope("a save"):
+            begun.set()
+            over.wait(10)
+
+    thread = Thread(target=save)
+    with WaitScope("gather"):
+        thread.start()
+        begun.wait(10)
+        assert activity.current_wait is not None and activity.current_wait.operation == "gather"
+        assert thread.ident is not None and (mark := activity.wait_of(thread.ident)) is not None
+        assert mark.operation == "a save"
+    assert activity.current_wait is None
+    over.set()
+    thread.join()
+    assert activity.current_wait is None and activity.wait_of(thread.ident) is None
+
+
+class Kept:
+    """What a frame may hold: an activation, say."""
+
+
+def test_an_error_that_was_caught_is_let_go() -> None:
+    """With it goes what its frames hold, which whoever tries again with less may need."""
+    gone: list[ref[Kept]] = []
+
+    def run_out_of_memory() -> None:
+        kept = Kept()
+        gone.append(ref(kept))
+        with WaitScope("gather"):
+            raise MemoryError
+
+    with suppress(MemoryError):
+        run_out_of_memory()
+    assert gone[0]() is None
+
+
+def test_frames_without_a_line_are_no_obstacle() -> None:
+    frame: FrameType | None = sys._getframe()
+    assert frame is not None
+    from windlass.watchdog import thread_location
+
+    assert thread_location._source_line(frame.f_code, 0).endswith("in test_frames_without_a_line_are_no_obstacle")
+
+
+def test_the_calls_that_it_knows_by_name_are_the_engines() -> None:
+    from windlass.engine.training_engine import Engine
+    from windlass.watchdog.thread_location import _ENGINE_CALLS
+
+    for known in _ENGINE_CALLS:
+        assert getattr(Engine, known.rpartition(".")[2]).__qualname__ == known

@@ -1,0 +1,36 @@
+"""Make a virtual environment that lies over another one: what it has of its own goes before what it finds below.
+
+    python tools/make_layered_venv.py BELOW TARGET [REQUIREMENT | --upgrade]...
+
+Clients of DeepSpeed are installed into it as the requirements need them; torch stays that of the one below.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import venv
+from importlib.metadata import version
+from pathlib import Path
+
+CLIENT_PACKAGES = ("transformers", "accelerate", "peft", "trl", "lightning", "datasets")
+
+
+def main(base_environment: str, target: str, *requirements: str) -> None:
+    """Create the environment and install what it needs."""
+    packages = Path("lib", f"python{sys.version_info.major}.{sys.version_info.minor}", "site-packages")
+    venv.create(target, with_pip=True, clear=True)
+    # Through site, so that editable installations of the environment below count too.
+    line = f"import site; site.addsitedir({str(Path(base_environment).resolve() / packages)!r})\n"
+    Path(target, packages, "below.pth").write_text(line)
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as pin:
+        pin.write(f"torch=={version('torch').partition('+')[0]}\n")
+        pin.flush()
+        install = [str(Path(target, "bin", "python")), "-m", "pip", "install", "-qq", "--no-compile"]
+        options = ["--disable-pip-version-check", "-c", pin.name]
+        subprocess.run([*install, *options, *CLIENT_PACKAGES, *requirements], check=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,41 @@
+"""Numbers as people write them on command lines, in hostfiles and in environments, with bounds that catch a slip."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+MAX_RANKS_PER_HOST = 4096
+MAX_HOSTS = 65_536
+MAX_RANKS = 2**20
+"""Of a whole run; a layout of more takes gigabytes to write down."""
+_MAX_DIGITS = 18
+_READ_BYTES = 2**16
+
+
+def parse_int(text: str) -> int | None:
+    """Parse ASCII digits with an optional sign; None for anything else, and beyond 18 digits."""
+    digits = text.strip().removeprefix("-")
+    if not (digits.isascii() and digits.isdigit()) or len(digits) > _MAX_DIGITS:
+        return None
+    return int(text)
+
+
+def parse_finite_float(text: str) -> float | None:
+    """Parse a finite number; None for anything else."""
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None
+
+
+def read_bounded(path: Path, max_bytes: int) -> bytes | None:
+    """Read a file; None if it has more than `most` bytes, as a device or a pipe without end has."""
+    data = bytearray()
+    with open(path, "rb") as stream:
+        while piece := stream.read(_READ_BYTES):
+            data += piece
+            if len(data) > max_bytes:
+                return None
+    return bytes(data)

@@ -1,0 +1,63 @@
+"""JSON from files and other hosts, parsed within limits of depth and of the length of a number."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+MAX_JSON_DEPTH = 100
+"""Nesting that is accepted: no file of this field has more than ten levels, and recursion fails at about a thousand."""
+
+
+class JsonError(ValueError):
+    """Text that is not JSON, or that exceeds a limit. The message says where, in terms of line and column."""
+
+
+def parse_json(
+    text: str | bytes,
+    object_pairs_hook: Callable[[list[tuple[str, Any]]], Any] | None = None,
+    max_depth: int = MAX_JSON_DEPTH,
+) -> Any:
+    """Parse JSON.
+
+    Args:
+        text: bytes are decoded as UTF-8, UTF-16 or UTF-32, whichever they are.
+        pairs: called for each object with its keys and values in order; its result takes the object's place.
+        levels: nesting of objects and lists that is accepted.
+
+    Raises:
+        JsonError: it is not JSON, is nested more deeply, or has a number with thousands of digits.
+    """
+    try:
+        data = json.loads(text, object_pairs_hook=object_pairs_hook)
+    except json.JSONDecodeError as error:
+        raise JsonError(f"{error.msg} at line {error.lineno}, column {error.colno}") from error
+    except RecursionError as error:
+        raise JsonError(_too_deep_message(max_depth)) from error
+    except UnicodeError as error:
+        raise JsonError(f"it is not text: {error}") from error
+    except ValueError as error:  # the only other one: an integer above sys.get_int_max_str_digits()
+        raise JsonError(f"a number has too many digits: {error}") from error
+    if exceeds_depth(data, max_depth):
+        raise JsonError(_too_deep_message(max_depth))
+    return data
+
+
+def exceeds_depth(data: Any, max_depth: int) -> bool:
+    """Return True if dicts, lists and tuples are nested more deeply in `data` than `levels`, or without end."""
+    row = [data]
+    for _ in range(max_depth + 1):
+        row = [
+            inner
+            for item in row
+            if isinstance(item, dict | list | tuple)
+            for inner in (item.values() if isinstance(item, dict) else item)
+        ]
+        if not row:
+            return False
+    return True
+
+
+def _too_deep_message(max_depth: int) -> str:
+    return f"objects and lists are nested more than {max_depth} levels deep"

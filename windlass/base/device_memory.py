@@ -1,0 +1,180 @@
+"""Device memory and host memory: whether they differ, what is taken of the device's, and copies between them.
+
+[Note: emulated device] On a CPU machine the device's memory is the host's, so nothing that is offloaded would go
+anywhere. `WINDLASS_EMULATE_DEVICE=BYTES` makes it a memory of its own: what windlass keeps there is accounted against
+that budget, copies both ways are counted, and with `WINDLASS_EMULATE_LATE=1` a copy is made only when it is waited for,
+its target holding NaN until then: whoever reads too early, or overwrites the source too early, gets a wrong result.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+import torch
+
+from windlass.base.errors import ConfigError, DeviceMemoryError
+from windlass.base.pending import DONE, FinishingPending, Pending
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+@dataclass
+class CopyCounters:
+    """Bytes that were copied since the last reset."""
+
+    to_device: int = 0
+    to_host: int = 0
+
+    def reset(self) -> None:
+        """Start again from zero."""
+        self.to_device = self.to_host = 0
+
+
+class EmulatedDeviceMemory:
+    """The emulated device's memory: who holds how much of it, against a hard budget.
+
+    Args:
+        budget: bytes.
+    """
+
+    def __init__(self, budget: int) -> None:
+        self.budget, self.used, self.peak = budget, 0, 0
+
+    def update(self, holder: str, bytes_before: int, bytes_after: int) -> None:
+        """A holder has `after` bytes where it had `before`.
+
+        Raises:
+            DeviceMemoryError: that is over the budget; nothing was changed.
+        """
+        used = self.used - bytes_before + bytes_after
+        if bytes_after > bytes_before and used > self.budget:
+            raise DeviceMemoryError(
+                f"the emulated device is full: {holder} takes {bytes_after - bytes_before:,} bytes more, {self.used:,} of "
+                f"{self.budget:,} are in use; offload more, or raise WINDLASS_EMULATE_DEVICE"
+            )
+        self.used = used
+        self.peak = max(self.peak, used)
+
+
+class DeviceMemoryLedger:
+    """What one model holds of the emulated device, by holder; of a real one torch itself keeps the books."""
+
+    def __init__(self) -> None:
+        self._bytes_of_holder: dict[Hashable, int] = {}
+
+    def set_held_bytes(self, holder: Hashable, nbytes: int) -> None:
+        """`holder` has `nbytes` on the device from now on; 0: none."""
+        place = emulated_device_memory()
+        if place is None:
+            return
+        before = self._bytes_of_holder.get(holder, 0)
+        if before != nbytes:
+            place.update(str(holder), before, nbytes)
+            self._bytes_of_holder[holder] = nbytes
+
+    def release_all(self) -> None:
+        """All of it goes back."""
+        for holder in list(self._bytes_of_holder):
+            self.set_held_bytes(holder, 0)
+
+
+copy_counters = CopyCounters()
+_emulated_memory: EmulatedDeviceMemory | None = None
+_emulated_memory_source = ""
+
+
+def emulated_device_memory() -> EmulatedDeviceMemory | None:
+    """The emulated device's memory, or None where the environment asks for none.
+
+    Raises:
+        ConfigError: `WINDLASS_EMULATE_DEVICE` is no number of bytes.
+    """
+    global _emulated_memory, _emulated_memory_source
+    asked = os.environ.get("WINDLASS_EMULATE_DEVICE", "").strip()
+    if asked != _emulated_memory_source:
+        _emulated_memory, _emulated_memory_source = (
+            (EmulatedDeviceMemory(parse_bytes(asked, "WINDLASS_EMULATE_DEVICE")) if asked else None),
+            asked,
+        )
+    return _emulated_memory
+
+
+def parse_bytes(text: str, source: str) -> int:
+    """A number of bytes: `1500000`, `1.5G`, `512MiB`.
+
+    Raises:
+        ConfigError: it is none; names `source`.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
+    if found is None:
+        raise ConfigError(f"{source} = {text!r} is no number of bytes; write 1500000, 1.5G or 512MiB")
+    return int(float(found[1]) * _UNITS[found[2].upper()])
+
+
+def device_has_own_memory(device: torch.device) -> bool:
+    """Whether `device` has a memory of its own, so that host memory is another home."""
+    return device.type == "cuda" or emulated_device_memory() is not None
+
+
+def empty_host_tensor(numel: int, dtype: torch.dtype, *, pin: bool) -> torch.Tensor:
+    """A tensor `[numel]` in host memory, page-locked where that is asked for and there is a GPU to copy from it."""
+    return torch.empty(numel, dtype=dtype, pin_memory=pin and torch.cuda.is_available())
+
+
+def copy_to_device(target: torch.Tensor, source: torch.Tensor) -> Pending:
+    """Start `target.copy_(source)` from host to device. Neither may be touched before it is finished."""
+    copy_counters.to_device += target.numel() * target.element_size()
+    return _start_copy(target, source)
+
+
+def copy_to_host(target: torch.Tensor, source: torch.Tensor) -> Pending:
+    """Start `target.copy_(source)` from device to host. Neither may be touched before it is finished."""
+    copy_counters.to_host += source.numel() * source.element_size()
+    return _start_copy(target, source)
+
+
+def _start_copy(target: torch.Tensor, source: torch.Tensor) -> Pending:
+    if target.device.type == "cuda" or source.device.type == "cuda":
+        return _copy_on_stream(target, source)
+    if os.environ.get("WINDLASS_EMULATE_LATE") == "1":
+        if target.is_floating_point():
+            target.fill_(float("nan"))
+        return FinishingPending(None, _no_op, lambda: _copy_now(target, source))
+    _copy_now(target, source)
+    return DONE
+
+
+def _copy_now(target: torch.Tensor, source: torch.Tensor) -> None:
+    target.copy_(source)
+
+
+def _no_op() -> None:
+    return
+
+
+_copy_streams: dict[tuple[torch.device, bool], torch.cuda.Stream] = {}
+
+
+def _copy_on_stream(target: torch.Tensor, source: torch.Tensor) -> Pending:
+    """A copy on a stream of its own, behind what was queued so far. `wait` makes the current stream wait for it, and
+    the caller too where the host is to read the result."""
+    to_host = target.device.type == "cpu"
+    device = source.device if to_host else target.device
+    stream = _copy_streams.setdefault((device, to_host), torch.cuda.Stream(device))
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        target.copy_(source, non_blocking=True)
+        done = torch.cuda.Event()
+        done.record(stream)
+    keep: list[torch.Tensor] = [target, source]  # until waited for: another stream uses their memory
+
+    def block() -> None:
+        if to_host:
+            done.synchronize()
+        else:
+            torch.cuda.current_stream(device).wait_event(done)
+
+    return FinishingPending(done.query if to_host else None, block, keep.clear)

@@ -1,0 +1,52 @@
+"""Finding the tensors in whatever a module takes or returns: nested containers, dataclasses, plain objects."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+_LEAVES = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Size)
+
+
+def iterate_tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Every tensor in `value`, in order, each once; looks into attributes of unknown objects too (but not modules)."""
+    yield from _iterate(value, set())
+
+
+def _iterate(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
+    if isinstance(value, _LEAVES) or id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        for item in value:
+            yield from _iterate(item, seen)
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _iterate(item, seen)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from _iterate(getattr(value, field.name, None), seen)
+    elif hasattr(value, "__dict__") and not isinstance(value, (torch.nn.Module, type)) and not callable(value):
+        for item in list(vars(value).values()):
+            yield from _iterate(item, seen)
+
+
+def replace_tensors(value: Any, replacements: Mapping[int, torch.Tensor]) -> Any:
+    """`value` with each tensor whose id is in `old` replaced; containers without one are returned as they are."""
+    if isinstance(value, torch.Tensor):
+        return replacements.get(id(value), value)
+    if isinstance(value, tuple):
+        items = [replace_tensors(item, replacements) for item in value]
+        if all(a is b for a, b in zip(items, value, strict=True)):
+            return value
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    if isinstance(value, list):
+        return [replace_tensors(item, replacements) for item in value]
+    if type(value) is dict:
+        return {key: replace_tensors(item, replacements) for key, item in value.items()}
+    return value

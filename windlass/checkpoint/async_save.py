@@ -1,0 +1,150 @@
+"""The save under way of one engine, if there is one: written by a thread while training goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from windlass.base.device_memory import empty_host_tensor
+from windlass.base.errors import CheckpointError
+from windlass.base.log import logger
+from windlass.checkpoint.checkpoint_ranks import CheckpointRanks
+from windlass.checkpoint.checkpoint_save import CheckpointSave
+from windlass.checkpoint.rank_file import RankFile
+from windlass.storage.disk_error_messages import format_bytes
+from windlass.storage.staging_memory import aligned_buffer, free_memory
+
+_NICE = 10
+_SPARE = 1.2  # times what a copy takes must be free
+
+# [Note: collectives of a save that does not block]
+# Everything that ranks have to agree on before they write is agreed on by the threads that train, in `Begun`. What is
+# left, whether all could write, goes over a gloo group that only these threads use: a collective of theirs can never
+# meet one of training.
+
+
+class AsyncSave:
+    """At most one save, from `start` to `finish`. All methods are collective but `failed` and `wait`.
+
+    Args:
+        ranks: the global ranks that save together.
+    """
+
+    def __init__(self, ranks: tuple[int, ...]) -> None:
+        self._ranks = ranks
+        self._group: dist.ProcessGroup | None = None
+        self._host_buffer: torch.Tensor | None = None
+        self._thread: threading.Thread | None = None
+        self._error: CheckpointError | None = None
+
+    @property
+    def is_in_progress(self) -> bool:
+        """Whether a save was started and not finished; the same on all ranks."""
+        return self._thread is not None
+
+    def start(self, save: CheckpointSave, ranks: CheckpointRanks, *, pin: bool) -> None:
+        """Copy what `begun` writes from memory, and write it while the caller goes on.
+
+        Args:
+            ranks: who save together, as training's own thread reaches them.
+            pin: page-lock the copy.
+        """
+        assert self._thread is None, "two saves at once"
+        try:
+            own = self._background_ranks(ranks)
+            refused = self._copy_to_host(save.file, pin)
+            thread = threading.Thread(
+                target=self._write_in_background, args=(save, own, refused), name="windlass-checkpoint"
+            )
+            thread.start()
+        except BaseException:
+            save.abandon()
+            raise
+        self._thread = thread
+
+    def failure_flag(self) -> float:
+        """1 if the save under way has failed and nobody was told, else 0."""
+        thread = self._thread
+        return float(thread is not None and not thread.is_alive() and self._error is not None)
+
+    def wait(self) -> None:
+        """Wait until it is over, if one is under way; how it went is told later."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def finish(self) -> None:
+        """Wait until it is over, if one is under way.
+
+        Raises:
+            CheckpointError: it failed; on all ranks, with the same text. Told once.
+        """
+        if self._thread is None:
+            return
+        self._thread.join()
+        self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def close(self) -> None:
+        """Finish, and give memory and sockets back. Raises as `finish` does."""
+        try:
+            self.finish()
+        finally:
+            self._host_buffer = None
+            group, self._group = self._group, None
+            if group is not None:
+                with contextlib.suppress(ValueError):  # it went with the default group
+                    dist.destroy_process_group(group)
+
+    def _background_ranks(self, ranks: CheckpointRanks) -> CheckpointRanks:
+        """The same ranks in a group that only threads use which write."""
+        if ranks.world_size == 1:
+            return replace(ranks, in_background=True)
+        if self._group is None:
+            self._group = dist.new_group(list(self._ranks), backend="gloo")
+        return replace(ranks, group=self._group, in_background=True)
+
+    def _copy_to_host(self, file: RankFile, pin: bool) -> Exception | None:
+        """Copy what is in memory; without room for that, it is written now. What went wrong is for the thread to tell
+        the others."""
+        try:
+            wanted = file.copy_nbytes
+            if self._host_buffer is None or self._host_buffer.numel() < wanted:
+                self._host_buffer = None
+                free, near = free_memory(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+                if free is not None and free < _SPARE * wanted * near:  # every rank of this host is about to copy
+                    logger.warning(
+                        "this save blocks: a copy to write from takes %s on each of the %d ranks of this host, %s of "
+                        "memory are free",
+                        format_bytes(wanted),
+                        near,
+                        format_bytes(free),
+                    )
+                    file.write_now()
+                    return None
+                pinned = pin and torch.cuda.is_available()
+                wanted = max(wanted, 1)
+                self._host_buffer = (
+                    empty_host_tensor(wanted, torch.uint8, pin=True) if pinned else aligned_buffer(wanted)[0]
+                )
+            file.copy_resident(self._host_buffer)
+        except Exception as error:
+            return error
+        return None
+
+    def _write_in_background(self, save: CheckpointSave, ranks: CheckpointRanks, local_error: Exception | None) -> None:
+        with contextlib.suppress(OSError, AttributeError):  # training goes first where they want the same processor
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+        try:
+            save.finish(ranks, local_error)
+        except BaseException as error:
+            told = error if isinstance(error, CheckpointError) else None
+            self._error = CheckpointError(f"the checkpoint {save.path} was not written: {told or repr(error)}")
+            self._error.__cause__ = error
+            logger.error("%s", self._error)  # also where the run ends before anybody asks

@@ -1,0 +1,225 @@
+"""The checkpoint directory: tags, `latest`, and how a checkpoint appears whole or not at all."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from windlass.base.atomic_file import PARTIAL_SUFFIX, write_atomically
+from windlass.base.errors import CheckpointError
+from windlass.base.log import logger
+from windlass.base.regular_file import open_regular
+
+INDEX_FILE = "checkpoint.json"
+LATEST = "latest"
+_LONGEST_LATEST = 4096  # bytes; a tag has 200 at most
+_LOCK_TIMEOUT_S = 60.0  # seconds for another job to name its checkpoint
+
+# [Note: a checkpoint appears whole or not at all]
+# Data is written under a hidden name (draft.py); every file and then the directory is fsynced, `checkpoint.json` last
+# of all, and a rename makes it `TAG`. Only then does `latest` change, itself by a rename. Saving a tag again moves the
+# old one to `.TAG.replaced` first: whoever finds `TAG` missing after a crash between the two renames reads that.
+
+
+def check_tag(tag: str) -> str:
+    """The tag itself, once it is a name that stays inside the checkpoint directory.
+
+    Raises:
+        CheckpointError: an empty, hidden, reserved or too long name, or one with a path separator or control character.
+    """
+    broken = not tag or tag.startswith(".") or tag in (LATEST, INDEX_FILE) or len(tag.encode()) > 200
+    if broken or any(letter in "/\\" or not letter.isprintable() for letter in tag):
+        raise CheckpointError(
+            f"the checkpoint tag {tag!r:.80} cannot be used: a tag is one visible file name of at most 200 bytes, "
+            f"without / or \\, and not {LATEST!r}"
+        )
+    return tag
+
+
+def read_latest(directory: str | os.PathLike[str], name: str = LATEST) -> str | None:
+    """The tag that `latest` (or the file `name`) names; None where there is no such file.
+
+    Raises:
+        CheckpointError: the file cannot be read, or names something outside `directory`.
+    """
+    path = Path(directory) / name
+    try:
+        with open_regular(path, Path(directory)) as file:
+            tag = file.read(_LONGEST_LATEST).decode("utf-8").strip()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        reason = error.strerror or error
+        raise CheckpointError(f"{path} cannot be read ({reason}); write a tag into it, or pass the tag") from error
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{path} cannot be read ({error}); write a tag into it, or pass the tag") from error
+    try:
+        return check_tag(tag)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path} is refused: {error}") from error
+
+
+def write_latest(directory: Path, tag: str, name: str = LATEST) -> None:
+    """Make `latest` (or the file `name`) name `tag`, at once and durably."""
+    path = directory / name
+    with disk_errors(path, len(tag)), rename_lock(directory) as alone:
+        for left in directory.glob(f".{name}.*{PARTIAL_SUFFIX}") if alone else ():
+            left.unlink(missing_ok=True)  # of a writer that was killed
+        write_atomically(path, tag, durable=True)
+        fsync_directory(directory)
+
+
+@contextmanager
+def rename_lock(directory: Path) -> Iterator[bool]:
+    """Hold the lock under which checkpoints get their names in `directory`, for a moment: jobs that save there at the
+    same time take turns. The system releases it when its holder dies. Gives whether there is one: file systems without
+    locks have none, and every rename is atomic there too.
+
+    Raises:
+        CheckpointError: another process has held it for a minute; it says which.
+    """
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield _acquire_lock(descriptor, directory)
+    finally:
+        os.close(descriptor)
+
+
+def _acquire_lock(descriptor: int, directory: Path) -> bool:
+    end = time.monotonic() + _LOCK_TIMEOUT_S
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() > end:
+                raise CheckpointError(
+                    f"{directory} has been locked for {_LOCK_TIMEOUT_S:.0f} s by {_lock_holder(descriptor)}, which also saves "
+                    "there; end that job, or save to another directory"
+                ) from None
+            time.sleep(0.02)
+        except OSError:
+            return False
+
+
+def _lock_holder(descriptor: int) -> str:
+    """The process that holds the lock of an open directory, as far as the system tells."""
+    node = os.fstat(descriptor).st_ino
+    with suppress(OSError, ValueError, IndexError):
+        for line in Path("/proc/locks").read_text().splitlines():
+            fields = line.split()
+            if fields[1] == "FLOCK" and int(fields[5].rpartition(":")[2]) == node:
+                command = Path(f"/proc/{int(fields[4])}/cmdline").read_bytes().replace(b"\0", b" ")
+                return f"process {int(fields[4])} ({to_printable(command.decode('utf-8', 'replace').strip())})"
+    return "another job"
+
+
+def to_printable(text: str, longest: int = 200) -> str:
+    """A text of somebody else's, as it can be shown."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text[:longest])
+
+
+def list_tags(directory: str | os.PathLike[str]) -> list[str]:
+    """The tags of the finished checkpoints in `directory`, oldest first."""
+    finished = []
+    try:
+        for path in Path(directory).iterdir():
+            with suppress(FileNotFoundError, NotADirectoryError):  # no checkpoint, or removed while this looks
+                if path.name[0] != ".":
+                    finished.append(((path / INDEX_FILE).stat().st_mtime_ns, path.name))
+    except OSError:
+        return []
+    return [name for _, name in sorted(finished)]
+
+
+def find_checkpoint(directory: str | os.PathLike[str], tag: str | None) -> tuple[str, Path]:
+    """Tag and directory of the checkpoint `tag`, or of the one that `latest` names where `tag` is None.
+
+    Raises:
+        CheckpointError: there is none, or it lies outside `directory`.
+    """
+    root = Path(directory)
+    if not root.is_dir():
+        raise CheckpointError(f"the checkpoint directory {root} does not exist; pass the directory given to the save")
+    name = read_latest(root) if tag is None else check_tag(tag)
+    if name is None:
+        raise CheckpointError(f"{root} has no {LATEST!r} file; pass a tag. {_known_tags_message(root)}")
+    path = root / name
+    if not path.exists() and is_checkpoint(replaced_path(root, name)):
+        path = replaced_path(root, name)
+        logger.warning("%s was being replaced when its writer died; reading the former one, %s", name, path)
+    if not path.resolve().is_relative_to(root.resolve()):
+        raise CheckpointError(f"{path} leads outside {root}, to {path.resolve()}; pass that directory itself")
+    if not path.is_dir():
+        raise CheckpointError(f"there is no checkpoint {name!r} in {root}. {_known_tags_message(root)}")
+    if not is_checkpoint(path) and not is_deepspeed_checkpoint(path):
+        raise CheckpointError(
+            f"{path} is not a windlass checkpoint: it has no {INDEX_FILE}; a save that did not finish? {_known_tags_message(root)}"
+        )
+    return name, path
+
+
+def require_space(path: Path, needed: int) -> None:
+    """Raises CheckpointError unless the file system of `path` has `needed` bytes free."""
+    free = shutil.disk_usage(path).free
+    if free < needed:
+        raise CheckpointError(
+            f"no room for the checkpoint {path}: it needs {needed} bytes, {free} are free; nothing was written, former "
+            "checkpoints are untouched. Free some space or save to another disk"
+        )
+
+
+@contextmanager
+def disk_errors(path: Path, needed: int) -> Iterator[None]:
+    """Turns an OSError while writing `path` into a CheckpointError that says path, bytes needed and bytes free."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise CheckpointError(
+                f"disk full while writing {path}: it needs {needed} bytes, {_free_bytes(path)} are free; former checkpoints "
+                "are untouched. Free some space or save to another disk"
+            ) from error
+        raise CheckpointError(f"{path} cannot be written: {error.strerror or error}; check path and rights") from error
+
+
+def fsync_directory(directory: Path) -> None:
+    """Makes the names in `directory` durable. Windows cannot open a directory, and needs no such call."""
+    if os.name == "nt":
+        return
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def replaced_path(directory: Path, tag: str) -> Path:
+    """Where the former checkpoint `tag` is while a new one takes its name."""
+    return directory / f".{tag}.replaced"
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether there is a finished checkpoint, undamaged or not."""
+    return (path / INDEX_FILE).is_file()
+
+
+def is_deepspeed_checkpoint(path: Path) -> bool:
+    """Whether DeepSpeed wrote this checkpoint, and not windlass."""
+    return not is_checkpoint(path) and any(path.glob("*mp_rank_*_model_states.pt"))
+
+
+def _known_tags_message(root: Path) -> str:
+    known = list_tags(root)
+    return f"Checkpoints there: {', '.join(known[-5:])}" if known else "There is no finished checkpoint there"
+
+
+def _free_bytes(path: Path) -> int:
+    parent = next(parent for parent in path.resolve().parents if parent.exists())
+    return shutil.disk_usage(parent).free

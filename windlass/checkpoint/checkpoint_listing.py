@@ -1,0 +1,200 @@
+"""What lies in a checkpoint directory: finished checkpoints and their health, and what unfinished saves left."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from windlass.base.errors import CheckpointError
+from windlass.checkpoint.checkpoint_directory import INDEX_FILE, LATEST, is_deepspeed_checkpoint, read_latest
+from windlass.checkpoint.checkpoint_index import CheckpointIndex, ChunkRecord, TensorRecord
+from windlass.checkpoint.checksum import crc32 as crc32_of
+from windlass.checkpoint.deepspeed_index import read_any_index
+from windlass.checkpoint.safetensors_file import TensorFile, dtype_from_code
+from windlass.checkpoint.torch_file import find_damaged_record, open_tensor_file
+
+_UNFINISHED_NAME = re.compile(r"^\.(?P<tag>.+?)(?:\.\w{8})?\.(?P<step>writing|replaced|removing)$")
+_AT_ONCE = 1 << 22  # bytes that are summed up at a time
+
+
+@dataclass(frozen=True)
+class ListedCheckpoint:
+    """A finished checkpoint.
+
+    Attributes:
+        step: optimizer steps that were done; None where it does not say.
+        nbytes: of its files.
+        stage, ranks: the ZeRO stage and the number of ranks that saved it.
+        written: seconds since 1970.
+        trainable_only: frozen parameters are not in it.
+        latest: `latest` names it.
+        problem: what is wrong with it; empty for nothing.
+        verified: every byte was read and compared with its checksum.
+    """
+
+    tag: str
+    step: int | None
+    nbytes: int
+    stage: int | None
+    ranks: int | None
+    written: float
+    trainable_only: bool
+    latest: bool
+    problem: str
+    verified: bool
+
+
+@dataclass(frozen=True)
+class UnfinishedSave:
+    """What a save that did not finish left behind, by its hidden name."""
+
+    name: str
+    nbytes: int
+    meaning: str
+
+
+@dataclass(frozen=True)
+class CheckpointListing:
+    """What `look` found; `problem` is what is wrong with the directory itself, such as a `latest` without a target."""
+
+    checkpoints: tuple[ListedCheckpoint, ...]
+    leftovers: tuple[UnfinishedSave, ...]
+    latest: str | None
+    problem: str
+
+    @property
+    def is_damaged(self) -> bool:
+        """Whether anything in it cannot be loaded."""
+        return bool(self.problem) or any(listed.problem for listed in self.checkpoints)
+
+
+def list_checkpoints(directory: str | os.PathLike[str], *, verify: bool = False) -> CheckpointListing:
+    """Lists the checkpoints in `directory`, oldest first. Nothing is changed.
+
+    Args:
+        verify: read every byte and compare it with its crc32; else the index, and sizes of files.
+
+    Raises:
+        CheckpointError: there is no such directory, it cannot be read, or it is a checkpoint itself.
+    """
+    root = Path(directory)
+    try:
+        children = sorted(root.iterdir())
+    except OSError as error:
+        raise CheckpointError(f"the checkpoint directory {root} cannot be read: {error.strerror}") from error
+    if (root / INDEX_FILE).is_file() or is_deepspeed_checkpoint(root):
+        raise CheckpointError(f"{root} is a checkpoint itself; give the directory that it lies in")
+    problem, latest = "", None
+    try:
+        latest = read_latest(root)
+    except CheckpointError as error:
+        problem = str(error)
+    visible = [path for path in children if path.name[0] != "."]
+    found = [path for path in visible if (path / INDEX_FILE).is_file() or is_deepspeed_checkpoint(path)]
+    listed = []
+    for path in found:
+        with suppress(FileNotFoundError):  # a run that keeps the last few removed it while this looks
+            listed.append(_describe_checkpoint(path, path.name == latest, verify))
+    listed.sort(key=lambda one: one.written)
+    former = root / f".{latest}.replaced" / INDEX_FILE  # which `find` reads where the tag itself is not there
+    if latest is not None and not any(one.latest for one in listed) and not former.is_file():
+        problem = f"{root / LATEST} names {latest!r}, and there is no such checkpoint; pass a tag, or write one into it"
+    return CheckpointListing(tuple(listed), tuple(_unfinished_saves(root, children)), latest, problem)
+
+
+def find_damage(path: Path, index: CheckpointIndex) -> str:
+    """What is wrong with the bytes of a checkpoint; empty for nothing. Memory: some megabytes."""
+    by_file: dict[str, list[tuple[str, TensorRecord, ChunkRecord]]] = {}
+    for name, record in index.tensors.items():
+        for chunk in record.chunks:
+            by_file.setdefault(chunk.file, []).append((name, record, chunk))
+    scratch = torch.empty(_AT_ONCE, dtype=torch.uint8, device="cpu")
+    for file_name, entries in by_file.items():
+        try:
+            if file_name.endswith(".pt"):
+                if record_name := find_damaged_record(path / file_name):
+                    return (
+                        f"the checkpoint file {path / file_name} is damaged: record {record_name!r}; load another one"
+                    )
+                continue
+            with open_tensor_file(path / file_name) as file:
+                for _, record, chunk in entries:
+                    _check_chunk(file, record, chunk, scratch)
+        except CheckpointError as error:
+            return str(error)
+    for beside in sorted(path.glob("*_states.pt")):  # which lie there for other tools (`checkpoint.format`)
+        if beside.name not in by_file and (record_name := find_damaged_record(beside)):
+            return (
+                f"the file {beside} is damaged: record {record_name!r}; windlass loads without it, other tools do not"
+            )
+    return ""
+
+
+def _check_chunk(file: TensorFile, record: TensorRecord, chunk: ChunkRecord, scratch: torch.Tensor) -> None:
+    nbytes = torch.Size(chunk.sizes).numel() * dtype_from_code(record.dtype).itemsize
+    file.check_size(chunk.entry, nbytes)
+    crc32 = 0
+    for first in range(0, nbytes, _AT_ONCE):
+        crc32 = crc32_of(file.read_part(chunk.entry, first, scratch[: min(_AT_ONCE, nbytes - first)]), crc32)
+    file.compare_crc32(chunk.entry, crc32, chunk.crc32)
+
+
+def _describe_checkpoint(path: Path, latest: bool, verify: bool) -> ListedCheckpoint:
+    problem, index, done = "", None, False
+    try:
+        index = read_any_index(path)
+        problem, done = (find_damage(path, index), True) if verify else ("", False)
+    except CheckpointError as error:
+        problem = str(error)
+    said: dict[str, Any] = index.plain if index is not None and isinstance(index.plain, dict) else {}
+    layout, progress = _dict(said.get("layout")), _dict(said.get("engine"))
+    return ListedCheckpoint(
+        tag=path.name,
+        step=_number(progress.get("global_steps")),
+        nbytes=_size(path),
+        stage=_number(layout.get("stage")),
+        ranks=index.world_size if index is not None else None,
+        written=(path / INDEX_FILE if (path / INDEX_FILE).is_file() else path).stat().st_mtime,
+        trainable_only=bool(said.get("trainable_only")),
+        latest=latest,
+        problem=problem,
+        verified=done,
+    )
+
+
+def _dict(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _number(value: Any) -> int | None:
+    return value if isinstance(value, int) else None
+
+
+def _size(path: Path) -> int:
+    total = 0
+    for child in path.rglob("*"):
+        with suppress(FileNotFoundError):
+            total += child.lstat().st_size if child.is_file() else 0
+    return total
+
+
+def _unfinished_saves(root: Path, children: list[Path]) -> Iterator[UnfinishedSave]:
+    for path in children:
+        found = _UNFINISHED_NAME.match(path.name)
+        if found is None or not path.is_dir():
+            continue
+        tag = found["tag"]
+        meanings = {
+            "writing": f"a save of {tag!r} goes on, or was killed; then the next save removes it",
+            "replaced": f"the former {tag!r}, which "
+            + ("the next save removes" if (root / tag).exists() else "loads as that tag"),
+            "removing": f"what is left of {tag!r}, which was being removed",
+        }
+        yield UnfinishedSave(path.name, _size(path), meanings[found["step"]])

@@ -1,0 +1,164 @@
+"""Loading a checkpoint into tensors in place: any other cut, any other number of ranks."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from windlass.base.errors import CheckpointError
+from windlass.base.log import logger
+from windlass.base.text import plural
+from windlass.checkpoint.checkpoint_directory import find_checkpoint
+from windlass.checkpoint.checkpoint_index import CheckpointIndex
+from windlass.checkpoint.checkpoint_ranks import CheckpointRanks
+from windlass.checkpoint.checkpoint_state import RESERVED_PREFIXES, HeldTensor, LoadedState, SavedState, hold_tensors
+from windlass.checkpoint.deepspeed_index import ParameterOrder
+from windlass.checkpoint.safetensors_file import dtype_from_code
+from windlass.checkpoint.stored_checkpoint import StoredCheckpoint
+
+
+def load(
+    directory: str | os.PathLike[str],
+    tag: str | None,
+    into: SavedState,
+    *,
+    process_group: dist.ProcessGroup | None = None,
+    strict: bool = True,
+    ignore: tuple[str, ...] = (),
+    optional: tuple[str, ...] = (),
+    cast: bool = False,
+    advice: str = "Load with strict=False to take what matches, or ignore names by prefix",
+    parameter_order: ParameterOrder | None = None,
+    check: Callable[[dict[str, Any], dict[str, Any] | None], object] = lambda shared, own: None,
+    opened: StoredCheckpoint | None = None,
+    first: Collection[str] = (),
+    check_first: Callable[[], object] = lambda: None,
+) -> LoadedState:
+    """Fills the tensors of `into` in place from `directory`/`tag`. Every rank of the group must call it.
+
+    `into.shards` and `into.tensors` may be cut in any way and on any number of ranks; ranks need not cover a tensor,
+    and ranges may overlap.
+    Its plain data is not looked at: what the checkpoint holds is returned.
+
+    Args:
+        tag: None for the one that `latest` names.
+        process_group: as in `save`.
+        strict: whether missing and unexpected names are errors; else they are only reported.
+        ignore: prefixes of names in the checkpoint that are not expected to be asked for, such as `("state/",)`.
+        optional: prefixes of names whose absence, here or there, is only reported.
+        cast: whether values of another dtype are converted; else another dtype is an error.
+        advice: ends the error about names that differ.
+        order: names of the optimizer's parameters by group, which DeepSpeed's files of stage 0 lack.
+        check: called with the plain data that all ranks share and with this rank's own, before a tensor is filled; what
+            it raises is raised on all ranks.
+        opened: this checkpoint, read in the same `order`: its index and its files' headers are not read again.
+        first: tensors that are filled before all others.
+        check_first: called then, before another is filled; what it raises is raised on all ranks.
+
+    Raises:
+        CheckpointError: the same on all ranks: no such checkpoint, damaged files, another shape or dtype, names that
+            differ. Before data is read all of this but damage is known; after damage the tensors' values are undefined.
+    """
+    ranks = CheckpointRanks.of_group(process_group)
+    name, path = ranks.run_on_first("looking for the checkpoint", lambda: find_checkpoint(directory, tag))
+    wanted: list[_LoadRequest] = []
+    matches = ranks.run_on_all(
+        "preparing to load", lambda: _prepare_load(wanted, path, into, ranks, cast, parameter_order, check, opened)
+    )
+    mine = wanted[0]
+    asked = {name for names, _ in matches for name in names}
+    missing = tuple(sorted({name for _, names in matches for name in names}))
+    unexpected = tuple(
+        name
+        for name in mine.index.tensors
+        if name not in asked and not name.startswith(RESERVED_PREFIXES + tuple(ignore))
+    )
+    wrong = [
+        tuple(name for name in names if not name.startswith(optional)) if strict else ()
+        for names in (missing, unexpected)
+    ]
+    if any(wrong):
+        told = "; ".join(
+            count_and_names(word, names) for word, names in zip(("missing", "unexpected"), wrong, strict=True)
+        )
+        raise CheckpointError(f"{path} does not match: {told}. {advice}")
+    # Imported here: the first import of torch.distributed.checkpoint costs as much as torch's own.
+    from windlass.checkpoint import collective_transfer
+
+    collective_transfer.load_held_tensors(mine.stored, mine.held, ranks, first, check_first)
+    matched = len(asked) - len(missing)
+    told = f"{plural(matched, 'tensor')} matched, {count_and_names('missing', missing)}, {count_and_names('unexpected', unexpected)}"
+    logger.log(logging.WARNING if missing or unexpected else logging.INFO, f"loaded {path}: {told}")
+    return LoadedState(
+        tag=name,
+        path=path,
+        plain=mine.stored.plain,
+        rank_plain=mine.rank_plain,
+        saved_world_size=mine.index.world_size,
+        matched=matched,
+        missing=missing,
+        unexpected=unexpected,
+    )
+
+
+@dataclass(frozen=True)
+class _LoadRequest:
+    stored: StoredCheckpoint
+    held: dict[str, HeldTensor]
+    rank_plain: dict[str, Any] | None
+
+    @property
+    def index(self) -> CheckpointIndex:
+        """Of the checkpoint."""
+        return self.stored.index
+
+
+def _prepare_load(
+    requests: list[_LoadRequest],
+    path: Path,
+    into: SavedState,
+    ranks: CheckpointRanks,
+    cast: bool,
+    parameter_order: ParameterOrder | None,
+    check: Callable[[dict[str, Any], dict[str, Any] | None], object],
+    opened: StoredCheckpoint | None,
+) -> tuple[list[str], list[str]]:
+    """Puts what this rank is to read into `wanted`; returns the names it asks for, and those that are missing."""
+    if opened is not None and opened.path == path:  # else it was replaced meanwhile
+        stored = opened
+    else:
+        stored = StoredCheckpoint.from_path(path, parameter_order, slice(ranks.rank, None, ranks.world_size))
+    index = stored.index
+    held = hold_tensors(into.shards, into.tensors, allow_overlap=True)
+    missing = [name for name in held if name not in index.tensors]
+    present = {name: holding for name, holding in held.items() if name in index.tensors}
+    problems = [text for name, holding in present.items() if (text := _mismatch(name, holding, index, cast))]
+    if problems:
+        rest = f"; and {len(problems) - 10} more" if len(problems) > 10 else ""
+        raise CheckpointError(f"{path} does not fit: {'; '.join(problems[:10])}{rest}")
+    own = stored.read_rank_plain(ranks.rank)
+    check(stored.plain, own)
+    requests.append(_LoadRequest(stored, present, own))
+    return list(held), missing
+
+
+def _mismatch(name: str, holding: HeldTensor, index: CheckpointIndex, cast: bool) -> str:
+    record = index.tensors[name]
+    if record.shape != holding.shape:
+        return f"{name!r} has shape {record.shape} in the checkpoint, {holding.shape} here"
+    dtype = dtype_from_code(record.dtype)
+    if dtype != holding.dtype and not cast:
+        return f"{name!r} is {dtype} in the checkpoint, {holding.dtype} here (cast=True converts)"
+    return ""
+
+
+def count_and_names(word: str, names: tuple[str, ...]) -> str:
+    """How many, and which first."""
+    shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+    return f"{len(names)} {word} ({shown})" if names else f"0 {word}"

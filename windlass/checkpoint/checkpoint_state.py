@@ -1,0 +1,284 @@
+"""What a checkpoint holds: named tensors, cut over ranks or whole, and plain data."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from windlass.base.errors import CheckpointError
+from windlass.checkpoint.fragment_boxes import BoxPart, place_range
+from windlass.parallel.placement import Placement, make_full_ranges
+from windlass.storage.safetensors_header import require_tensor_name
+
+# Tensors found inside plain data are stored under these prefixes, so no other tensor may use them.
+RESERVED_PREFIXES = ("plain/", "rank/")
+
+
+# [Note: ranges at rest]
+# What rests on disk is not brought to memory to be saved, nor all at once to be loaded over. A shard may say where its
+# values rest instead of having them; the storage goes drawer by drawer, opens each once, and moves between it and the
+# checkpoint's files what belongs to it.
+
+
+class LazyStorage(Protocol):
+    """Where ranges rest together; they are in memory, all of them, while it is open."""
+
+    @property
+    def is_resident(self) -> bool:
+        """Asked while it is closed: whether all in it is in memory now, and stays as and where it is."""
+
+    def open(self) -> AbstractContextManager[Any]:
+        """A context in which they are in memory. After a load, leaving it keeps what was filled in."""
+
+
+class OffloadedStorage:
+    """A drawer of which nothing is in memory, and which another thread may open later: until that is over, whoever is
+    to change what is in it waits.
+
+    Attributes:
+        wanted: somebody waits.
+    """
+
+    def __init__(self) -> None:
+        self.has_waiter = False
+        self._released = threading.Event()
+
+    @property
+    def is_resident(self) -> bool:
+        return False
+
+    def open(self) -> AbstractContextManager[Any]:
+        """As `Drawer`; from any thread."""
+        raise NotImplementedError
+
+    def block_writers(self) -> None:
+        """From now on whoever is to change it waits."""
+
+    def release_writers(self) -> None:
+        """It was copied, or nobody will copy it."""
+        self._released.set()
+
+    def wait_until_released(self) -> None:
+        """Return once it is over."""
+        self.has_waiter = True
+        self._released.wait()
+
+
+@dataclass(frozen=True)
+class LazyFlatTensor:
+    """Stands for a tensor `[numel]` that is in memory only while its drawer is open; `get` then gives it."""
+
+    numel: int
+    dtype: torch.dtype
+    storage: LazyStorage
+    get: Callable[[], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class FlatShard:
+    """This rank's flat range of a named tensor: elements [start, start + tensor.numel()) of `shape`, row-major.
+
+    Args:
+        name: the tensor's name in the checkpoint, such as `param/lm_head.weight` or `state/lm_head.weight/exp_avg`.
+        shape: the shape of the whole tensor.
+        start: the flat position of this range's first element.
+        tensor: [elements of the range], contiguous; read by a save, filled in place by a load. It may be empty.
+            Or where such a tensor rests.
+        of: what of the whole tensor `shape` is, where that is only a part of it; the range is one of this part.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    tensor: torch.Tensor | LazyFlatTensor
+    part_placement: Placement | None = None
+    numel: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", tuple(self.shape))
+        if isinstance(self.tensor, torch.Tensor):
+            self._check_flat(self.tensor)
+            object.__setattr__(self, "numel", self.tensor.numel())
+        else:
+            object.__setattr__(self, "numel", self.tensor.numel)
+        if not 0 <= self.start <= self.stop <= math.prod(self.shape):
+            raise CheckpointError(
+                f"the shard of {self.name!r} covers elements [{self.start}, {self.stop}), but shape {self.shape} has "
+                f"{math.prod(self.shape)}; pass the range without padding"
+            )
+
+    @property
+    def placement(self) -> Placement:
+        """What of the whole tensor `shape` is."""
+        return (
+            self.part_placement
+            if self.part_placement is not None
+            else Placement(self.shape, make_full_ranges(self.shape))
+        )
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.numel
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensor.dtype
+
+    @property
+    def storage(self) -> LazyStorage | None:
+        """Where it rests; None for what is in memory."""
+        return None if isinstance(self.tensor, torch.Tensor) else self.tensor.storage
+
+    def values(self) -> torch.Tensor:
+        """[elements of the range]: the very memory; of what rests, while its drawer is open."""
+        if isinstance(self.tensor, torch.Tensor):
+            return self.tensor.detach()
+        found = self.tensor.get().detach()
+        self._check_flat(found)
+        if (found.numel(), found.dtype) != (self.numel, self.dtype):
+            raise CheckpointError(
+                f"the shard of {self.name!r} was said to have {self.numel} elements of {self.dtype}, and has "
+                f"{found.numel()} of {found.dtype}"
+            )
+        return found
+
+    def _check_flat(self, tensor: torch.Tensor) -> None:
+        if tensor.dim() != 1 or not tensor.is_contiguous():
+            raise CheckpointError(
+                f"the shard of {self.name!r} must be a contiguous 1-D tensor, got shape {tuple(tensor.shape)}, "
+                f"strides {tensor.stride()}; pass the flat range itself"
+            )
+
+
+@dataclass
+class SavedState:
+    """One rank's share of a state, to be saved or (its tensors) to be filled by a load.
+
+    Args:
+        shards: this rank's flat ranges. Over all ranks they must cover each named tensor; ranks that hold the same
+            range (replicas) are fine, one of them writes it.
+        tensors: whole tensors that every rank which names them holds equal.
+        plain: None, bool, int, float, str, tensors, and lists, tuples and dicts of them. Rank 0's is kept.
+        rank_plain: likewise, but each rank's own is kept: random states, loader positions.
+    """
+
+    shards: Sequence[FlatShard] = ()
+    tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    plain: Mapping[str, Any] = field(default_factory=dict)
+    rank_plain: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class LoadedState:
+    """What a load found besides the tensors that it filled in place.
+
+    `rank_plain` is None where the checkpoint was saved by fewer ranks than this rank's number; `saved_world_size` says
+    how many saved it. `missing` were asked for and are not in the checkpoint, `unexpected` are in it and no rank asked.
+    """
+
+    tag: str
+    path: Path
+    plain: dict[str, Any]
+    rank_plain: dict[str, Any] | None
+    saved_world_size: int
+    matched: int
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class HeldBox:
+    """One box of a named tensor; `get` gives the memory that holds it, shaped as the box, while its drawer is open."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    get: Callable[[], torch.Tensor]
+    storage: LazyStorage | None = None
+
+
+@dataclass
+class HeldTensor:
+    """All that this rank holds of one named tensor; no piece at all where its ranges are empty."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    boxes: list[HeldBox] = field(default_factory=list)
+
+
+def hold_full_tensor(tensor: torch.Tensor) -> HeldTensor:
+    """A tensor of which this rank holds all."""
+    shape, data = tuple(tensor.shape), tensor.detach()
+    return HeldTensor(shape, tensor.dtype, [HeldBox((0,) * len(shape), shape, lambda: data)])
+
+
+def hold_tensors(
+    shards: Iterable[FlatShard], tensors: Mapping[str, torch.Tensor], *, allow_overlap: bool = False
+) -> dict[str, HeldTensor]:
+    """This rank's tensors as boxes, by name; the pieces are views, nothing is copied.
+
+    Args:
+        overlap: an element may be held twice, as a load allows.
+
+    Raises:
+        CheckpointError: a reserved name, a name with two shapes or dtypes, an element held twice.
+    """
+    held: dict[str, HeldTensor] = {}
+    ends: dict[str, list[tuple[int, int]]] = {}
+    for shard in shards:
+        known = held.setdefault(_check_name(shard.name), HeldTensor(shard.placement.global_shape, shard.dtype))
+        if (known.shape, known.dtype) != (shard.placement.global_shape, shard.dtype):
+            raise CheckpointError(
+                f"{shard.name!r} is given twice with different shapes or dtypes: {known.shape} {known.dtype} and "
+                f"{shard.placement.global_shape} {shard.dtype}; one name means one tensor"
+            )
+        known.boxes += _held_boxes(shard)
+        ends.setdefault(shard.name, []).append((shard.start, shard.stop))
+    for name, ranges in ends.items() if not allow_overlap else ():
+        _check_disjoint(name, ranges)
+    for name, tensor in tensors.items():
+        if _check_name(name) in held:
+            raise CheckpointError(f"{name!r} is given as a shard and as a whole tensor; give it once")
+        held[name] = hold_full_tensor(tensor)
+    return held
+
+
+def _check_name(name: str) -> str:
+    if not name or name.startswith(RESERVED_PREFIXES):
+        raise CheckpointError(
+            f"{name!r} cannot name a tensor: names are not empty and begin with none of {RESERVED_PREFIXES}"
+        )
+    try:
+        require_tensor_name(name)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
+    return name
+
+
+def _held_boxes(shard: FlatShard) -> list[HeldBox]:
+    placement = shard.placement
+    if math.prod(placement.global_shape) == 0:
+        # An empty tensor has no elements to hold, yet must be found again: one box of no elements stands for it.
+        return [HeldBox((0,) * len(shard.shape), shard.shape, lambda: shard.values().view(shard.shape), shard.storage)]
+    return [
+        HeldBox(part.offsets, part.sizes, partial(_box_values, shard, part), shard.storage)
+        for part in place_range(placement, shard.start, shard.stop)
+    ]
+
+
+def _box_values(shard: FlatShard, part: BoxPart) -> torch.Tensor:
+    return part.view_of(shard.values())
+
+
+def _check_disjoint(name: str, ranges: list[tuple[int, int]]) -> None:
+    ranges = sorted(span for span in ranges if span[0] < span[1])
+    for (_, stop), (start, _) in zip(ranges, ranges[1:], strict=False):
+        if start < stop:
+            raise CheckpointError(f"one rank gives element {start} of {name!r} twice; its ranges must not overlap")

@@ -1,0 +1,226 @@
+"""The stored boxes that a load reads, part by part, each byte once, straight into where it belongs."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from types import TracebackType
+from typing import NamedTuple
+
+import torch
+
+from windlass.checkpoint.checkpoint_state import LazyStorage
+from windlass.checkpoint.checksum import crc32 as crc32_of
+from windlass.checkpoint.fragment_boxes import flat_start, is_contiguous
+from windlass.checkpoint.open_file_cache import OpenFileCache
+from windlass.checkpoint.safetensors_file import TensorFile, tensor_bytes
+from windlass.checkpoint.shard_load_planner import Wanted
+
+_AT_ONCE = 1 << 22  # bytes of what is converted, moved to a device, only summed up, or read in one run
+_SMALL = 1 << 18  # bytes of a box that is read together with its neighbours: a copy of it costs less than a read
+
+
+class _Box(NamedTuple):
+    """A stored box, where it lies, and what is wanted of it while one drawer is open."""
+
+    file: TensorFile
+    begin: int
+    end: int
+    parts: list[Wanted]
+
+
+@dataclass
+class _ChecksumProgress:
+    """How far an entry was read, in bytes, and the crc32 of that."""
+
+    position: int = 0
+    crc32: int = 0
+
+
+class ChunkReader:
+    """Reads boxes of a checkpoint into the memory that wants them. Use it in a `with` statement.
+
+    A box with parts in several drawers is read part by part, as these are opened; its crc32 is known, and checked,
+    once nothing more of it is expected. Small boxes that are wanted whole and follow each other in their file are read
+    together.
+
+    Args:
+        files: of the checkpoint.
+    """
+
+    def __init__(self, files: OpenFileCache) -> None:
+        self._files = files
+        self._expected_parts: Counter[int] = Counter()  # parts that are still to be read, by the id of their box
+        self._progress: dict[int, _ChecksumProgress] = {}
+
+    def __enter__(self) -> ChunkReader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._files.__exit__(kind, error, trace)
+
+    def fill(self, wanted: Sequence[Wanted]) -> None:
+        """Read all that is wanted.
+
+        Raises:
+            CheckpointError: bytes are not those that were written. The targets' values are then undefined.
+        """
+        self._expected_parts = Counter(id(one.chunk) for one in wanted)
+        for drawer, parts in _by_drawer(wanted):
+            boxes = sorted(self._boxes(parts), key=lambda box: (box.parts[0].chunk.file, box.begin))
+            with drawer.open() if drawer is not None else nullcontext():
+                self._read_boxes(boxes)
+
+    def _boxes(self, parts: list[Wanted]) -> Iterable[_Box]:
+        by_box: dict[int, list[Wanted]] = {}
+        for one in parts:
+            by_box.setdefault(id(one.chunk), []).append(one)
+        for same in by_box.values():
+            file = self._files.get(same[0].chunk.file)
+            yield _Box(file, *file.byte_range(same[0].chunk.entry), same)
+
+    def _read_boxes(self, boxes: list[_Box]) -> None:
+        run: list[_Box] = []
+        for box in boxes:
+            together = self._is_simple(box)
+            if run and not (
+                together and (run[-1].file, run[-1].end) == (box.file, box.begin) and box.end - run[0].begin <= _AT_ONCE
+            ):
+                self._read_run(run)
+                run = []
+            if together:
+                run.append(box)
+            else:
+                self._read(box)
+        if run:
+            self._read_run(run)
+
+    def _is_simple(self, box: _Box) -> bool:
+        """Whether a box is small, and wanted whole and once."""
+        one = box.parts[0]
+        return (
+            box.end - box.begin <= _SMALL
+            and len(box.parts) == 1
+            and self._expected_parts[id(one.chunk)] == 1
+            and one.whole
+            and one.chunk.crc32 is not None
+        )
+
+    def _read_run(self, run: list[_Box]) -> None:
+        """Fill what wants boxes that follow each other in their file, with one read; each has its own crc32."""
+        file, first = run[0].file, run[0].begin
+        raw = file.read_run(first, run[-1].end, run[0].parts[0].chunk.entry)
+        data, start = memoryview(raw), ctypes.addressof(raw)
+        changed = []
+        for _, begin, end, (one,) in run:
+            chunk = one.chunk
+            file.compare_crc32(chunk.entry, crc32_of(data[begin - first : end - first]), chunk.crc32)
+            target = one.into().detach()
+            straight = (
+                target if _needs_no_conversion(one, target) else torch.empty(one.sizes, dtype=one.dtype, device="cpu")
+            )
+            memory = tensor_bytes(straight)
+            file.check_size(chunk.entry, len(memory))
+            ctypes.memmove(memory, start + begin - first, len(memory))
+            if straight is not target:
+                target.copy_(straight)
+            elif not target.is_inference():
+                changed.append(target)
+            if one.done is not None:
+                one.done(target)
+            self._expected_parts[id(chunk)] = 0
+        if changed:
+            # Copying into the memory goes past autograd, which must know that what it saved is stale.
+            torch.autograd.graph.increment_version(changed)
+
+    def _read(self, box: _Box) -> None:
+        """Fill what wants parts of one box."""
+        file, parts = box.file, box.parts
+        chunk, dtype = parts[0].chunk, parts[0].dtype
+        nbytes = math.prod(chunk.sizes) * dtype.itemsize
+        self._expected_parts[id(chunk)] -= len(parts)
+        last = not self._expected_parts[id(chunk)]
+        targets = [one.into().detach() for one in parts]
+        if len(parts) == 1 and last and parts[0].whole and _needs_no_conversion(parts[0], targets[0]):
+            file.read_into(chunk.entry, targets[0], chunk.crc32)
+        elif all(_is_flat(one, target) for one, target in zip(parts, targets, strict=True)):
+            file.check_size(chunk.entry, nbytes)
+            if chunk.crc32 is None:
+                file.verify_checksum(chunk.entry, None)
+            begins = [flat_start(chunk.sizes, one.offsets) for one in parts]
+            for number in sorted(range(len(parts)), key=begins.__getitem__):
+                self._read_flat(file, parts[number], begins[number], targets[number].view(-1))
+        else:
+            self._read_whole(file, parts, targets)
+        for one, target in zip(parts, targets, strict=True):
+            if one.done is not None:
+                one.done(target)
+        if last and (progress := self._progress.pop(id(chunk), None)) is not None:
+            _sum_up(file, chunk.entry, progress, nbytes)
+            file.compare_crc32(chunk.entry, progress.crc32, chunk.crc32)
+
+    def _read_flat(self, file: TensorFile, one: Wanted, begin: int, target: torch.Tensor) -> None:
+        """Fill the flat `target` with the box's elements from `begin` on."""
+        size, entry = one.dtype.itemsize, one.chunk.entry
+        progress = (
+            self._progress.setdefault(id(one.chunk), _ChecksumProgress()) if one.chunk.crc32 is not None else None
+        )
+        if progress is not None:
+            _sum_up(file, entry, progress, begin * size)
+        step = target.numel() if _needs_no_conversion(one, target) else _AT_ONCE // size
+        for first in range(0, target.numel(), max(step, 1)):
+            part = target[first : first + step]
+            straight = (
+                part if _needs_no_conversion(one, target) else torch.empty(part.numel(), dtype=one.dtype, device="cpu")
+            )
+            raw = file.read_part(entry, (begin + first) * size, straight)
+            # a part that is read again (replicas on one rank) was summed up the first time
+            if progress is not None and progress.position == (begin + first) * size:
+                progress.crc32 = crc32_of(raw, progress.crc32)
+                progress.position += len(raw)
+            if straight is not part:
+                part.copy_(straight)
+
+    def _read_whole(self, file: TensorFile, parts: list[Wanted], targets: list[torch.Tensor]) -> None:
+        """Fill targets that are no flat ranges of the box, as other planners may ask; all of it is in memory."""
+        chunk = parts[0].chunk
+        whole = torch.empty(chunk.sizes, dtype=parts[0].dtype, device="cpu")
+        file.read_into(chunk.entry, whole, chunk.crc32)
+        for one, target in zip(parts, targets, strict=True):
+            part = whole
+            for dim, (offset, size) in enumerate(zip(one.offsets, one.sizes, strict=True)):
+                part = part.narrow(dim, offset, size)
+            target.copy_(part)
+
+
+def _sum_up(file: TensorFile, entry: str, progress: _ChecksumProgress, until: int) -> None:
+    """Take the bytes up to `until` into the crc32 though nobody wants them: it covers all of the box."""
+    while progress.position < until:
+        scratch = torch.empty(min(_AT_ONCE, until - progress.position), dtype=torch.uint8, device="cpu")
+        raw = file.read_part(entry, progress.position, scratch)
+        progress.crc32 = crc32_of(raw, progress.crc32)
+        progress.position += len(raw)
+
+
+def _by_drawer(parts: Iterable[Wanted]) -> list[tuple[LazyStorage | None, list[Wanted]]]:
+    """Parts by the drawer that must be open for them: first those that need none, then as drawers first appear."""
+    found: dict[int, tuple[LazyStorage | None, list[Wanted]]] = {id(None): (None, [])}
+    for one in parts:
+        found.setdefault(id(one.drawer), (one.drawer, []))[1].append(one)
+    return list(found.values())
+
+
+def _needs_no_conversion(one: Wanted, target: torch.Tensor) -> bool:
+    """Whether the file's bytes are the target's."""
+    return target.device.type == "cpu" and target.dtype == one.dtype and target.is_contiguous()
+
+
+def _is_flat(one: Wanted, target: torch.Tensor) -> bool:
+    """Whether a part is one flat range both of the box and of its target."""
+    return target.is_contiguous() and is_contiguous(one.chunk.sizes, one.sizes)

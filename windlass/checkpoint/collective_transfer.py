@@ -1,0 +1,72 @@
+"""What a save and a load do on all ranks between planning and files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from pathlib import Path
+from typing import Any
+
+from windlass.checkpoint.checkpoint_directory import require_space
+from windlass.checkpoint.checkpoint_ranks import CheckpointRanks
+from windlass.checkpoint.checkpoint_state import HeldTensor
+from windlass.checkpoint.chunk_reader import ChunkReader
+from windlass.checkpoint.safetensors_storage import SafetensorsWriter
+from windlass.checkpoint.shard_load_planner import wanted
+from windlass.checkpoint.stored_checkpoint import StoredCheckpoint
+from windlass.checkpoint.write_assignment import HeldTensorInfos, assign_writers, describe_held
+
+
+def plan_save(
+    path: Path, held: dict[str, HeldTensor], ranks: CheckpointRanks, plain: Any, rank_plain: Iterable[Any]
+) -> SafetensorsWriter:
+    """Agrees on which rank writes which boxes into the directory `path`; the writer of this rank's. Collective.
+
+    Raises:
+        CheckpointError: on all ranks alike, where any of them fails, or the disk has too little room.
+    """
+    mine: list[HeldTensorInfos] = []
+
+    def told() -> HeldTensorInfos:
+        mine.append(describe_held(held))
+        return mine[0]
+
+    everyone = ranks.gather_to_first("saving", told)  # nothing on ranks that are not the first
+
+    def decide() -> list[bytes]:
+        chosen, nbytes = assign_writers(everyone)
+        require_space(path, nbytes)
+        return chosen
+
+    chosen = ranks.run_on_first("saving", decide)
+    known = (
+        dict(enumerate(zip(everyone, chosen, strict=True))) if everyone else {ranks.rank: (mine[0], chosen[ranks.rank])}
+    )
+    return SafetensorsWriter(path, ranks.rank, held, known, plain, rank_plain)
+
+
+def load_held_tensors(
+    stored: StoredCheckpoint,
+    held: dict[str, HeldTensor],
+    ranks: CheckpointRanks,
+    first: Collection[str],
+    check: Callable[[], object],
+) -> None:
+    """Fills this rank's boxes from a checkpoint. Collective.
+
+    Args:
+        first: tensors that are filled before all others, on any rank; then `check` is called on all.
+
+    Raises:
+        CheckpointError: on all ranks alike, where any of them fails. What was filled till then stays filled.
+    """
+
+    def fill(some: dict[str, HeldTensor]) -> None:
+        with ChunkReader(stored.files) as sources:
+            sources.fill(list(wanted(some, stored.index)))
+
+    def begin() -> None:
+        fill({name: held[name] for name in first if name in held})
+        check()
+
+    ranks.run_on_all("loading", begin)
+    ranks.run_on_all("loading", lambda: fill({name: one for name, one in held.items() if name not in first}))

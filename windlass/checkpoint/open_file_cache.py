@@ -1,0 +1,41 @@
+"""The data files of a checkpoint that are being read, of which only so many are open at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from windlass.checkpoint.safetensors_file import TensorFile
+from windlass.checkpoint.torch_file import open_tensor_file
+
+_OPEN = 64  # a checkpoint of more ranks has more
+
+
+class OpenFileCache:
+    """Files of one checkpoint by name; the least recently used is closed for the next, and opens again when it is read.
+
+    Args:
+        path: the checkpoint's directory.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._files: dict[str, TensorFile] = {}  # the least recently used first
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for file in self._files.values():
+            file.close()
+
+    def get(self, name: str) -> TensorFile:
+        """The file of that name, known from now on."""
+        file = self._files.pop(name, None) or open_tensor_file(self._path / name)
+        self._files[name] = file
+        if len(self._files) > _OPEN:
+            list(self._files.values())[-_OPEN - 1].close()
+        return file

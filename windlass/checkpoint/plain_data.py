@@ -1,0 +1,259 @@
+"""Plain data as JSON: what JSON lacks is tagged, tensors are set aside under names, and nothing is ever pickled."""
+
+from __future__ import annotations
+
+import math
+import re
+import reprlib
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import PurePath
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from windlass.base.errors import CheckpointError
+from windlass.checkpoint.key_validation import KeyValidator
+
+# A tagged value is an object with this one key: {"$": [kind, payload]}.
+TAG = "$"
+MOST_DEPTH = 64  # of values within values
+_MOST_BITS = 8000  # Python reads no larger integers from text
+_ENCODED_DEPTH = 4 * MOST_DEPTH + 8  # a tagged dictionary takes four levels of JSON
+_DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+
+
+@dataclass
+class _FoundTensors:
+    """Tensors that were found, by the names that they get.
+
+    Attributes:
+        kinds: classes whose objects are tensors.
+    """
+
+    prefix: str
+    tensor_types: tuple[type[Any], ...]
+    tensors: dict[str, Any] = field(default_factory=dict)
+
+
+def encode(
+    value: object, prefix: str, tensor_types: tuple[type[Any], ...] = (torch.Tensor,)
+) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Plain data as what `json.dumps` takes, and the tensors found in it by the names they are to be stored under.
+
+    Tuples, sets, bytes, dtypes, arrays of numpy, dictionaries whose keys are not all strings, infinities and NaNs come
+    back as they were, namespaces as argparse's, numbers of numpy as Python's, paths as text.
+
+    Args:
+        prefix: begins each tensor's name, such as `plain/`.
+        kinds: classes whose objects are taken for tensors.
+
+    Raises:
+        CheckpointError: a value of any other type, with the path to it; or values that are too deep to be read again,
+            or contain themselves.
+    """
+    found = _FoundTensors(prefix, tensor_types)
+    return _encode(value, "", found, 0), found.tensors
+
+
+def require_depth(value: Any) -> None:
+    """Raises CheckpointError where encoded plain data is deeper than is read."""
+    stack = [(value, 0)]
+    while stack:
+        item, depth = stack.pop()
+        if depth > _ENCODED_DEPTH:
+            raise CheckpointError(f"plain data is more than {MOST_DEPTH} values deep")
+        inner = item.values() if isinstance(item, dict) else item if isinstance(item, (list, tuple)) else ()
+        stack.extend((one, depth + 1) for one in inner if isinstance(one, (dict, list)))
+
+
+def decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """The inverse of `encode`, with the tensors that were set aside.
+
+    Raises:
+        CheckpointError: an unknown tag or a tensor that is not there: the text was not written by `encode`.
+    """
+    return _decode(value, tensors, KeyValidator())
+
+
+def _decode(value: Any, tensors: Mapping[str, torch.Tensor], keys: KeyValidator) -> Any:
+    if isinstance(value, list):
+        return [_decode(item, tensors, keys) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if TAG not in value:
+        return {key: _decode(item, tensors, keys) for key, item in value.items()}
+    kind, payload = _tagged(value)
+    try:
+        return _READ[kind](payload, tensors, keys)
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
+        raise CheckpointError(
+            f"plain data of the checkpoint holds {_abbreviate(value)}, which cannot be read ({type(error).__name__}: "
+            f"{error!s:.100})"
+        ) from error
+
+
+def tensor_names(value: Any) -> list[str]:
+    """The names of the tensors that encoded plain data refers to."""
+    if isinstance(value, list):
+        return [name for item in value for name in tensor_names(item)]
+    if not isinstance(value, dict):
+        return []
+    if TAG in value:
+        kind, payload = _tagged(value)
+        if kind == "tensor" and not isinstance(payload, str):
+            raise CheckpointError(f"plain data of the checkpoint holds {_abbreviate(value)}, which names no tensor")
+        return [payload] if kind == "tensor" else tensor_names(payload)
+    return [name for item in value.values() for name in tensor_names(item)]
+
+
+def _items(payload: Any, tensors: Mapping[str, torch.Tensor], keys: KeyValidator) -> list[Any]:
+    if not isinstance(payload, list):
+        raise TypeError("it has no list of items")
+    return [_decode(item, tensors, keys) for item in payload]
+
+
+def _keyed(payload: Any, tensors: Mapping[str, torch.Tensor], keys: KeyValidator) -> dict[Any, Any]:
+    found = {}
+    for key, item in _items(payload, tensors, keys):
+        keys.require(key)
+        found[key] = item
+    return found
+
+
+def _members(payload: Any, tensors: Mapping[str, torch.Tensor], keys: KeyValidator) -> list[Any]:
+    found = _items(payload, tensors, keys)
+    for item in found:
+        keys.require(item)
+    return found
+
+
+def _special(payload: Any, tensors: Mapping[str, torch.Tensor], keys: KeyValidator) -> float:
+    return {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}[payload]
+
+
+def _namespace(payload: Any, tensors: Mapping[str, torch.Tensor], keys: KeyValidator) -> Namespace:
+    values = _decode(payload, tensors, keys)
+    if not isinstance(values, dict):
+        raise TypeError("a namespace without names")
+    return Namespace(**values)
+
+
+def _array(payload: Any, tensors: Mapping[str, torch.Tensor], keys: KeyValidator) -> Any:
+    """An array of numpy's: its type's code, its shape, its bytes."""
+    import numpy
+
+    code, shape, raw = _items(payload, tensors, keys)
+    if not isinstance(code, str) or not _ARRAY_CODE.fullmatch(code):
+        raise ValueError("an array of a type that is neither of numbers nor of text")
+    if not isinstance(raw, torch.Tensor) or raw.dtype is not torch.uint8:
+        raise TypeError("an array without bytes")
+    return numpy.ndarray(shape, code, bytearray(raw.numpy().tobytes()))
+
+
+_ARRAY_CODE = re.compile(r"[<>|=][biufcMmSU][0-9]{1,9}(\[[0-9a-zA-Z]{1,20}\])?")
+# kind -> what is made of the payload
+_READ: dict[str, Callable[[Any, Mapping[str, torch.Tensor], KeyValidator], Any]] = {
+    "tuple": lambda payload, tensors, keys: tuple(_items(payload, tensors, keys)),
+    "dict": _keyed,
+    "float": _special,
+    "tensor": lambda payload, tensors, keys: tensors[payload],
+    "set": lambda payload, tensors, keys: set(_members(payload, tensors, keys)),
+    "frozenset": lambda payload, tensors, keys: frozenset(_members(payload, tensors, keys)),
+    "bytes": lambda payload, tensors, keys: bytes.fromhex(payload),
+    "dtype": lambda payload, tensors, keys: _DTYPES[payload],
+    "namespace": _namespace,
+    "array": _array,
+}
+
+
+def _tagged(value: dict[str, Any]) -> tuple[Any, Any]:
+    pair = value[TAG]
+    if len(value) != 1 or not isinstance(pair, list) or len(pair) != 2:
+        raise CheckpointError(
+            f"plain data of the checkpoint holds {_abbreviate(value)}, which this version cannot read"
+        )
+    return pair[0], pair[1]
+
+
+def _abbreviate(value: Any) -> str:
+    """A value's text, cut short before it is made: it may be of any size."""
+    return reprlib.repr(value)[:200]
+
+
+def _encode(value: object, path: str, found: _FoundTensors, depth: int) -> Any:
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, int):
+        return _check_integer(value, path)
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else {TAG: ["float", str(float(value))]}
+    if isinstance(value, found.tensor_types):
+        name = f"{found.prefix}{len(found.tensors)}/{path}".encode("utf-8", "replace").decode()
+        found.tensors[name] = value
+        return {TAG: ["tensor", name]}
+    if depth >= MOST_DEPTH:
+        raise CheckpointError(
+            f"{path[:100]}...: values more than {MOST_DEPTH} deep, or that contain themselves, are not saved"
+        )
+    if isinstance(value, (list, tuple)):
+        items = [_encode(item, f"{path}[{at}]", found, depth + 1) for at, item in enumerate(value)]
+        return items if isinstance(value, list) else {TAG: ["tuple", items]}
+    if isinstance(value, Mapping):
+        return _encode_mapping(value, path, found, depth)
+    return _encode_other(value, path, found, depth)
+
+
+def _check_integer(value: int, path: str) -> int:
+    if value.bit_length() > _MOST_BITS:
+        raise CheckpointError(f"{path or 'the value'} is an integer of {value.bit_length()} bits, which is not saved")
+    return int(value)
+
+
+def _encode_other(value: object, path: str, found: _FoundTensors, depth: int) -> Any:
+    """What is plain and has no place in JSON; scripts put it into their client state."""
+    if isinstance(value, (set, frozenset)):
+        items = [_encode_key(item, f"{path} (an item)", found, depth) for item in value]
+        return {TAG: ["set" if isinstance(value, set) else "frozenset", items]}
+    if isinstance(value, (bytes, bytearray)):
+        return {TAG: ["bytes", value.hex()]}
+    if isinstance(value, torch.dtype):
+        return {TAG: ["dtype", str(value)]}
+    if isinstance(value, PurePath):
+        return str(value)
+    if isinstance(value, (Namespace, SimpleNamespace)):
+        return {TAG: ["namespace", _encode(vars(value), path, found, depth + 1)]}
+    numpy = sys.modules.get("numpy")  # a value of its kinds is there only if it is
+    if numpy is not None and isinstance(value, numpy.generic) and isinstance(value.item(), (bool, int, float, str)):
+        return _encode(value.item(), path, found, depth)
+    if numpy is not None and isinstance(value, numpy.ndarray) and value.dtype.kind in "biufcMmSU":
+        raw = torch.tensor(bytearray(value.tobytes()), dtype=torch.uint8, device="cpu")
+        name = f"{found.prefix}{len(found.tensors)}/{path}".encode("utf-8", "replace").decode()
+        found.tensors[name] = raw
+        return {TAG: ["array", [value.dtype.str, list(value.shape), {TAG: ["tensor", name]}]]}
+    raise CheckpointError(
+        f"{path or 'the value'} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint cannot "
+        "hold: give None, bool, int, float, str, bytes, tensors, arrays of numpy, or lists, tuples, sets, dicts and "
+        "namespaces of them (checkpoints are never pickled)"
+    )
+
+
+def _encode_mapping(value: Mapping[Any, Any], path: str, found: _FoundTensors, depth: int) -> Any:
+    dotted = f"{path}." if path else ""
+    items = [(key, _encode(item, f"{dotted}{key}", found, depth + 1)) for key, item in value.items()]
+    if all(isinstance(key, str) for key, _ in items) and TAG not in value:
+        return dict(items)
+    return {TAG: ["dict", [[_encode_key(key, f"{dotted}{key} (a key)", found, depth), item] for key, item in items]]}
+
+
+def _encode_key(key: Any, path: str, found: _FoundTensors, depth: int) -> Any:
+    """A key, or an item of a set."""
+    encoded = _encode(key, path, found, depth + 1)
+    try:
+        KeyValidator().require(decode(encoded, {}))
+    except (CheckpointError, ValueError) as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    return encoded

@@ -1,0 +1,428 @@
+"""A reader of pickles that executes nothing and takes no more memory than it is allowed.
+
+[Note: reading pickles] Python's own unpickler asks its caller which names a pickle may use, and no more: it sets any
+attribute of any object that these names make, and takes as much memory as a few bytes ask for. This one knows opcodes
+of protocols 2 to 5. What a name stands for is an `Inert` function or a class of stand-ins (`Bag`), and state goes into
+stand-ins alone. Everything that is made is charged to a `Budget` before or as it is made.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from sys import getsizeof
+from typing import Any
+
+from windlass.checkpoint.key_validation import KeyValidator
+from windlass.checkpoint.pickle_stand_ins import PickleStandIn
+from windlass.checkpoint.plain_data import MOST_DEPTH
+
+_MOST_ARGUMENTS = 64
+_LONGEST_INTEGER = 255  # bytes; Python refuses to write larger ones as text
+_WORD = 9  # bytes of a reference in a list that grows
+_BAG = 200
+_VALUE = 64  # charged for each place of a value, since readers copy what they find
+
+_INT32, _INT16, _UINT32, _UINT64, _FLOAT = map(struct.Struct, ("<i", "<H", "<I", "<Q", ">d"))
+
+
+class PickleError(ValueError):
+    """A pickle that is damaged, or asks for what is never given."""
+
+
+class MemoryBudget:
+    """Bytes that may be taken in all."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit, self._left = limit, limit
+
+    def charge(self, nbytes: int) -> None:
+        """Take so many. Raises PickleError where fewer are left."""
+        self._left -= nbytes
+        if self._left < 0:
+            raise PickleError(f"its plain data need more than {self.limit} bytes of memory, which no such file does")
+
+
+class AllowedFunction:
+    """A function that a pickle may call, given a budget and the pickle's arguments; nothing can change it."""
+
+    __slots__ = ("function",)
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+
+
+class _StackMark:
+    """The place of a mark on the stack."""
+
+
+_MARK = _StackMark()
+
+
+class SafeUnpickler:
+    """Reads one pickle; see [Note: reading pickles].
+
+    Args:
+        find: what stands for a name, by module and name: an `Inert`, a class of `Bag`, or a plain value.
+        persistent: what stands for an object that the pickle names by a key.
+    """
+
+    def __init__(
+        self,
+        text: bytes,
+        budget: MemoryBudget,
+        resolve_name: Callable[[str, str], Any],
+        resolve_persistent: Callable[[Any], Any],
+    ) -> None:
+        self._text, self._at, self._budget = text, 0, budget
+        self._resolve_name, self._resolve_persistent = resolve_name, resolve_persistent
+        self._stack: list[Any] = []
+        self._memo: list[Any] = []
+        self._sparse_memo: dict[int, Any] = {}  # of the memo, what is not in order
+        self._keys = KeyValidator()
+
+    def load(self) -> Any:
+        """The value, of bounded depth and without cycles.
+
+        Raises:
+            PickleError: the pickle is damaged, or asks for more than it is given.
+        """
+        deepest = 0
+        text, stack, budget = self._text, self._stack, self._budget
+        while True:
+            if self._at >= len(text):
+                raise PickleError("it is cut short")
+            code = text[self._at]
+            self._at += 1
+            if code == 0x2E:  # STOP
+                break
+            opcode = _OPCODES.get(code)
+            if opcode is None:
+                raise PickleError(f"it has the opcode {bytes([code])!r}, which is not read")
+            try:
+                opcode(self)
+            except (IndexError, KeyError) as error:
+                raise PickleError(f"it is damaged at byte {self._at} ({type(error).__name__})") from error
+            except UnicodeDecodeError as error:
+                raise PickleError(f"it is damaged at byte {self._at}: a text that is no UTF-8") from error
+            if len(stack) > deepest:
+                budget.charge((len(stack) - deepest) * _WORD)
+                deepest = len(stack)
+        if len(stack) != 1 or stack[0] is _MARK:
+            raise PickleError("it does not end with one value")
+        check_tree(stack[0], budget)
+        return stack[0]
+
+    # arguments of opcodes
+
+    def _take(self, count: int) -> bytes:
+        """The next bytes, which must be there before any memory is taken."""
+        if count > len(self._text) - self._at:
+            raise PickleError(f"it is cut short: {count} bytes are asked for, {len(self._text) - self._at} are left")
+        begin, self._at = self._at, self._at + count
+        return self._text[begin : self._at]
+
+    def _number(self, form: struct.Struct) -> Any:
+        return form.unpack(self._take(form.size))[0]
+
+    def _line(self) -> str:
+        end = self._text.find(b"\n", self._at, self._at + 1000)
+        if end < 0:
+            raise PickleError("it is cut short in a name")
+        line, self._at = self._text[self._at : end].decode(), end + 1
+        return line
+
+    # the stack
+
+    def _push(self, value: Any, cost: int) -> None:
+        self._budget.charge(cost)
+        self._stack.append(value)
+
+    def _pop(self) -> Any:
+        value = self._stack.pop()
+        if value is _MARK:
+            raise PickleError("it takes a value where there is none")
+        return value
+
+    def _top(self) -> Any:
+        return self._stack[-1]
+
+    def _pop_to_mark(self) -> list[Any]:
+        at = len(self._stack) - 1
+        while self._stack[at] is not _MARK:
+            at -= 1
+            if at < 0:
+                raise PickleError("it ends a list that it did not begin")
+        items = self._stack[at + 1 :]
+        del self._stack[at:]
+        return items
+
+    # values
+
+    def text(self, form: struct.Struct) -> None:
+        """A text after its length."""
+        value = self._take(self._number(form)).decode("utf-8", "surrogatepass")
+        self._push(value, getsizeof(value))
+
+    def raw(self, form: struct.Struct) -> None:
+        """Bytes after their length."""
+        value = self._take(self._number(form))
+        self._push(value, getsizeof(value))
+
+    def integer(self, form: struct.Struct) -> None:
+        """A small number."""
+        self._push(self._number(form), 32)
+
+    def large(self, form: struct.Struct) -> None:
+        """A number of any size, after its length in bytes."""
+        length = self._number(form)
+        if not 0 <= length <= _LONGEST_INTEGER:
+            raise PickleError(f"it has an integer of {length} bytes")
+        self._push(int.from_bytes(self._take(length), "little", signed=True), 32 + length)
+
+    def constant(self, value: Any) -> None:
+        """None, True or False."""
+        self._stack.append(value)
+
+    def empty(self, make: Callable[[], Any]) -> None:
+        """An empty list, dictionary, set or tuple."""
+        value = make()
+        self._push(value, getsizeof(value) if value != () else 0)
+
+    def tuple_of(self, count: int | None) -> None:
+        """The last values as a tuple; None: those since the mark."""
+        items = self._pop_to_mark() if count is None else [self._pop() for _ in range(count)][::-1]
+        self._push(tuple(items), 56 + 8 * len(items))
+
+    def push_from_mark(self, kind: type[Any]) -> None:
+        """A list, dictionary or frozen set of what is since the mark."""
+        items = self._pop_to_mark()
+        if kind is list:
+            self._push(items, 56 + _WORD * len(items))
+        elif kind is dict:
+            self._push({}, 64)
+            self._set_items(self._top(), items)
+        else:
+            for item in items:
+                self._keys.require(item)
+            found = frozenset(items)
+            self._push(found, getsizeof(found))
+
+    def append(self, *, several: bool) -> None:
+        """Add to a list."""
+        items = self._pop_to_mark() if several else [self._pop()]
+        target = self._top()
+        if type(target) is not list:
+            raise PickleError(f"it appends to a {type(target).__name__}")
+        self._budget.charge(_WORD * len(items))
+        target.extend(items)
+
+    def add(self) -> None:
+        """Add to a set."""
+        items, target = self._pop_to_mark(), self._top()
+        if type(target) is not set:
+            raise PickleError(f"it adds to a {type(target).__name__}")
+        before = getsizeof(target)
+        for item in items:
+            self._keys.require(item)
+            target.add(item)
+        self._budget.charge(getsizeof(target) - before)
+
+    def set_item(self, *, several: bool) -> None:
+        """Set items of a dictionary."""
+        items = self._pop_to_mark() if several else [self._pop(), self._pop()][::-1]
+        self._set_items(self._top(), items)
+
+    def _set_items(self, target: Any, items: list[Any]) -> None:
+        if type(target) is not dict or len(items) % 2:
+            raise PickleError(f"it sets items of a {type(target).__name__}")
+        before = getsizeof(target)
+        for key, value in zip(items[::2], items[1::2], strict=True):
+            self._keys.require(key)
+            target[key] = value
+        self._budget.charge(getsizeof(target) - before)
+
+    def mark(self) -> None:
+        """Begin a list."""
+        self._stack.append(_MARK)
+
+    def pop(self) -> None:
+        """Drop the last value, or mark."""
+        self._stack.pop()
+
+    def pop_mark(self) -> None:
+        """Drop all since the mark."""
+        self._pop_to_mark()
+
+    def duplicate(self) -> None:
+        """The last value once more."""
+        value = self._pop()
+        self._stack += (value, value)
+
+    # the memo
+
+    def put(self, form: struct.Struct | None) -> None:
+        """Remember the last value."""
+        value = self._stack[-1]
+        number = len(self._memo) if form is None else self._number(form)
+        if number == len(self._memo) and not self._sparse_memo:
+            self._budget.charge(_WORD)
+            self._memo.append(value)
+        elif number < len(self._memo):
+            self._memo[number] = value
+        else:
+            self._budget.charge(128)
+            self._sparse_memo[number] = value
+
+    def get(self, form: struct.Struct) -> None:
+        """A value that was remembered."""
+        number = self._number(form)
+        self._stack.append(self._memo[number] if number < len(self._memo) else self._sparse_memo[number])
+
+    # objects
+
+    def push_named(self, *, on_stack: bool) -> None:
+        """What stands for a class or function."""
+        if on_stack:
+            name, module = self._pop(), self._pop()
+            if not isinstance(name, str) or not isinstance(module, str):
+                raise PickleError("it has a name that is no text")
+        else:
+            module, name = self._line(), self._line()
+        self._stack.append(self._resolve_name(module, name))
+
+    def call(self) -> None:
+        """Call a function or class with a tuple."""
+        arguments, function = self._pop(), self._pop()
+        self._push(self.apply(function, arguments), 0)
+
+    def apply(self, function: Any, arguments: Any) -> Any:
+        """What a function or class makes of its arguments."""
+        if type(arguments) is not tuple or len(arguments) > _MOST_ARGUMENTS:
+            raise PickleError("it calls something with arguments that are none")
+        if isinstance(function, AllowedFunction):
+            return function.function(self._budget, *arguments)
+        if isinstance(function, type) and issubclass(function, PickleStandIn):
+            self._budget.charge(_BAG)
+            return function(arguments)
+        raise PickleError(f"it calls a {type(function).__name__}")
+
+    def make(self, *, named: bool) -> None:
+        """Make an object of a class without calling it."""
+        if named and self._pop() != {}:
+            raise PickleError("it makes an object from named arguments")
+        arguments, kind = self._pop(), self._pop()
+        if not (isinstance(kind, type) and issubclass(kind, PickleStandIn)):
+            raise PickleError(f"it makes an object of {kind!r:.100}")
+        self._push(self.apply(kind, arguments), 0)
+
+    def build(self) -> None:
+        """Give a stand-in its state; the attributes of a dictionary (torch's `_metadata`) are dropped."""
+        state, target = self._pop(), self._top()
+        if type(target) is dict:
+            return
+        if not isinstance(target, PickleStandIn):
+            raise PickleError(f"it changes the state of a {type(target).__name__}")
+        parts = state if type(state) is tuple else (state,)
+        self._budget.charge(sum(getsizeof(part) for part in parts[:_MOST_ARGUMENTS]))
+        target.set_state(state)
+
+    def push_persistent(self) -> None:
+        """An object that is named by a key."""
+        self._push(self._resolve_persistent(self._pop()), 0)
+
+    def skip(self, count: int) -> None:
+        """Bytes that say nothing here: a protocol's number, the length of a frame."""
+        self._take(count)
+
+
+_CONTAINER_TYPES = (dict, list, tuple, set, frozenset, PickleStandIn, bytes)
+
+
+def check_tree(value: Any, budget: MemoryBudget) -> None:
+    """Check a value as those who walk through it see it: as deep as is read, and each place of a value paid for, though
+    one object may be in many places.
+
+    Raises:
+        PickleError: it is deeper, contains itself, or has more places than the budget pays.
+    """
+    stack: list[tuple[Any, int]] = [(value, 0)]
+    while stack:
+        item, depth = stack.pop()
+        if isinstance(item, bytes):
+            budget.charge(len(item))
+            continue
+        if isinstance(item, dict):
+            inner: Any = [*item.keys(), *item.values()]
+        elif isinstance(item, (list, tuple, set, frozenset)):
+            inner = item
+        elif isinstance(item, PickleStandIn):
+            inner = item.children()
+        else:
+            continue
+        if depth >= MOST_DEPTH:
+            raise PickleError(f"its values are more than {MOST_DEPTH} deep, or contain themselves")
+        budget.charge(_VALUE * len(inner))
+        stack.extend((one, depth + 1) for one in inner if isinstance(one, _CONTAINER_TYPES))
+
+
+def _op(method: Callable[..., None], *arguments: Any, **named: Any) -> Callable[[SafeUnpickler], None]:
+    return lambda reader: method(reader, *arguments, **named)
+
+
+_BYTE = struct.Struct("<B")
+_U = SafeUnpickler
+_OPCODES: dict[int, Callable[[SafeUnpickler], None]] = {
+    ord(code): opcode
+    for code, opcode in {
+        "\x80": _op(_U.skip, 1),  # PROTO
+        "\x95": _op(_U.skip, 8),  # FRAME
+        "(": _op(_U.mark),
+        "0": _op(_U.pop),
+        "1": _op(_U.pop_mark),
+        "2": _op(_U.duplicate),
+        "N": _op(_U.constant, None),
+        "\x88": _op(_U.constant, True),
+        "\x89": _op(_U.constant, False),
+        "J": _op(_U.integer, _INT32),
+        "K": _op(_U.integer, _BYTE),
+        "M": _op(_U.integer, _INT16),
+        "\x8a": _op(_U.large, _BYTE),
+        "\x8b": _op(_U.large, _INT32),
+        "G": _op(_U.integer, _FLOAT),
+        "X": _op(_U.text, _UINT32),
+        "\x8c": _op(_U.text, _BYTE),
+        "\x8d": _op(_U.text, _UINT64),
+        "B": _op(_U.raw, _UINT32),
+        "C": _op(_U.raw, _BYTE),
+        "\x8e": _op(_U.raw, _UINT64),
+        "]": _op(_U.empty, list),
+        "}": _op(_U.empty, dict),
+        "\x8f": _op(_U.empty, set),
+        ")": _op(_U.empty, tuple),
+        "a": _op(_U.append, several=False),
+        "e": _op(_U.append, several=True),
+        "l": _op(_U.push_from_mark, list),
+        "d": _op(_U.push_from_mark, dict),
+        "\x91": _op(_U.push_from_mark, frozenset),
+        "\x90": _op(_U.add),
+        "s": _op(_U.set_item, several=False),
+        "u": _op(_U.set_item, several=True),
+        "t": _op(_U.tuple_of, None),
+        "\x85": _op(_U.tuple_of, 1),
+        "\x86": _op(_U.tuple_of, 2),
+        "\x87": _op(_U.tuple_of, 3),
+        "q": _op(_U.put, _BYTE),
+        "r": _op(_U.put, _UINT32),
+        "\x94": _op(_U.put, None),  # MEMOIZE
+        "h": _op(_U.get, _BYTE),
+        "j": _op(_U.get, _UINT32),
+        "c": _op(_U.push_named, on_stack=False),
+        "\x93": _op(_U.push_named, on_stack=True),
+        "R": _op(_U.call),
+        "\x81": _op(_U.make, named=False),  # NEWOBJ
+        "\x92": _op(_U.make, named=True),  # NEWOBJ_EX
+        "b": _op(_U.build),
+        "Q": _op(_U.push_persistent),
+    }.items()
+}

@@ -1,0 +1,267 @@
+"""Weights of any checkpoint as Hugging Face's safetensors files: one process, a few megabytes in memory at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from windlass.base.atomic_file import temporary_path_beside
+from windlass.base.errors import CheckpointError
+from windlass.base.log import logger
+from windlass.base.regular_file import read_regular
+from windlass.checkpoint.checkpoint_directory import (
+    disk_errors,
+    fsync_directory,
+    is_checkpoint,
+    list_tags,
+    require_space,
+)
+from windlass.checkpoint.safetensors_file import TensorEntry
+from windlass.checkpoint.stored_checkpoint import StoredCheckpoint, split_checkpoint_path
+from windlass.checkpoint.streamed_safetensors import stream_tensors
+
+# What a model's directory may hold beside its weights; taken along where the checkpoint's directory has it.
+COMPANIONS = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "spiece.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "chat_template.jinja",
+    "preprocessor_config.json",
+    "processor_config.json",
+)
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class ExportResult:
+    """What an export wrote.
+
+    Attributes:
+        tensors, nbytes: how many tensors, and their bytes.
+        files: names of the safetensors files.
+        tied: other names of tensors that are in the files once, with the names under which they are.
+        companions: files that were taken along.
+        absent: parameters that the checkpoint does not hold.
+    """
+
+    tensors: int
+    nbytes: int
+    files: tuple[str, ...]
+    tied: dict[str, str]
+    companions: tuple[str, ...]
+    absent: tuple[str, ...]
+
+
+def export_safetensors(
+    checkpoint: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | None = None,
+    shard_size: int = 5 * 10**9,
+    allow_partial: bool = False,
+    overwrite: bool = False,
+    companion_dirs: Sequence[Path] = (),
+) -> ExportResult:
+    """Writes parameters and buffers of a checkpoint to the directory `target`, which appears whole or not at all.
+
+    Memory: some megabytes, whatever the size of a tensor. A tied parameter is in the files once, under its first name;
+    its other names are in the files' header, as `safetensors.torch.save_model` writes them.
+
+    Args:
+        checkpoint: a checkpoint directory (its latest), or DIRECTORY/TAG.
+        dtype: of all floating-point tensors; None: each in that in which the model computed.
+        shard_size: most bytes of a file that holds more than one tensor.
+        partial: write what a checkpoint of trained parameters alone holds; else that is refused.
+        overwrite: replace a directory that is there.
+        beside: more directories in which the model's configuration and tokenizer are looked for.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, it is damaged or lacks parameters, or the files cannot be written.
+    """
+    directory, tag = split_checkpoint_path(checkpoint)
+    root = Path(target)
+    if not overwrite and root.exists() and not (root.is_dir() and not any(root.iterdir())):
+        raise CheckpointError(f"{root} exists; choose another directory, or overwrite it (--overwrite)")
+    with StoredCheckpoint(directory, tag) as stored:
+        _refuse_checkpoint_target(root, stored.path)
+        absent = missing_parameters(stored)
+        if absent and not allow_partial:
+            shown = ", ".join(absent[:8]) + (", ..." if len(absent) > 8 else "")
+            raise CheckpointError(
+                f"{stored.path} holds trained parameters alone; {len(absent)} of the model are absent: {shown}. They "
+                "are where the model was loaded from; export what is there with partial=True (--partial), and load it "
+                "over that"
+            )
+        staging = temporary_path_beside(root.absolute())
+        try:
+            with disk_errors(staging, 0):
+                staging.mkdir(parents=True)
+            exported = _write(stored, staging, dtype, shard_size, absent, companion_dirs)
+            with disk_errors(root, 0):
+                fsync_directory(staging)
+                replace_directory(staging, root)
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+    return exported
+
+
+def _refuse_checkpoint_target(target: Path, exported: Path) -> None:
+    """To overwrite a directory is to remove it, and no checkpoint shall go that way."""
+    here = target.resolve()
+    if exported.resolve().is_relative_to(here) or is_checkpoint(here) or list_tags(here):
+        raise CheckpointError(f"{target} holds checkpoints, which would be removed; choose another directory")
+
+
+def missing_parameters(stored: StoredCheckpoint) -> tuple[str, ...]:
+    """Names of the model's parameters that the checkpoint does not hold: those that were not trained.
+
+    Raises:
+        CheckpointError: there are some, and it does not say which (old checkpoints of trained parameters alone).
+    """
+    if not stored.engine_data.get("trainable_only"):
+        return ()
+    absent = stored.engine_data.get("absent")
+    if absent is None:
+        raise CheckpointError(
+            f"{stored.path} holds trained parameters alone, and does not say which are absent; load it into an engine "
+            "and save again, or use engine.save_16bit_model"
+        )
+    return tuple(absent)
+
+
+def stored_names(stored: StoredCheckpoint) -> dict[str, str]:
+    """Parameters and buffers by the model's own names: under which name each is stored."""
+    return {name.partition("/")[2]: name for name in (*stored.names("param/"), *stored.names("buffer/"))}
+
+
+def stored_param_dtype(stored: StoredCheckpoint, name: str) -> torch.dtype:
+    """The dtype in which the model computed with what is stored as `name`: a master weight is wider than that."""
+    said = stored.engine_data.get("dtypes", {}).get(name.partition("/")[2]) if name.startswith("param/") else None
+    dtype = getattr(torch, said, None) if isinstance(said, str) else None
+    return dtype if isinstance(dtype, torch.dtype) else stored.meta_tensor(name).dtype
+
+
+def _write(
+    stored: StoredCheckpoint,
+    staging: Path,
+    dtype: torch.dtype | None,
+    shard_size: int,
+    absent: tuple[str, ...],
+    companion_dirs: Sequence[Path],
+) -> ExportResult:
+    held = stored_names(stored)
+    entries: dict[str, TensorEntry] = {}
+    for name, where in held.items():
+        like = stored.meta_tensor(where)
+        chosen = dtype if dtype is not None and like.is_floating_point() else stored_param_dtype(stored, where)
+        entries[name] = TensorEntry(chosen, tuple(like.shape))
+    total = sum(entry.nbytes for entry in entries.values())
+    require_space(staging, total)
+    tied = {
+        alias: name for alias, name in stored.engine_data.get("tied", {}).items() if name in held and alias not in held
+    }
+    shards = _split_into_files(entries, shard_size)
+    names = [_SINGLE] if len(shards) == 1 else _shard_file_names(len(shards))
+    for file_name, shard in zip(names, shards, strict=True):
+        # wide dtypes first, so that every tensor is aligned
+        shard = dict(sorted(shard.items(), key=lambda item: -item[1].dtype.itemsize))
+        remarks = {alias: name for alias, name in tied.items() if name in shard}
+        stream_tensors(staging / file_name, shard, (stored.iter_parts(held[name]) for name in shard), remarks)
+    if len(shards) > 1:
+        weight_map = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
+        _write_json(staging / _INDEX, {"metadata": {"total_size": total, **tied}, "weight_map": weight_map})
+    used = {entry.dtype for entry in entries.values() if entry.dtype.is_floating_point}
+    companions = _copy_companions(
+        (stored.path, stored.path.parent, *companion_dirs), staging, used.pop() if len(used) == 1 else None
+    )
+    return ExportResult(len(entries), total, tuple(names), tied, companions, absent)
+
+
+def _split_into_files(entries: Mapping[str, TensorEntry], max_shard_bytes: int) -> list[dict[str, TensorEntry]]:
+    """Neighbours together, as many as `limit` bytes hold, and at least one."""
+    shards: list[dict[str, TensorEntry]] = [{}]
+    size = 0
+    for name, entry in entries.items():
+        if shards[-1] and size + entry.nbytes > max_shard_bytes:
+            shards.append({})
+            size = 0
+        shards[-1][name] = entry
+        size += entry.nbytes
+    return shards
+
+
+def _shard_file_names(count: int) -> list[str]:
+    return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+
+
+def _copy_companions(folders: Sequence[Path], staging: Path, dtype: torch.dtype | None) -> tuple[str, ...]:
+    """Copy configuration and tokenizer, each file from the first of the folders that has it."""
+    found = []
+    for name in COMPANIONS:
+        text = next((text for folder in folders if (text := _read_companion(folder, name)) is not None), None)
+        if text is None:
+            continue
+        found.append(name)
+        with disk_errors(staging / name, len(text)):
+            (staging / name).write_bytes(text)
+        if name == "config.json" and dtype is not None:
+            _set_config_dtype(staging / name, dtype)
+    return tuple(found)
+
+
+def _read_companion(directory: Path, name: str) -> bytes | None:
+    """A file that lies beside weights; a link out of the directory is not followed, and said."""
+    try:
+        return read_regular(directory / name, directory)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        logger.warning("%s is not taken along: %s", directory / name, error.strerror or error)
+        return None
+
+
+def _set_config_dtype(path: Path, dtype: torch.dtype) -> None:
+    """Have the model's configuration name the dtype that the files have, or loading would convert them back."""
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path.name} beside the checkpoint is not JSON ({error}); mend or remove it") from error
+    if not isinstance(config, dict):
+        return
+    for key in ("dtype", "torch_dtype"):
+        if key in config:
+            config[key] = str(dtype).removeprefix("torch.")
+    _write_json(path, config)
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+    with disk_errors(path, len(text)):
+        path.write_text(text, encoding="utf-8")
+
+
+def replace_directory(new: Path, target: Path) -> None:
+    """Puts `new` in the place of `target`; a directory cannot be exchanged in one step, so the old one moves first."""
+    old = temporary_path_beside(target.absolute())
+    if target.exists():
+        os.replace(target, old)
+    os.replace(new, target)
+    if old.is_dir() and not old.is_symlink():
+        shutil.rmtree(old, ignore_errors=True)
+    else:
+        old.unlink(missing_ok=True)

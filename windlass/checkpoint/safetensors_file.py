@@ -1,0 +1,349 @@
+"""One safetensors file, written front to back and read entry by entry, with a crc32 for each entry."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from io import BufferedReader
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+from windlass.base.errors import CheckpointError
+from windlass.base.native_memory import native_access_problem
+from windlass.base.regular_file import open_regular
+from windlass.checkpoint.checkpoint_directory import disk_errors
+from windlass.checkpoint.checksum import crc32 as crc32_of
+from windlass.storage import DirectFileWriter
+from windlass.storage.safetensors_header import (
+    CODES,
+    DTYPES,
+    SafetensorsEntry,
+    SafetensorsHeaderError,
+    encode_safetensors_header,
+    read_safetensors_header,
+)
+
+# safetensors' own reader is not used: it maps the file, where this one reads straight into the destination, knows the
+# bytes' crc32 and holds one entry at a time. The files are ordinary safetensors files (a test reads them with it).
+_AT_ONCE = 1 << 22  # bytes that are read only to be summed up
+_NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+
+def dtype_code(dtype: torch.dtype) -> str:
+    """safetensors' name of a dtype, such as `BF16`. Raises CheckpointError for one that it cannot store."""
+    if dtype not in CODES:
+        raise CheckpointError(f"a checkpoint cannot hold tensors of dtype {dtype}; cast to one of {list(CODES)}")
+    return CODES[dtype]
+
+
+def dtype_from_code(code: str) -> torch.dtype:
+    """The dtype that safetensors names so. Raises CheckpointError for a name that is not known."""
+    if code not in DTYPES:
+        raise CheckpointError(f"the checkpoint holds tensors of dtype {code!r}, which this version cannot read")
+    return DTYPES[code]
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """One tensor of a file that is to be written."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class TensorFileWriter:
+    """A safetensors file that is being written, entry by entry in any order. Use it in a `with` statement: left without
+    an error, the file is whole and durable.
+
+    Args:
+        entries: all that it will hold, by name.
+        laid: `laid_out(entries)`, where it is known.
+
+    Raises:
+        CheckpointError: the disk is full or the path cannot be written.
+    """
+
+    def __init__(
+        self, path: Path, entries: Mapping[str, TensorEntry], layout: tuple[bytes, dict[str, int], int] | None = None
+    ) -> None:
+        self.path, self._entries = path, entries
+        header, self._offsets, self.nbytes = layout if layout is not None else lay_out_entries(entries)
+        self._unwritten = set(entries)
+        with disk_errors(path, self.nbytes):
+            self._file = DirectFileWriter(path, self.nbytes)
+            self._file.submit(0, torch.frombuffer(bytearray(header), dtype=torch.uint8))
+
+    def write(self, name: str, tensor: torch.Tensor) -> int:
+        """Writes the entry `name`, which is `tensor` on any device, and returns the crc32 of its bytes."""
+        found = self.submit(name, tensor)
+        self.wait()
+        return found
+
+    def submit(self, name: str, tensor: torch.Tensor) -> int:
+        """As `write`, but a tensor on the CPU may not change before `settle`."""
+        entry = self._entries[name]
+        if tuple(tensor.shape) != entry.shape:
+            raise CheckpointError(f"{name!r} was said to have shape {entry.shape} and has {tuple(tensor.shape)}")
+        here = tensor.detach()
+        if here.device.type != "cpu" or here.dtype != entry.dtype or not here.is_contiguous():
+            here = here.to(device="cpu", dtype=entry.dtype).contiguous()
+        raw = tensor_bytes(here)
+        self.submit_bytes((name,), self._offsets[name], here.view(-1).view(torch.uint8) if len(raw) else _NOTHING)
+        return crc32_of(raw)  # while the disk is at work
+
+    def submit_bytes(self, names: Iterable[str], offset: int, data: torch.Tensor) -> None:
+        """Start to write what lies at byte `offset` of the file: `data` `[bytes]`, which holds the entries `names`."""
+        with disk_errors(self.path, self.nbytes):
+            self._file.submit(offset, data)
+        self._unwritten.difference_update(names)
+
+    def wait(self) -> None:
+        """Wait until what was sent is written."""
+        with disk_errors(self.path, self.nbytes):
+            self._file.wait()
+
+    def __enter__(self) -> TensorFileWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        lacks = kind is None and bool(self._unwritten)
+        with disk_errors(self.path, self.nbytes):
+            self._file.__exit__(CheckpointError if lacks else kind, error, trace)
+        if lacks:
+            raise CheckpointError(f"{self.path} lacks {sorted(self._unwritten)[:8]}, which nobody wrote")
+
+
+class TensorFile:
+    """A safetensors file for reading. Use it in a `with` statement, or close it; a read opens it again.
+
+    Args:
+        within: the checkpoint's directory, which a link may not lead out of.
+
+    Raises:
+        CheckpointError: it cannot be opened, is no regular file, or is not a safetensors file.
+    """
+
+    def __init__(self, path: Path, root: Path | None = None) -> None:
+        self.path = path
+        self._root = path.parent if root is None else root
+        self._file: BufferedReader | None = None
+        self._verified_ranges: set[tuple[int, int]] = set()  # spans whose bytes were found to have their crc32
+        try:
+            self._read_header(self._open())
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Give the file handle back."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def __enter__(self) -> TensorFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _open(self) -> BufferedReader:
+        if self._file is None:
+            try:
+                self._file = open_regular(self.path, self._root)
+            except OSError as error:
+                raise CheckpointError(
+                    f"the checkpoint file {self.path} cannot be opened: {error.strerror or error}"
+                ) from error
+        return self._file
+
+    def read_into(self, entry: str, tensor: torch.Tensor, crc32: int | None) -> None:
+        """Fill `tensor`, contiguous and on the CPU, with the whole entry, whose bytes must have this crc32.
+
+        Args:
+            crc32: None where the entry has none of its own; the file's checksum that covers it is compared then.
+
+        Raises:
+            CheckpointError: no such entry, another size, or other bytes than were written. The tensor's values are
+                then undefined.
+        """
+        self.check_size(entry, tensor.numel() * tensor.element_size())
+        if crc32 is None:
+            self.verify_checksum(entry, None)
+        raw = self.read_part(entry, 0, tensor)
+        self.compare_crc32(entry, crc32_of(raw), crc32)
+
+    def read_part(self, entry: str, offset: int, tensor: torch.Tensor) -> ctypes.Array[ctypes.c_ubyte]:
+        """Fill `tensor`, contiguous and on the CPU, with the entry's bytes from byte `offset` on, and return its memory
+        as bytes. They are unchecked: sum up all of the entry for `check_sum`, or call `require_sound` before.
+
+        Raises:
+            CheckpointError: the file has fewer bytes, or cannot be read.
+        """
+        begin, _ = self.byte_range(entry)
+        raw = tensor_bytes(tensor)
+        self._read(begin + offset, raw, entry)
+        if not tensor.is_inference():
+            # Reading into the memory goes past autograd, which must know that what it saved is stale.
+            torch.autograd.graph.increment_version(tensor)
+        return raw
+
+    def read_run(self, begin: int, end: int, entry: str) -> ctypes.Array[ctypes.c_ubyte]:
+        """Bytes `[begin, end)` of the file, of entries that follow each other, the first of which is `entry`. They are
+        unchecked, as those of `read_part`.
+
+        Raises:
+            CheckpointError: the file has fewer bytes, or cannot be read.
+        """
+        raw = (ctypes.c_ubyte * (end - begin))()
+        self._read(begin, raw, entry)
+        return raw
+
+    def verify_checksum(self, entry: str, crc32: int | None) -> None:
+        """Read what the checksum of an entry covers, unless it was read before, and compare it. For readers that want
+        a part of it.
+
+        Args:
+            crc32: of the entry; None where the file itself has the checksum.
+
+        Raises:
+            CheckpointError: other bytes than were written.
+        """
+        begin, end = self.byte_range(entry)
+        if crc32 is None:
+            begin, end, crc32 = self._checksum_range(entry)
+        if (begin, end) in self._verified_ranges:
+            return
+        scratch = torch.empty(min(_AT_ONCE, end - begin), dtype=torch.uint8, device="cpu")
+        found = 0
+        for first in range(begin, end, _AT_ONCE):
+            raw = tensor_bytes(scratch[: min(_AT_ONCE, end - first)])
+            self._read(first, raw, entry)
+            found = crc32_of(raw, found)
+        self.compare_crc32(entry, found, crc32)
+        self._verified_ranges.add((begin, end))
+
+    def _read(self, at: int, raw: ctypes.Array[ctypes.c_ubyte], entry: str) -> None:
+        """Fill `raw` with the bytes of the file from `at` on."""
+        if not len(raw):
+            return
+        try:
+            file = self._open()
+            file.seek(at)
+            count = file.readinto(raw)
+        except OSError as error:
+            raise CheckpointError(
+                f"the checkpoint file {self.path} cannot be read: {error.strerror or error}; restore it or load "
+                "another checkpoint"
+            ) from error
+        if count != len(raw):
+            raise CheckpointError(
+                f"the checkpoint file {self.path} is damaged: of {len(raw)} bytes of entry {entry!r} there are "
+                f"{count}; restore it or load another checkpoint"
+            )
+
+    def check_entry(self, entry: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+        """Raises CheckpointError unless the entry is there, inside of the file, and has this dtype and shape."""
+        found = self._entry(entry)
+        if (found.dtype, found.shape) != (CODES[dtype], shape):
+            raise CheckpointError(
+                f"the checkpoint file {self.path} is damaged: entry {entry!r} is {found.dtype} of shape {found.shape}, "
+                f"the index says {CODES[dtype]} of shape {shape}; restore it or load another checkpoint"
+            )
+
+    def check_size(self, entry: str, size: int) -> None:
+        """Raises CheckpointError unless the entry has `size` bytes."""
+        begin, end = self.byte_range(entry)
+        if end - begin != size:
+            raise CheckpointError(
+                f"the checkpoint file {self.path} is damaged: entry {entry!r} has {end - begin} bytes, the index says "
+                f"{size}; restore it or load another checkpoint"
+            )
+
+    def compare_crc32(self, entry: str, found: int, crc32: int | None) -> None:
+        """Raises CheckpointError unless `found`, the crc32 of all bytes that were read, is that of the index, where it
+        has one."""
+        if crc32 is not None and found != crc32:
+            raise CheckpointError(
+                f"the checkpoint file {self.path} is damaged: entry {entry!r} has crc32 {found:08x}, {crc32:08x} was "
+                "written; restore it or load another checkpoint"
+            )
+
+    def byte_range(self, entry: str) -> tuple[int, int]:
+        """The entry's place in the file: its first byte, and the one after its last."""
+        found = self._entry(entry)
+        return self._header.data_offset + found.begin, self._header.data_offset + found.end
+
+    def _entry(self, entry: str) -> SafetensorsEntry:
+        if (found := self._header.entries.get(entry)) is None:
+            raise CheckpointError(
+                f"the checkpoint file {self.path} has no entry {entry!r}; restore it or load another checkpoint"
+            )
+        return found
+
+    def _checksum_range(self, entry: str) -> tuple[int, int, int]:
+        """The bytes that the file's own checksum covers, and that checksum."""
+        raise CheckpointError(f"the checkpoint file {self.path} has no checksum for entry {entry!r}")
+
+    def _read_header(self, file: BufferedReader) -> None:
+        try:
+            self._header = read_safetensors_header(file)
+        except (SafetensorsHeaderError, OSError) as error:
+            raise CheckpointError(
+                f"{self.path} is damaged or not a safetensors file: {error}; it was not read further. Restore it or "
+                "load another checkpoint"
+            ) from error
+
+
+def lay_out_entries(entries: Mapping[str, TensorEntry]) -> tuple[bytes, dict[str, int], int]:
+    """How a file of these entries begins, at which byte of it each of them lies, and its size in bytes."""
+    # Wide dtypes first, so that every entry is aligned.
+    order = sorted(entries, key=lambda name: -entries[name].dtype.itemsize)
+    at: dict[str, int] = {}
+    position = 0
+    for name in order:
+        at[name] = position
+        position += entries[name].nbytes
+    header = build_header({name: entries[name] for name in order}, {})
+    return header, {name: len(header) + start for name, start in at.items()}, len(header) + position
+
+
+def build_header(entries: Mapping[str, TensorEntry], metadata: Mapping[str, str]) -> bytes:
+    """The header of a file of these entries, in this order. Raises CheckpointError for a name that it cannot hold."""
+    described = {name: (entry.dtype, entry.shape) for name, entry in entries.items()}
+    for dtype, _ in described.values():
+        dtype_code(dtype)
+    try:
+        return encode_safetensors_header(described, metadata)
+    except ValueError as error:
+        raise CheckpointError(f"nothing is written: {error}") from error
+
+
+def tensor_crc32(data: torch.Tensor) -> int:
+    """Of `data` `[bytes]`, uint8 on the CPU."""
+    return crc32_of(tensor_bytes(data))
+
+
+def tensor_bytes(tensor: torch.Tensor) -> ctypes.Array[ctypes.c_ubyte]:
+    """The tensor's memory as a buffer, without numpy, which is optional; the caller keeps the tensor alive.
+
+    Raises:
+        CheckpointError: it has no such memory: it is not contiguous, not on the CPU, or its storage was freed.
+    """
+    if why := native_access_problem(tensor):
+        raise CheckpointError(f"a {tensor.dtype} tensor of shape {list(tensor.shape)} can't be saved: it {why}")
+    size = tensor.numel() * tensor.element_size()
+    if size == 0:
+        return (ctypes.c_ubyte * 0)()
+    return (ctypes.c_ubyte * size).from_address(tensor.data_ptr())

@@ -1,0 +1,222 @@
+"""Storage under `torch.distributed.checkpoint`: safetensors files and a JSON index; no pickle is written or read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from windlass.checkpoint.checkpoint_directory import INDEX_FILE, disk_errors
+from windlass.checkpoint.checkpoint_index import (
+    FORMAT,
+    FORMAT_VERSION,
+    CheckpointIndex,
+    ChunkRecord,
+    TensorRecord,
+    encode_index,
+    entry_name,
+    read_index,
+)
+from windlass.checkpoint.checkpoint_state import HeldTensor
+from windlass.checkpoint.chunk_reader import ChunkReader
+from windlass.checkpoint.fragment_boxes import flat_ranges_of_box
+from windlass.checkpoint.open_file_cache import OpenFileCache
+from windlass.checkpoint.rank_file import RankFile, RankFileItem
+from windlass.checkpoint.safetensors_file import TensorEntry, dtype_from_code
+from windlass.checkpoint.shard_load_planner import Wanted
+from windlass.checkpoint.write_assignment import HeldTensorInfo, HeldTensorInfos, boxes_to_write
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class WrittenFile:
+    """What the first rank has to know of a rank's file: its size, and the crc32 of each entry in order."""
+
+    nbytes: int
+    checksums: list[int]
+
+
+class SafetensorsWriter:
+    """Writes one data file a rank into the existing directory `path`, and from rank 0 `checkpoint.json`.
+
+    Args:
+        rank: this rank; its file is `rank_<rank>.safetensors`.
+        held: what it holds.
+        ranks: what each rank holds, and which boxes of it each writes (`assignment.assign`); rank 0 needs all, any
+            other its own alone.
+        plain: what all ranks share, as `windlass.checkpoint.plain_data` encodes it.
+        rank_plain: one such value a rank.
+
+    Attributes:
+        file: of this rank.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        rank: int,
+        held: Mapping[str, HeldTensor],
+        ranks: Mapping[int, tuple[HeldTensorInfos, bytes]],
+        plain: Any,
+        rank_plain: Iterable[Any],
+    ) -> None:
+        self.path, self._ranks = path, ranks
+        self._plain = {} if plain is None else plain
+        self._rank_plain = tuple(rank_plain)
+        self._boxes = boxes_to_write(*ranks[rank])
+        pieces = {(name, piece.offsets): piece for name, holding in held.items() for piece in holding.boxes}
+        items = []
+        for name, of, box in self._boxes:
+            piece = pieces[name, box[0]]
+            entry = TensorEntry(held[name].dtype, box[1])
+            items.append(RankFileItem(entry_name(name, of.shape, box), entry, piece.get, piece.storage))
+        self.file = RankFile(path / _file_name(rank), items)
+
+    def observe(self, callback: Callable[[str, tuple[int, ...], int, torch.Tensor], object]) -> None:
+        """Have `seen` called with each box as it is written: the tensor's name and shape, at which of its elements the
+        box begins, and its elements `[n]`; a box that is no flat range comes as several."""
+        places = {entry_name(name, of.shape, box): (name, of.shape, box[0]) for name, of, box in self._boxes}
+
+        def see(name: str, tensor: torch.Tensor) -> None:
+            of, shape, offsets = places[name]
+            if not tensor.numel():
+                callback(of, shape, 0, tensor.reshape(-1))
+            for start, flat in flat_ranges_of_box(shape, offsets, tensor):
+                callback(of, shape, start, flat)
+
+        self.file.on_tensor_written = see
+
+    def add_plain(self, key: str, value: Any) -> None:
+        """Say something in the plain data of the index that is known only now; JSON as it is."""
+        self._plain[key] = value
+
+    def write(self) -> WrittenFile:
+        """Writes this rank's file; from any thread, and without other ranks."""
+        sums = self.file.write()
+        size = self.file.path.stat().st_size if self._boxes else 0
+        return WrittenFile(size, [sums[entry_name(name, of.shape, box)] for name, of, box in self._boxes])
+
+    def write_index(self, files: Sequence[WrittenFile]) -> None:
+        """Writes the index, durably: from here on the directory holds a whole checkpoint. On the first rank only.
+
+        Args:
+            files: what `write` returned on each rank.
+        """
+        found: dict[str, tuple[HeldTensorInfo, list[ChunkRecord]]] = {}
+        for described, _ in self._ranks.values():
+            for name, held in described.items():
+                found.setdefault(name, (held, []))
+        for rank, one in enumerate(files):
+            for (name, held, box), crc in zip(boxes_to_write(*self._ranks[rank]), one.checksums, strict=True):
+                chunk = ChunkRecord(
+                    offsets=box[0],
+                    sizes=box[1],
+                    file=_file_name(rank),
+                    entry=entry_name(name, held.shape, box),
+                    crc32=crc,
+                )
+                found[name][1].append(chunk)
+        index = CheckpointIndex(
+            format=FORMAT,
+            format_version=FORMAT_VERSION,
+            world_size=len(self._rank_plain),
+            files={_file_name(rank): one.nbytes for rank, one in enumerate(files) if one.checksums},
+            tensors={
+                name: TensorRecord(shape=held.shape, dtype=held.dtype_code, chunks=tuple(chunks))
+                for name, (held, chunks) in found.items()
+            },
+            plain=self._plain,
+            ranks=self._rank_plain,
+        )
+        path, text = self.path / INDEX_FILE, encode_index(index)
+        with disk_errors(path, len(text)), open(path, "x", encoding="utf-8", newline="\n") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+
+
+class SafetensorsReader(StorageReader):
+    """Reads the checkpoint directory `path`: only the chunks that are asked for, each once and checked by its crc32."""
+
+    def __init__(self, path: str | os.PathLike[str], index: CheckpointIndex | None = None):
+        self.path = Path(path)
+        self._index = index
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        if checkpoint_id is not None:
+            self.path, self._index = Path(checkpoint_id), None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return Metadata({name: _tensor_metadata(record) for name, record in self._load_index().tensors.items()})
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Nothing: files are opened when they are read."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        known = {
+            (name, chunk.offsets): (chunk, dtype_from_code(record.dtype))
+            for name, record in self._load_index().tensors.items()
+            for chunk in record.chunks
+        }
+        with ChunkReader(OpenFileCache(self.path)) as sources:
+            sources.fill([_wanted(item, planner, *known[_stored_box(item)]) for item in plan.items])
+        return _completed_future(None)
+
+    def _load_index(self) -> CheckpointIndex:
+        if self._index is None:
+            self._index = read_index(self.path)
+        return self._index
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return (Path(checkpoint_id) / INDEX_FILE).is_file()
+
+
+def _completed_future(result: T) -> Future[T]:
+    future: Future[T] = Future()
+    future.set_result(result)
+    return future
+
+
+def _stored_box(item: ReadItem) -> tuple[str, tuple[int, ...]]:
+    """A stored box: the name of its tensor, its offsets."""
+    return item.storage_index.fqn, tuple(item.storage_index.offset or ())
+
+
+def _file_name(rank: int) -> str:
+    return f"rank_{rank:05d}.safetensors"
+
+
+def _wanted(item: ReadItem, planner: LoadPlanner, chunk: ChunkRecord, dtype: torch.dtype) -> Wanted:
+    """What a planner of torch's wants."""
+    into, done = partial(planner.resolve_tensor, item), partial(planner.commit_tensor, item)
+    return Wanted(chunk, dtype, tuple(item.storage_offsets), tuple(item.lengths), into, None, done)
+
+
+def _tensor_metadata(record: TensorRecord) -> TensorStorageMetadata:
+    return TensorStorageMetadata(
+        TensorProperties(dtype=dtype_from_code(record.dtype)),
+        torch.Size(record.shape),
+        [ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)) for chunk in record.chunks],
+    )

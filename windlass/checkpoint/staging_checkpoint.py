@@ -1,0 +1,239 @@
+"""A checkpoint that is being written, under a hidden name of its own, and what becomes of those whose writer died."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import platform
+import re
+import secrets
+import shutil
+import sys
+import time
+import weakref
+from pathlib import Path
+
+from windlass.base.errors import CheckpointError
+from windlass.base.log import logger
+from windlass.base.regular_file import read_regular
+from windlass.checkpoint.checkpoint_directory import (
+    LATEST,
+    disk_errors,
+    fsync_directory,
+    is_checkpoint,
+    rename_lock,
+    replaced_path,
+    to_printable,
+)
+from windlass.storage.process_directory import process_start_time
+
+_SUFFIX = ".writing"
+_LOCK = ".writer"
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+_ATTEMPTS = 8
+
+
+class StagingCheckpoint:
+    """The empty, hidden directory `.TAG.XXXXXXXX.writing`, which becomes `TAG` or goes.
+
+    [Note: drafts of the dead] Every attempt has a name of its own, so that nothing a rank of a run that died still does
+    can reach the next one. Rank 0 locks a file in its draft while it lives. Whoever can take that lock knows that the
+    writer is gone, whatever its host, and removes the draft; a draft that is locked is left alone. Where the file
+    system has no locks, the file says which process wrote it, so that those that died on this host are known.
+
+    Args:
+        directory: of all checkpoints; made if it is not there.
+
+    Raises:
+        CheckpointError: it cannot be made, or `tag` is there and is no checkpoint.
+    """
+
+    def __init__(self, directory: Path, tag: str) -> None:
+        self._directory, self._tag = directory, tag
+        final, former = directory / tag, replaced_path(directory, tag)
+        with disk_errors(directory / f".{tag}{_SUFFIX}", 0):
+            directory.mkdir(parents=True, exist_ok=True)
+            if final.exists() and not is_checkpoint(final) and not (final.is_dir() and not any(final.iterdir())):
+                raise CheckpointError(
+                    f"{final} exists and is not a windlass checkpoint; remove it or choose another tag"
+                )
+            if is_checkpoint(former) and not is_checkpoint(final):
+                if final.exists():
+                    final.rmdir()  # it is empty
+                os.rename(former, final)
+            _warn_concurrent_writers(directory, tag, remove_stale_staging(directory))
+            self.path, lock = _create_staging(directory, tag)
+        self._release = weakref.finalize(self, _close, lock)
+
+    def commit(self) -> Path:
+        """Gives it its name, and returns the path. A former checkpoint of that name stays good until then."""
+        final, former = self._directory / self._tag, replaced_path(self._directory, self._tag)
+        with disk_errors(final, 0), rename_lock(self._directory):
+            fsync_directory(self.path)
+            if moved := final.exists():
+                os.rename(final, former)
+            try:
+                os.rename(self.path, final)
+            except OSError:
+                if moved:
+                    os.rename(former, final)
+                raise
+            (final / _LOCK).unlink(missing_ok=True)  # not sooner: another run would take it for a dead one's
+            fsync_directory(self._directory)
+        if moved:
+            _remove(former)
+        self._release()
+        return final
+
+    def discard(self) -> None:
+        """Removes it, after a save that failed; says so where even that fails."""
+        _remove(self.path)
+        self._release()
+
+
+def remove_stale_staging(directory: Path) -> list[Path]:
+    """Remove the drafts in `directory` whose writer is gone, and what was replaced and not removed since; return the
+    drafts of writers that live."""
+    living: list[Path] = []
+    for path in directory.glob(".*.replaced"):
+        if path.is_dir() and not path.is_symlink() and is_checkpoint(directory / path.name[1 : -len(".replaced")]):
+            _remove(path)
+    for path in [path for path in directory.iterdir() if path.name.startswith(".") and path.name.endswith(_SUFFIX)]:
+        if not path.is_dir() or path.is_symlink():
+            continue
+        lock: int | None = None
+        try:
+            if (lock := _try_lock(path)) is None:
+                living.append(path)
+                continue
+        except FileNotFoundError:  # finished meanwhile, or another run was quicker
+            continue
+        except OSError as error:
+            if error.errno not in _NO_LOCKS or not _writer_died_here(path):
+                logger.warning("%s is left alone, for nobody can tell whether its writer lives: %s", path, error)
+                continue
+        try:
+            if _remove(path):
+                logger.info("removed %s, which a run that died has left", path)
+        finally:
+            _close(lock)
+    return living
+
+
+_WARNED_WRITERS: set[str] = set()
+
+
+def _warn_concurrent_writers(directory: Path, tag: str, others: list[Path]) -> None:
+    """Name the other jobs that save into the same directory now, each once.
+
+    Raises:
+        CheckpointError: one is saving the same tag.
+    """
+    for path in others:
+        process, other = _read_writer(path)
+        if process == _process_identity().strip():
+            continue
+        if re.fullmatch(rf"\.{re.escape(tag)}\.\w{{8}}{re.escape(_SUFFIX)}", path.name):
+            raise CheckpointError(
+                f"another job is saving the checkpoint {directory / tag} now: {other}. Nothing was written; end that "
+                "job, or give each job a directory of its own"
+            )
+        if other not in _WARNED_WRITERS:
+            _WARNED_WRITERS.add(other)
+            logger.warning(
+                "another job saves into %s too: %s. Both write %r there, and the later one counts; give each job a "
+                "directory of its own",
+                directory,
+                other,
+                LATEST,
+            )
+
+
+def _read_writer(staging: Path) -> tuple[str, str]:
+    """The process that writes a draft, and what it says of itself."""
+    try:
+        process, _, told = read_regular(staging / _LOCK, staging).decode("utf-8", "replace").partition("\n")
+    except OSError:
+        process, told = "", ""
+    return process.strip(), to_printable(told.strip()) or f"the writer of {staging.name}"
+
+
+def _remove(path: Path) -> bool:
+    """Remove a directory that nobody needs any more; if that cannot be, it is told and no error."""
+    try:
+        shutil.rmtree(path)
+    except FileNotFoundError:  # by another run
+        return False
+    except OSError as error:
+        logger.warning("%s, which is of no use any more, could not be removed (%s); remove it by hand", path, error)
+        return False
+    return True
+
+
+def _create_staging(directory: Path, tag: str) -> tuple[Path, int | None]:
+    """A draft and its lock; no lock where the file system has none."""
+    for _ in range(_ATTEMPTS):
+        path = directory / f".{tag}.{secrets.token_hex(4)}{_SUFFIX}"
+        path.mkdir()
+        try:
+            lock = _try_lock(path)
+        except FileNotFoundError:  # another run removed it before it was locked
+            continue
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            logger.debug("%s: no locks on this file system (%s)", path, error)
+            (path / _LOCK).write_text(_process_identity() + _describe_process())
+            return path, None
+        if lock is not None and (path / _LOCK).exists():
+            os.write(lock, (_process_identity() + _describe_process()).encode("utf-8", "replace"))
+            return path, lock
+        _close(lock)
+    raise CheckpointError(f"{directory}: other runs keep removing the draft of {tag!r}; save to another directory")
+
+
+def _try_lock(staging: Path) -> int | None:
+    """A descriptor that holds the lock of a draft; None if its writer lives."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    lock = os.open(staging / _LOCK, flags, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        return None
+    except OSError:
+        os.close(lock)
+        raise
+    return lock
+
+
+def _process_identity() -> str:
+    """This process, told from any other for good: when its host was started, which numbers its processes have, its own
+    number and when it began."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')} {os.getpid()} {process_start_time(os.getpid())}\n"
+    except OSError:  # another system than Linux does not tell
+        return ""
+
+
+def _describe_process() -> str:
+    """This process for people: a line without control characters."""
+    command = to_printable(" ".join(sys.argv))
+    return f"process {os.getpid()} on {platform.node()} ({command}), since {time.strftime('%Y-%m-%d %H:%M:%S')}\n"
+
+
+def _writer_died_here(staging: Path) -> bool:
+    """Whether the process that wrote a draft ran on this host, and is gone."""
+    try:
+        text, newline, _ = read_regular(staging / _LOCK, staging).decode("utf-8", "replace").partition("\n")
+        *place, number, began = text.split()
+        return bool(newline) and _process_identity().split()[:2] == place and process_start_time(int(number)) != began
+    except (OSError, ValueError):
+        return False
+
+
+def _close(lock: int | None) -> None:
+    if lock is not None:
+        os.close(lock)

@@ -1,0 +1,220 @@
+"""A checkpoint that is open for reading in one process: its plain data, and tensor after tensor, whole or in parts."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Iterator
+from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from windlass.base.errors import CheckpointError
+from windlass.checkpoint import plain_data
+from windlass.checkpoint.checkpoint_directory import INDEX_FILE, find_checkpoint, is_deepspeed_checkpoint
+from windlass.checkpoint.checkpoint_index import CheckpointIndex, TensorRecord, check_entries
+from windlass.checkpoint.checkpoint_state import RESERVED_PREFIXES
+from windlass.checkpoint.checksum import crc32 as crc32_of
+from windlass.checkpoint.deepspeed_index import ParameterOrder, read_any_index
+from windlass.checkpoint.engine_data import require_engine_data
+from windlass.checkpoint.fragment_boxes import flat_start, is_contiguous
+from windlass.checkpoint.open_file_cache import OpenFileCache
+from windlass.checkpoint.safetensors_file import TensorFile, dtype_from_code
+
+_AT_ONCE = 1 << 20  # elements of a part
+
+
+def split_checkpoint_path(path: str | os.PathLike[str]) -> tuple[Path, str | None]:
+    """Directory and tag of what a user calls a checkpoint: the directory (its latest, so no tag), or one tag in it."""
+    given = Path(path)
+    if (given / INDEX_FILE).is_file() or is_deepspeed_checkpoint(given):
+        whole = given.absolute() if given.name in ("", "..") else given
+        return whole.parent, whole.name
+    return given, None
+
+
+class StoredCheckpoint:
+    """A finished checkpoint. No process group, no collective; use it in a `with` statement.
+
+    Args:
+        directory: what was given to the save.
+        tag: None for the one that `latest` names.
+        order: see `windlass.checkpoint.deepspeed_index.index_of`.
+
+    Attributes:
+        tag, path: its tag, and the directory of that name.
+        files: its data files.
+        plain: the plain data that all ranks share.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, or it is damaged.
+    """
+
+    def __init__(
+        self, directory: str | os.PathLike[str], tag: str | None = None, parameter_order: ParameterOrder | None = None
+    ) -> None:
+        self._open(*find_checkpoint(directory, tag), parameter_order, slice(None))
+
+    @classmethod
+    def from_path(
+        cls, path: Path, parameter_order: ParameterOrder | None = None, checked_files: slice = slice(None)
+    ) -> StoredCheckpoint:  # noqa: B008
+        """The checkpoint whose files lie in `path`, which may be a draft.
+
+        Args:
+            looks_into: of the sorted data files those whose headers are compared with the index; others are by other
+                ranks.
+        """
+        stored = cls.__new__(cls)
+        stored._open(path.name, path, parameter_order, checked_files)
+        return stored
+
+    def _open(self, tag: str, path: Path, parameter_order: ParameterOrder | None, checked_files: slice) -> None:
+        self.tag, self.path = tag, path
+        self.index: CheckpointIndex = read_any_index(self.path, parameter_order)
+        self.files = OpenFileCache(self.path)
+        with self:
+            check_entries(self.index, sorted(self.index.files)[checked_files], self._file)
+            tensors = {name: self.read_full(name) for name in plain_data.tensor_names(self.index.plain)}
+        self.plain: dict[str, Any] = plain_data.decode(self.index.plain, tensors)
+
+    def read_rank_plain(self, rank: int) -> dict[str, Any] | None:
+        """The plain data of one of the ranks that saved; None where there were not so many."""
+        if rank >= self.index.world_size or self.index.ranks[rank] is None:
+            return None
+        with self:
+            tensors = {name: self.read_full(name) for name in plain_data.tensor_names(self.index.ranks[rank])}
+        found: dict[str, Any] = plain_data.decode(self.index.ranks[rank], tensors)
+        return found
+
+    @cached_property
+    def engine_data(self) -> dict[str, Any]:
+        """`plain`, checked to be what an engine writes. Raises CheckpointError where it is not."""
+        return require_engine_data(self.plain, self.path)
+
+    def __enter__(self) -> StoredCheckpoint:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.files.__exit__(kind, error, trace)
+
+    def names(self, prefix: str = "") -> list[str]:
+        """Names of the tensors that begin so, without those inside plain data."""
+        return [
+            name for name in self.index.tensors if name.startswith(prefix) and not name.startswith(RESERVED_PREFIXES)
+        ]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.index.tensors
+
+    def meta_tensor(self, name: str) -> torch.Tensor:
+        """A tensor without memory (on the device `meta`) that has this one's shape and dtype."""
+        record = self._record(name)
+        return torch.empty(record.shape, dtype=dtype_from_code(record.dtype), device="meta")
+
+    def outline(self) -> dict[str, torch.Tensor]:
+        """Every named tensor, as `described`; those of one shape and dtype are one object."""
+        found: dict[tuple[object, ...], torch.Tensor] = {}
+        outline = {}
+        for name in self.names():
+            record = self.index.tensors[name]
+            kind = record.shape, record.dtype
+            if kind not in found:
+                found[kind] = self.meta_tensor(name)
+            outline[name] = found[kind]
+        return outline
+
+    def read_full(self, name: str) -> torch.Tensor:
+        """The whole tensor, on the CPU.
+
+        Raises:
+            CheckpointError: there is none of that name, or its file is damaged.
+        """
+        record = self._record(name)
+        whole = torch.empty(record.shape, dtype=dtype_from_code(record.dtype), device="cpu")
+        flat = whole.view(-1)
+        for chunk in record.chunks:
+            file = self._file(chunk.file)
+            if is_contiguous(record.shape, chunk.sizes):
+                start = flat_start(record.shape, chunk.offsets)
+                file.read_into(chunk.entry, flat[start : start + math.prod(chunk.sizes)], chunk.crc32)
+            else:
+                box = torch.empty(chunk.sizes, dtype=whole.dtype, device="cpu")
+                file.read_into(chunk.entry, box, chunk.crc32)
+                corner = zip(chunk.offsets, chunk.sizes, strict=True)
+                whole[tuple(slice(offset, offset + size) for offset, size in corner)] = box
+        return whole
+
+    def iter_parts(self, name: str, part_numel: int = _AT_ONCE) -> Iterator[torch.Tensor]:
+        """The whole tensor as flat parts that follow each other, `[at most at_once]` elements each. A part is
+        overwritten by the next one.
+
+        Raises:
+            CheckpointError: as `whole`; damage is known, and told, at the end of the damaged box.
+        """
+        record = self._record(name)
+        if not all(is_contiguous(record.shape, chunk.sizes) for chunk in record.chunks):
+            yield from self.read_full(name).view(-1).split(part_numel)  # what others than windlass wrote
+            return
+        buffer = torch.empty(
+            min(part_numel, math.prod(record.shape)), dtype=dtype_from_code(record.dtype), device="cpu"
+        )
+        for chunk in sorted(record.chunks, key=lambda chunk: flat_start(record.shape, chunk.offsets)):
+            file, numel, crc32 = self._file(chunk.file), math.prod(chunk.sizes), 0
+            file.check_size(chunk.entry, numel * buffer.element_size())
+            if chunk.crc32 is None:
+                file.verify_checksum(chunk.entry, None)
+            for first in range(0, numel, part_numel):
+                part = buffer[: min(part_numel, numel - first)]
+                raw = file.read_part(chunk.entry, first * buffer.element_size(), part)
+                crc32 = crc32_of(raw, crc32) if chunk.crc32 is not None else 0
+                yield part
+            file.compare_crc32(chunk.entry, crc32, chunk.crc32)
+
+    def iter_span(self, name: str, start: int, stop: int, part_numel: int = _AT_ONCE) -> Iterator[torch.Tensor]:
+        """Elements `[start, stop)` of the flat tensor as parts that follow each other, as `parts`.
+
+        A box of which only a part is wanted is read as a whole before, once, since its checksum covers all of it.
+
+        Raises:
+            CheckpointError: as `parts`.
+        """
+        record = self._record(name)
+        if not all(is_contiguous(record.shape, chunk.sizes) for chunk in record.chunks):
+            yield from self.read_full(name).view(-1)[start:stop].split(part_numel)
+            return
+        buffer = torch.empty(min(part_numel, stop - start), dtype=dtype_from_code(record.dtype), device="cpu")
+        for chunk in sorted(record.chunks, key=lambda chunk: flat_start(record.shape, chunk.offsets)):
+            begin = flat_start(record.shape, chunk.offsets)
+            first, last = max(start, begin), min(stop, begin + math.prod(chunk.sizes))
+            if first >= last:
+                continue
+            file, crc32 = self._file(chunk.file), 0
+            sums = chunk.crc32 is not None and last - first == math.prod(chunk.sizes)
+            if not sums:
+                file.verify_checksum(chunk.entry, chunk.crc32)
+            for at in range(first, last, part_numel):
+                part = buffer[: min(part_numel, last - at)]
+                raw = file.read_part(chunk.entry, (at - begin) * buffer.element_size(), part)
+                crc32 = crc32_of(raw, crc32) if sums else 0
+                yield part
+            if sums:
+                file.compare_crc32(chunk.entry, crc32, chunk.crc32)
+
+    def _record(self, name: str) -> TensorRecord:
+        if name not in self.index.tensors:
+            raise CheckpointError(f"{self.path} holds no tensor named {name!r}")
+        return self.index.tensors[name]
+
+    def _file(self, name: str) -> TensorFile:
+        return self.files.get(name)
+
+
+def missing_names(stored: StoredCheckpoint, names: Iterable[str]) -> list[str]:
+    """Those of `names` that a checkpoint does not hold."""
+    return [name for name in names if name not in stored]

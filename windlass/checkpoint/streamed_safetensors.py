@@ -1,0 +1,42 @@
+"""A safetensors file of whole tensors, each of which is written part by part, one tensor after the other."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import torch
+
+from windlass.base.errors import CheckpointError
+from windlass.checkpoint.checkpoint_directory import disk_errors
+from windlass.checkpoint.safetensors_file import TensorEntry, build_header, tensor_bytes
+
+
+def stream_tensors(
+    path: Path, entries: Mapping[str, TensorEntry], parts: Iterable[Iterable[torch.Tensor]], metadata: Mapping[str, str]
+) -> None:
+    """Writes the file, durably. Memory: one part.
+
+    Args:
+        entries: all tensors, in the order in which they come.
+        parts: of each tensor, its flat parts that follow each other, of any dtype.
+        remarks: what the header shall say beside the tensors.
+
+    Raises:
+        CheckpointError: the disk is full, the path cannot be written, or parts do not make the tensor that was said.
+    """
+    head = build_header(entries, metadata)
+    needed = len(head) + sum(entry.nbytes for entry in entries.values())
+    with disk_errors(path, needed), open(path, "xb") as file:
+        file.write(head)
+        for (name, entry), tensor in zip(entries.items(), parts, strict=True):
+            left = entry.nbytes
+            for part in tensor:
+                here = part.detach().to(device="cpu", dtype=entry.dtype).contiguous()
+                file.write(tensor_bytes(here))
+                left -= here.numel() * here.element_size()
+            if left:
+                raise CheckpointError(f"{name!r} was said to have shape {entry.shape}; its parts make another one")
+        file.flush()
+        os.fsync(file.fileno())

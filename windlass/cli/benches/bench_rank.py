@@ -1,0 +1,170 @@
+"""One rank of an experiment: does the work in a folder's work.json, and leaves there what it measured."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional
+
+from windlass.base.compute_device import local_device, synchronize
+from windlass.base.device_memory import copy_counters
+from windlass.base.text import print_escaped
+from windlass.cli.benches.bench_engines import (
+    BenchEngine,
+    BenchHyperparameters,
+    deepspeed_engine_from_config,
+    make_engine,
+    preload_engine_modules,
+    windlass_engine_from_config,
+)
+from windlass.cli.benches.bench_models import LanguageModel, linear_stack
+from windlass.cli.benches.bench_tasks import TASK_TYPES, TrainingTask, ZeroMemoryTask
+from windlass.cli.benches.memory_sampler import MemorySampler
+from windlass.cli.expected_errors import describe_expected_error
+from windlass.comm.bootstrap import init_distributed
+
+MEMORY_POINTS = ("model built", "engine built", "before the step", "after the step")
+
+
+def main(folder: Path) -> None:
+    """Do the work in `folder` and leave `rankN.json` there; an error that was foreseen ends in one message."""
+    told = json.loads((folder / "work.json").read_text())
+    work = TASK_TYPES[told["kind"]](**told["work"])
+    try:
+        init_distributed()
+        measured = measure_zero_memory(work) if isinstance(work, ZeroMemoryTask) else measure_training(work)
+    except Exception as error:
+        message = describe_expected_error(error)
+        if message is None:
+            raise
+        print_escaped(f"windlass: {message}", to_stderr=True)
+        sys.exit(1)
+    (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(measured))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def measure_zero_memory(work: ZeroMemoryTask) -> dict[str, Any]:
+    """The most memory taken until each of `POINTS`, the sum of parameters after the steps, and the last loss."""
+    device, rank = local_device(), dist.get_rank()
+    preload_engine_modules(work.engine)
+    dist.barrier()  # connections and their buffers belong to the baseline
+    watch = MemorySampler(device)
+    peaks = []
+    torch.manual_seed(0)
+    model = linear_stack(work.width, work.depth).to(device)
+    peaks.append(watch.peak_bytes())
+    parameters = sum(p.numel() for p in model.parameters())
+    recipe = BenchHyperparameters(lr=0.01, max_grad_norm=0.0, micro_batch=work.batch)
+    trainee = make_engine(work.engine, model, list(model), recipe, device)
+    peaks.append(watch.peak_bytes())
+    loss = torch.zeros(())
+    for step in range(work.steps):
+        draw = torch.Generator().manual_seed(1000 * rank + step)
+        rows, wanted = (torch.randn(work.batch, work.width, generator=draw).to(device) for _ in range(2))
+        loss = functional.mse_loss(trainee.forward(rows), wanted)
+        trainee.backward(loss)
+        if step == 0:
+            peaks.append(watch.peak_bytes())
+        trainee.step()
+        if step == 0:
+            peaks.append(watch.stop())
+    return {
+        "memory_kind": watch.counter_name,
+        "parameters": parameters,
+        "peaks": dict(zip(MEMORY_POINTS, peaks, strict=True)),
+        "parameter_sum": trainee.parameter_sum(),
+        "loss": loss.item(),
+    }
+
+
+def measure_training(work: TrainingTask) -> dict[str, Any]:
+    """Seconds, losses and copies of every step of every configuration, in turns; memory, if watched."""
+    device = local_device()
+    preload_engine_modules("windlass")
+    if any(config.get("engine") == "deepspeed" for config in work.configs.values()):
+        preload_engine_modules("ds")
+    dist.barrier()
+    watch = MemorySampler(device) if work.measure_memory else None
+    trainees: dict[str, BenchEngine] = {}
+    parameters = 0
+    for label, config in work.configs.items():
+        torch.manual_seed(0)
+        model = LanguageModel(work.vocabulary, work.hidden, work.layers, work.length).to(device)
+        parameters = sum(p.numel() for p in model.parameters())
+        trainees[label] = _build_engine(config, model, work, device)
+        del model
+    seconds: dict[str, list[float]] = {label: [] for label in trainees}
+    losses: dict[str, list[float]] = {label: [] for label in trainees}
+    copied: dict[str, dict[str, int]] = {}
+    labels = list(trainees)
+    for turn in range(work.rounds):
+        for label in labels if turn % 2 == 0 else reversed(labels):  # drift of the machine hits all alike
+            for step in range(work.steps + 1):
+                before = _copied_bytes(trainees[label])
+                took, loss = _timed_step(trainees[label], work, device, len(losses[label]))
+                losses[label].append(loss)
+                if step:
+                    seconds[label].append(took)
+                    now = _copied_bytes(trainees[label])
+                    copied[label] = {key: now[key] - before[key] for key in now}  # alike in all steps but the first
+    reports = {label: one.engine.report() if one.engine else {} for label, one in trainees.items()}
+    return {
+        "memory_kind": watch.counter_name if watch else None,
+        "memory": watch.stop() if watch else None,
+        "parameters": parameters,
+        "seconds": seconds,
+        "losses": losses,
+        "copied": copied,
+        "transport": {label: said.get("transport", "none") for label, said in reports.items()},
+        "delayed_update": {label: said.get("delayed_update") for label, said in reports.items()},
+        "work": asdict(work),
+    }
+
+
+def _build_engine(
+    config: dict[str, Any], model: LanguageModel, work: TrainingTask, device: torch.device
+) -> BenchEngine:
+    if config.get("engine") == "none":
+        return make_engine("none", model, [], BenchHyperparameters(1e-3, 1.0, work.batch), device)
+    if config.get("engine") == "deepspeed":
+        return deepspeed_engine_from_config(model, config["config"])
+    return windlass_engine_from_config(model, config)
+
+
+def _copied_bytes(trainee: BenchEngine) -> dict[str, int]:
+    """Bytes that this rank copied so far, by where they went; nothing of who does not tell."""
+    if trainee.engine is None:
+        return {}
+    disk = trainee.engine.report()["disk"]
+    return {
+        "to_device": copy_counters.to_device,
+        "to_host": copy_counters.to_host,
+        "from_disk": disk.disk_read_bytes,
+        "to_disk": disk.disk_write_bytes,
+    }
+
+
+def _timed_step(trainee: BenchEngine, work: TrainingTask, device: torch.device, number: int) -> tuple[float, float]:
+    draw = torch.Generator().manual_seed(1000 * dist.get_rank() + number % 2)  # two batches, so that there is progress
+    tokens = torch.randint(0, work.vocabulary, (work.batch, work.length), generator=draw).to(device)
+    synchronize(device)
+    dist.barrier()
+    start = time.perf_counter()
+    loss = trainee.forward(tokens)
+    trainee.backward(loss)
+    trainee.step()
+    value = float(loss.detach())
+    synchronize(device)
+    return time.perf_counter() - start, value
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

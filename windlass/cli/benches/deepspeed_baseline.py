@@ -1,0 +1,69 @@
+"""DeepSpeed beside windlass: which of its operators this machine can build, and what is asked of it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+CPU_OPTIMIZER_BUILDER, ASYNC_IO_BUILDER = "CPUAdamBuilder", "AsyncIOBuilder"
+"""Its operators for states in host memory, and for states in files."""
+
+# In a process of its own: importing it takes seconds, and a build writes to the terminal.
+_BUILD_PROGRAM = """
+import contextlib, io, json, re, sys
+from windlass.cli.benches.bench_engines import import_deepspeed
+import_deepspeed()
+from deepspeed.accelerator import get_accelerator
+found = {}
+for name in sys.argv[1:]:
+    builder = get_accelerator().create_op_builder(name)
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(said):
+            if builder.is_compatible(verbose=True):
+                builder.load(verbose=False)
+        plain = re.sub(r"\\x1b\\[\\d*m|\\[WARNING\\]", " ", said.getvalue()).strip().splitlines()
+        found[name] = "" if builder.is_compatible(verbose=False) else (plain or ["not compatible"])[0].strip()
+    except Exception as error:
+        found[name] = (str(error).strip().splitlines() or [type(error).__name__])[-1][:200]
+print("\\n" + json.dumps(found))
+"""
+
+
+def unavailable_operators(*operators: str) -> dict[str, str]:
+    """By operator, why DeepSpeed can't use it here; empty where it can. Builds what is missing (minutes, once)."""
+    if importlib.util.find_spec("deepspeed") is None:
+        return dict.fromkeys(operators, "not installed (pip install --no-build-isolation deepspeed)")
+    done = subprocess.run(
+        [sys.executable, "-c", _BUILD_PROGRAM, *operators],
+        env={**os.environ, **build_tool_environment()},
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        return dict.fromkeys(operators, f"it cannot be imported: {last}")
+    found: dict[str, str] = json.loads(done.stdout.strip().splitlines()[-1])
+    return found
+
+
+def build_tool_environment() -> dict[str, str]:
+    """Environment in which DeepSpeed finds the ninja that lies beside this Python, which may be on nobody's path, and
+    does not repeat at every step that it calls what torch will rename."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    return {"PATH": path, "PYTHONWARNINGS": "ignore::FutureWarning"}
+
+
+def deepspeed_engine_config(config: dict[str, Any]) -> dict[str, Any]:
+    """Work for `rank.training` that trains under DeepSpeed as windlass does under `config`."""
+    zero = dict(config["zero_optimization"])
+    away = "offload_optimizer" in zero
+    params = {"weight_decay": 0.01, **config["optimizer"]["params"]} | ({} if away else {"torch_adam": True})
+    theirs = {**config, "optimizer": {"type": config["optimizer"]["type"], "params": params}}
+    theirs["zero_optimization"] = {**zero, "overlap_comm": False}
+    return {"engine": "deepspeed", "config": theirs}

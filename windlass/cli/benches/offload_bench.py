@@ -1,0 +1,190 @@
+"""`windlass bench offload`: one model with its slots at different homes, DeepSpeed's beside it; time in turns, memory
+each alone."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from windlass.cli.benches import deepspeed_baseline
+from windlass.cli.benches.bench_console import bench_console
+from windlass.cli.benches.training_bench import (
+    LOSS_TOLERANCE,
+    BenchSizes,
+    ConfigMeasurement,
+    measure_configs,
+    plain_config,
+    report_bench,
+)
+
+COMPUTE_ONLY = "compute alone"
+HOST_TARGET_RATIO = 1.35
+"""What a step of stage 3 may take with all on the host, in multiples of the compute alone."""
+ON_DISK, DISK_TARGET_RATIO = "all on disk", 1.2
+"""And with all on disk, in multiples of the compute or of what its bytes take at the disk's rate, whichever is more."""
+_PROBE_BYTES = 512 << 20
+_OFFLOAD_DEVICES: dict[str, tuple[str, str]] = {
+    "none": ("none", "none"),
+    "optimizer on host": ("cpu", "none"),
+    "optimizer on disk": ("nvme", "none"),
+    "all on host": ("cpu", "cpu"),
+    "all on disk": ("nvme", "nvme"),
+}
+_DEEPSPEED_ROWS = (
+    (1, "optimizer on host", deepspeed_baseline.CPU_OPTIMIZER_BUILDER),
+    (2, "optimizer on host", deepspeed_baseline.CPU_OPTIMIZER_BUILDER),
+    (3, "optimizer on host", deepspeed_baseline.CPU_OPTIMIZER_BUILDER),
+    (3, "all on host", deepspeed_baseline.CPU_OPTIMIZER_BUILDER),
+    (3, "optimizer on disk", deepspeed_baseline.ASYNC_IO_BUILDER),
+    (3, "all on disk", deepspeed_baseline.ASYNC_IO_BUILDER),
+)
+
+
+def run_offload_bench(
+    nproc: int, sizes: BenchSizes, bf16: bool, device_bytes: str, folder: Path | None, rivals: bool, out: Path
+) -> bool:
+    """Compare homes at stages 1, 2 and 3, on an emulated device where there is no other.
+
+    Args:
+        device_bytes: of the emulated device's memory, for all configurations together; "0": none is emulated.
+        folder: on the disk to use; a temporary one by default.
+        rivals: DeepSpeed too, where it is installed.
+
+    Returns:
+        Whether all had the losses of the stage without offload.
+    """
+    import torch
+
+    cuda = torch.cuda.is_available()
+    emulated = not cuda and device_bytes != "0"
+    env = {"WINDLASS_EMULATE_DEVICE": device_bytes} if emulated else {}
+    with TemporaryDirectory(prefix="windlass-offload-", dir=folder) as place:
+        ours = dict(_windlass_configs(sizes, bf16, place, pins=(True, False) if cuda else (True,)))
+        floor = {} if bf16 else {COMPUTE_ONLY: {"engine": "none"}}  # its ranks train float32, another amount of work
+        theirs, notes = _deepspeed_configs(sizes, bf16, place) if rivals else ({}, ["DeepSpeed: not asked for"])
+        rows, failed = measure_configs(
+            {**floor, **ours}, sizes, nproc, env | deepspeed_baseline.build_tool_environment(), optional_configs=theirs
+        )
+        rates = measure_disk_rates(place)
+    notes += [f"{label}: absent, it failed here with what is printed above" for label in failed]
+    notes += [_describe_device(cuda, device_bytes)]
+    verdicts, same = _compare_losses_and_times(rows, LOSS_TOLERANCE if not bf16 else 1e-2)
+    verdicts += _compare_with_disk(rows, nproc, *rates)
+    report_bench("offload", rows, verdicts + notes, nproc, sizes, out)
+    return same
+
+
+def measure_disk_rates(folder: str) -> tuple[float, float]:
+    """Bytes per second that the disk of `folder` reads and writes by direct I/O, in one go: the best of three."""
+    from windlass.storage.disk_tier import DiskTier
+
+    reads: list[float] = []
+    writes: list[float] = []
+    with DiskTier([folder]) as tier:
+        extent, whole = tier.allocate(_PROBE_BYTES, "a probe of the disk"), tier.allocate_buffer(_PROBE_BYTES)
+        whole.fill_(1)
+        for _ in range(4):  # the first takes the file's space
+            for seconds, move in ((writes, tier.write), (reads, tier.read)):
+                start = time.perf_counter()
+                move(extent, 0, whole).wait()
+                seconds.append(time.perf_counter() - start)
+    return _PROBE_BYTES / min(reads[1:]), _PROBE_BYTES / min(writes[1:])
+
+
+def _compare_with_disk(rows: dict[str, ConfigMeasurement], nproc: int, read: float, write: float) -> list[str]:
+    """How far the steps with all on disk are from what bounds them."""
+    if COMPUTE_ONLY not in rows:
+        return []
+    compute, said = statistics.median(rows[COMPUTE_ONLY].seconds), []
+    for label, row in rows.items():
+        if not row.copied_bytes.get("to_disk") or ON_DISK not in label:
+            continue
+        moved = nproc * (row.copied_bytes["from_disk"] / read + row.copied_bytes["to_disk"] / write)
+        ratio = statistics.median(row.seconds) / max(compute, moved)
+        floor = f"compute ({compute * 1e3:.0f} ms) and its bytes on disk ({moved * 1e3:.0f} ms at the disk's rate)"
+        kept = "held" if ratio <= DISK_TARGET_RATIO else "MISSED"
+        said.append(f"{label}: {ratio:.2f} x the longer of {floor} (promised: at most {DISK_TARGET_RATIO}: {kept})")
+    if said:
+        said.append(f"the disk reads {read / 1e9:.1f} and writes {write / 1e9:.1f} GB/s, direct and in one go")
+    return said
+
+
+def _describe_device(cuda: bool, device_bytes: str) -> str:
+    if cuda:
+        return "the device is a GPU; pinned: host memory is page-locked"
+    if device_bytes == "0":
+        return "no device is emulated: host memory is the device's, nothing is copied between them"
+    return (
+        f"the device is emulated ({device_bytes}): windlass' copies to and from it are made and counted; DeepSpeed has "
+        "no such device, so its rows make none. Pinned memory means nothing without CUDA: one row for both"
+    )
+
+
+def _compare_losses_and_times(rows: dict[str, ConfigMeasurement], bound: float) -> tuple[list[str], bool]:
+    """Sentences, and whether all losses are equal."""
+    against = next(iter(rows))
+    floor = statistics.median(rows[against].seconds)
+    engines = {label: row for label, row in rows.items() if label != COMPUTE_ONLY}
+    reference = next(iter(engines.values())).losses
+    apart = {
+        label: max(abs(a - b) for a, b in zip(row.losses, reference, strict=True)) for label, row in engines.items()
+    }
+    far = [f"{label} is {off:.1e} apart" for label, off in apart.items() if not off <= bound]  # NaN is far too
+    said = "NOT equal: " + "; ".join(far) if far else f"equal; the furthest is {max(apart.values()):.1e} apart"
+    verdicts = [f"losses: {said} (bound {bound:.0e})"]
+    for label, row in engines.items():
+        if label == against:
+            continue
+        ratio = statistics.median(row.seconds) / floor
+        promise = ""
+        if against == COMPUTE_ONLY and label.startswith("stage 3, all on host"):
+            promise = f" (promised: at most {HOST_TARGET_RATIO}: {'held' if ratio <= HOST_TARGET_RATIO else 'MISSED'})"
+        verdicts.append(f"{label}: {ratio:.2f} x {against}{promise}")
+    return verdicts, not far
+
+
+def _windlass_configs(
+    sizes: BenchSizes, bf16: bool, folder: str, pins: tuple[bool, ...]
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    for stage in (1, 2, 3):
+        for name, (_, param) in _OFFLOAD_DEVICES.items():
+            if param != "none" and stage < 3:
+                continue
+            for pin in pins if name != "none" else pins[:1]:
+                label = f"stage {stage}, {name}"
+                if len(pins) > 1 and name != "none":
+                    label += ", pinned" if pin else ", not pinned"
+                yield label, _config(sizes, stage, name, bf16, folder, pin)
+
+
+def _deepspeed_configs(sizes: BenchSizes, bf16: bool, folder: str) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    """What DeepSpeed can do here, and for what it can't the reasons."""
+    bench_console().print("DeepSpeed's operators: found, or built once", style="dim")
+    reasons = deepspeed_baseline.unavailable_operators(
+        deepspeed_baseline.CPU_OPTIMIZER_BUILDER, deepspeed_baseline.ASYNC_IO_BUILDER
+    )
+    found, notes = {}, []
+    for stage, name, operator in _DEEPSPEED_ROWS:
+        label = f"DeepSpeed, stage {stage}, {name}"
+        if reasons[operator]:
+            notes.append(f"{label}: absent ({operator}: {reasons[operator]})")
+        else:
+            found[label] = deepspeed_baseline.deepspeed_engine_config(
+                _config(sizes, stage, name, bf16, folder, pin=False)
+            )
+    return found, notes
+
+
+def _config(sizes: BenchSizes, stage: int, name: str, bf16: bool, folder: str, pin: bool) -> dict[str, Any]:
+    config = plain_config(sizes, stage=stage)
+    for section, home in zip(("offload_optimizer", "offload_param"), _OFFLOAD_DEVICES[name], strict=True):
+        if home != "none":
+            where = {"nvme_path": folder} if home == "nvme" else {}
+            config["zero_optimization"][section] = {"device": home, "pin_memory": pin, **where}
+    if bf16:
+        config["bf16"] = {"enabled": True}
+    return config

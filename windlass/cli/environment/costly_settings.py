@@ -1,0 +1,219 @@
+"""Settings of this machine that make training slower, or let it hang: which are in force, and what each costs.
+
+What the variables of NCCL do is in its documentation (docs.nvidia.com/deeplearning/nccl: environment variables); what
+those of P2P, shared memory and InfiniBand cost on a given machine, `windlass bench transport` measures.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+NCCL_FILE = Path("/etc/nccl.conf")
+_ENVIRONMENT = "environment"
+_NEVER = ("0", "loc")
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class CostlySetting:
+    """A variable, the values of it that hurt, and what they cost."""
+
+    name: str
+    is_costly: Callable[[str], bool]
+    consequence: str
+    remedy: str = "unset it"
+
+
+def _is_on(value: str) -> bool:
+    return value.strip().lower() not in ("", "0", "false", "off", "no")
+
+
+def _is_off(value: str) -> bool:
+    return value.strip() == "0"
+
+
+def _is_never(value: str) -> bool:
+    return value.strip().lower() in _NEVER
+
+
+def _is_set(value: str) -> bool:
+    return bool(value.strip())
+
+
+def _is_one(value: str) -> bool:
+    return value.strip() == "1"
+
+
+_THROUGH_HOST = "GPUs of a host no longer reach each other over NVLink or PCIe: every byte goes through host memory"
+_BY_SOCKET = "hosts talk by TCP sockets: no InfiniBand or RoCE, and the processor copies every byte"
+COSTLY_SETTINGS = (
+    CostlySetting(
+        "CUDA_LAUNCH_BLOCKING", _is_on, "each kernel is awaited: no compute, copy or collective overlaps another"
+    ),
+    CostlySetting("NCCL_P2P_DISABLE", _is_on, _THROUGH_HOST),
+    CostlySetting("NCCL_P2P_LEVEL", _is_never, _THROUGH_HOST),
+    CostlySetting(
+        "NCCL_SHM_DISABLE",
+        _is_on,
+        "GPUs of a host that have no direct path send over the network stack instead of shared memory",
+    ),
+    CostlySetting("NCCL_IB_DISABLE", _is_on, _BY_SOCKET),
+    CostlySetting("NCCL_NET", lambda value: value.strip().lower() == "socket", _BY_SOCKET),
+    CostlySetting(
+        "NCCL_NET_GDR_LEVEL", _is_never, "no GPUDirect RDMA: what goes to another host passes through host memory"
+    ),
+    CostlySetting(
+        "NCCL_NVLS_ENABLE", _is_off, "NVSwitch does not add up by itself: all-reduce moves more bytes over NVLink"
+    ),
+    CostlySetting("NCCL_ALGO", _is_set, "NCCL may not choose the algorithm by size and topology"),
+    CostlySetting(
+        "NCCL_PROTO", _is_set, "NCCL may not choose the protocol by size: one for small messages wastes bandwidth"
+    ),
+    CostlySetting(
+        "NCCL_MAX_NCHANNELS", _is_one, "one channel: a collective uses one block of each GPU and few of its links"
+    ),
+    CostlySetting("NCCL_MAX_CTAS", _is_one, "one block of each GPU serves a collective: it can't fill NVLink"),
+    CostlySetting(
+        "NCCL_DEBUG",
+        lambda value: value.strip().upper() in ("INFO", "TRACE"),
+        "each rank writes many lines; TRACE (in builds that have it) several a collective",
+        "unset it, or WARN",
+    ),
+    CostlySetting(
+        "NCCL_SOCKET_IFNAME",
+        lambda value: value.strip().lstrip("=") == "lo",
+        "ranks on other hosts can't be reached",
+        "name the interface that the hosts share",
+    ),
+    CostlySetting(
+        "GLOO_SOCKET_IFNAME",
+        lambda value: value.strip() == "lo",
+        "ranks on other hosts can't be reached",
+        "name the interface that the hosts share",
+    ),
+    CostlySetting(
+        "TORCH_NCCL_BLOCKING_WAIT",
+        _is_on,
+        "the thread that launches kernels waits for each collective, so nothing is launched behind it",
+    ),
+    CostlySetting(
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+        _is_off,
+        "a collective that failed hangs its rank instead of ending it",
+    ),
+    CostlySetting(
+        "TORCH_DISTRIBUTED_DEBUG",
+        lambda value: value.strip().upper() == "DETAIL",
+        "each collective is preceded by others that compare what ranks are about to do",
+        "unset it, or INFO",
+    ),
+    CostlySetting(
+        "CUDA_DEVICE_MAX_CONNECTIONS",
+        _is_one,
+        "kernels of all streams queue in one: a gather that is behind compute waits for it",
+        "unset it, unless tensor parallelism asks for it",
+    ),
+    CostlySetting(
+        "PYTORCH_NO_CUDA_MEMORY_CACHING", _is_on, "each tensor is allocated by the driver, which waits for the GPU"
+    ),
+    CostlySetting(
+        "NVIDIA_TF32_OVERRIDE", _is_off, "float32 matrix products never use tensor cores, whatever torch is told"
+    ),
+    CostlySetting("TORCHDYNAMO_DISABLE", _is_on, "torch.compile does nothing"),
+    CostlySetting(
+        "WINDLASS_TRANSPORT",
+        lambda value: value.strip().lower() == "gloo",
+        "CPU ranks of one host send what they could read where it lies",
+        "unset it: shared memory is chosen where it can be had",
+    ),
+    CostlySetting(
+        "WINDLASS_KERNELS",
+        lambda value: value.strip().lower() in ("reference", "baseline"),
+        "optimizer updates on the CPU do not use the best code that this processor has",
+    ),
+    CostlySetting(
+        "WINDLASS_DISK_ENGINE",
+        lambda value: value.strip() == "python",
+        "threads of Python move each block of the disk tier",
+    ),
+    CostlySetting(
+        "WINDLASS_EMULATE_DEVICE", _is_set, "a device is emulated: copies to it are made though nothing needs them"
+    ),
+)
+
+
+def find_costly_settings(
+    environment: Mapping[str, str] = os.environ, nccl_file: Path | None = None, cores: int | None = None
+) -> list[dict[str, str]]:
+    """What is set here and hurts: name, value, where it is set, what it costs, what to do instead.
+
+    Args:
+        nccl_file: settings that NCCL takes where the environment has none. [NCCL_CONF_FILE, else /etc/nccl.conf]
+        cores: that this process may use, to tell too many threads.
+    """
+    nccl_file = nccl_file or Path(environment.get("NCCL_CONF_FILE") or NCCL_FILE)
+    of_file = _read_nccl_file(nccl_file)
+    found = []
+    for setting in COSTLY_SETTINGS:
+        source = _ENVIRONMENT if setting.name in environment else str(nccl_file)  # the environment goes first
+        value = environment.get(setting.name, of_file.get(setting.name, ""))
+        if value and setting.is_costly(value):
+            found.append(_finding(setting.name, value, source, setting.consequence, setting.remedy))
+    threads = environment.get("OMP_NUM_THREADS", "")
+    if cores and threads.isdigit() and int(threads) > cores:
+        costs = f"{threads} threads a rank share {cores} cores and wait for each other"
+        found.append(
+            _finding("OMP_NUM_THREADS", threads, _ENVIRONMENT, costs, "cores divided by the ranks of this host")
+        )
+    return found
+
+
+def _finding(name: str, value: str, source: str, costs: str, instead: str) -> dict[str, str]:
+    return {"name": name, "value": value, "source": source, "costs": costs, "instead": instead}
+
+
+def _read_nccl_file(path: Path) -> dict[str, str]:
+    """NAME=VALUE lines; empty where the file is not there."""
+    if not path.is_file():
+        return {}
+    lines = (line.partition("#")[0].strip() for line in path.read_text(errors="replace").splitlines())
+    pairs = (line.partition("=") for line in lines if "=" in line)
+    return {name.strip(): value.strip() for name, _, value in pairs}
+
+
+@dataclass(frozen=True)
+class MachineLimits:
+    """What limits are held against.
+
+    Attributes:
+        gpus: how many torch sees.
+        infiniband: whether there is a device.
+        locked_bytes, open_files: limits of this process; None: unlimited.
+        shared_bytes: size of /dev/shm; None: it is not there.
+    """
+
+    num_gpus: int
+    has_infiniband: bool
+    locked_bytes: int | None
+    open_files: int | None
+    shared_bytes: int | None
+
+
+def find_low_limits(machine: MachineLimits) -> list[dict[str, str]]:
+    """Limits of the machine or the container that hurt, told as `in_force` tells settings."""
+    return [_finding(*told) for told in _low_limits(machine)]
+
+
+def _low_limits(machine: MachineLimits) -> Iterator[tuple[str, str, str, str, str]]:
+    if machine.has_infiniband and machine.locked_bytes is not None and machine.locked_bytes < _GIB:
+        costs = "InfiniBand can't register its buffers: NCCL fails, or falls back to sockets"
+        yield "locked memory", f"{machine.locked_bytes} bytes", "limit", costs, "ulimit -l unlimited"
+    if machine.num_gpus > 1 and machine.shared_bytes is not None and machine.shared_bytes < _GIB:
+        costs = "NCCL's shared memory between GPUs may not fit: its start fails"
+        yield "/dev/shm", f"{machine.shared_bytes} bytes", "limit", costs, "docker run --shm-size=8g, or --ipc=host"
+    if machine.open_files is not None and machine.open_files < 1024:
+        costs = "ranks, data loaders and the disk tier run out of descriptors"
+        yield "open files", str(machine.open_files), "limit", costs, "ulimit -n 65536"

@@ -1,0 +1,36 @@
+"""What the command line says about an error instead of a traceback."""
+
+from __future__ import annotations
+
+import errno
+
+from windlass.base.errors import WindlassError
+
+# Top-level packages that come with an extra, so that a missing one names the line that installs it.
+_EXTRA_OF_PACKAGE = {
+    "transformers": "hf",
+    "tokenizers": "hf",
+    "datasets": "hf",
+    "pyarrow": "hf",
+    "tensorboard": "monitor",
+    "wandb": "monitor",
+    "matplotlib": "plot",
+}
+
+
+def describe_expected_error(error: BaseException) -> str | None:
+    """One message that says what, where and what to do; None for an error that nobody foresaw: that is a bug."""
+    if isinstance(error, WindlassError):
+        return str(error)
+    if isinstance(error, ModuleNotFoundError) and (error.name or "").split(".")[0] in _EXTRA_OF_PACKAGE:
+        package = (error.name or "").split(".")[0]
+        return f"this needs {package}, which is not installed: pip install 'windlass[{_EXTRA_OF_PACKAGE[package]}]'"
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        return f"the disk is full{_filename_suffix(error)}; free some space or write elsewhere"
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.strerror}{_filename_suffix(error)}; check that it exists and that you may use it"
+    return None
+
+
+def _filename_suffix(error: OSError) -> str:
+    return f": {error.filename}" if error.filename is not None else ""

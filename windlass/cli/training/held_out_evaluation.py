@@ -1,0 +1,44 @@
+"""Measures the held-out bits per byte of a model under training, over all ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from windlass.cli.training.loss_agreement import all_reduce_sum
+from windlass.data.held_out import IGNORE_INDEX, HeldOutSet
+
+
+def held_out_bits_per_byte(engine: Any, held_out: HeldOutSet, micro_batch: int) -> float:
+    """The negative log likelihood of the whole held-out text, in bits, over its bytes. Collective.
+
+    Comparable between tokenizers, unlike a loss or a perplexity per token.
+    """
+    device, (readers, reader) = engine.device, engine.readers
+    nats = torch.zeros((), dtype=torch.float64)
+    training = engine.module.training
+    engine.eval()
+    with torch.no_grad():
+        for inputs, labels in held_out.batches(micro_batch, reader, readers):
+            logits = _evaluate_logits(engine, torch.from_numpy(inputs).to(device))
+            if logits is None:  # the last stage of a pipeline has them
+                continue
+            targets = torch.from_numpy(labels).to(device)
+            loss = F.cross_entropy(
+                logits.float().flatten(0, 1), targets.flatten(), reduction="sum", ignore_index=IGNORE_INDEX
+            )
+            nats += loss.double().cpu()
+    engine.train(training)
+    together = engine.mesh.grid.size("sp", "tp")  # ranks that measured the same
+    return held_out.bits_per_byte(all_reduce_sum([float(nats)], device)[0] / together)
+
+
+def _evaluate_logits(engine: Any, ids: torch.Tensor) -> torch.Tensor | None:
+    """`[micro, seq, vocabulary]`."""
+    if engine.mesh.pp.size == 1:
+        logits: torch.Tensor = engine(input_ids=ids).logits
+        return logits
+    found = engine.eval_batch(iter([{"input_ids": ids}]), compute_loss=False, num_micro_batches=1)
+    return None if found is None else found[0]

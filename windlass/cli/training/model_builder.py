@@ -1,0 +1,146 @@
+"""Builds the causal language model that a run names."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from windlass.base.bounded_json import parse_json
+from windlass.base.errors import ModelError
+from windlass.base.remote_code import needs_remote_code, remote_code_refusal
+from windlass.cli.training.default_recipe import (
+    BUILT_IN_MODELS,
+    TINY_MODEL,
+    TINY_MOE_MODEL,
+    tiny_llama_config,
+    tiny_mixtral_config,
+)
+
+_PICKLE_PATTERN = "pytorch_model*.bin"
+
+
+def build_model(
+    name: str, vocab_size: int, seq_len: int, seed: int, eos: int, *, trust_remote_code: bool = False
+) -> nn.Module:
+    """The model, on the CPU: random from `seed` for `tiny` and bare configurations, else with its own weights.
+
+    Weights are read from safetensors only: the older files are pickles, which can run code.
+
+    Args:
+        trust_remote_code: run Python files that come with the model.
+
+    Raises:
+        ModelError: transformers is missing, no such model, it needs its own code, or its vocabulary is smaller than the
+            tokenizer's.
+    """
+    transformers = _import_transformers()
+    torch.manual_seed(seed % 2**63)
+    if name == TINY_MODEL:
+        config = transformers.LlamaConfig(**tiny_llama_config(vocab_size, seq_len), bos_token_id=eos, eos_token_id=eos)
+        return _check_vocab_size(transformers.LlamaForCausalLM(config), name, vocab_size)
+    if name == TINY_MOE_MODEL:
+        config = transformers.MixtralConfig(
+            **tiny_mixtral_config(vocab_size, seq_len), bos_token_id=eos, eos_token_id=eos
+        )
+        return _check_vocab_size(transformers.MixtralForCausalLM(config), name, vocab_size)
+    try:
+        if name.startswith("hub:") or has_weights(Path(name)):
+            model = transformers.AutoModelForCausalLM.from_pretrained(
+                name.removeprefix("hub:"), use_safetensors=True, trust_remote_code=trust_remote_code
+            )
+        else:
+            # By its folder: transformers looks there for the code.
+            file = config_file(name)
+            config = transformers.AutoConfig.from_pretrained(
+                file.parent if file.name == "config.json" else file, trust_remote_code=trust_remote_code
+            )
+            config.eos_token_id = eos
+            model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    except ModelError:
+        raise
+    except Exception as error:  # safetensors and the hub's client raise kinds of their own
+        if needs_remote_code(error):
+            raise ModelError(remote_code_refusal(name)) from error
+        reason = str(error).strip().split("\n")[0]
+        raise ModelError(
+            f"cannot build model {name!r}: {reason}; give 'tiny', a Hugging Face config.json, a directory, or hub:NAME"
+        ) from error
+    return _check_vocab_size(model, name, vocab_size)
+
+
+def config_file(name: str) -> Path:
+    """The config.json that `name`, a file or a directory, stands for.
+
+    Raises:
+        ModelError: it does not exist.
+    """
+    path = Path(name)
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        raise ModelError(
+            f"no model at {name!r}: {file} does not exist; give 'tiny', a Hugging Face config.json, a directory "
+            "that holds one, or hub:NAME"
+        )
+    return file
+
+
+def declared_vocab_size(name: str) -> int | None:
+    """The vocabulary size in the model's own configuration; None where the tokenizer decides (`tiny`, hub models)."""
+    if name in BUILT_IN_MODELS or name.startswith("hub:"):
+        return None
+    file = config_file(name)
+    try:
+        settings = parse_json(file.read_bytes())
+        return int(settings.get("text_config", settings)["vocab_size"])
+    except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
+        raise ModelError(
+            f"{file} is not the configuration of a language model ({error!r}); it needs at least model_type and "
+            "vocab_size"
+        ) from error
+
+
+def has_weights(path: Path) -> bool:
+    """Whether a directory holds weights to start from.
+
+    Raises:
+        ModelError: it holds pickled weights only, which would be passed over for random ones.
+    """
+    if not path.is_dir():
+        return False
+    if next(path.glob("*.safetensors"), None):
+        return True
+    pickled = next(path.glob(_PICKLE_PATTERN), None)
+    if pickled is not None:
+        raise ModelError(
+            f"{pickled} is a pickle, which can run code and is not read; save the model with save_pretrained of a "
+            "present transformers, which writes safetensors, or give its config.json to start from random weights"
+        )
+    return False
+
+
+def _check_vocab_size(model: Any, name: str, vocab_size: int) -> nn.Module:
+    rows = model.get_input_embeddings().weight.shape[0]
+    if rows < vocab_size:
+        raise ModelError(
+            f"model {name!r} has a vocabulary of {rows}, the tokenizer one of {vocab_size}; use the model's own "
+            f"tokenizer, or --vocab-size {rows}"
+        )
+    model.config.use_cache = False  # keys and values of past tokens are of no use in training
+    assert isinstance(model, nn.Module)
+    return model
+
+
+def _import_transformers() -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        raise ModelError("models need transformers: pip install 'windlass[hf]'") from error
+    talk: Any = transformers.logging
+    talk.set_verbosity_error()
+    talk.disable_progress_bar()
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # tells of each try; one message of ours follows
+    return transformers

@@ -1,0 +1,205 @@
+"""The training loop of one rank: steps, held-out measurements, checkpoints."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from windlass.base.errors import CheckpointError, LossError
+from windlass.base.log import logger
+from windlass.cli.training.held_out_evaluation import held_out_bits_per_byte
+from windlass.cli.training.loss_agreement import LossAgreement, all_reduce_losses
+from windlass.cli.training.progress_display import ProgressDisplay
+from windlass.cli.training.run_metrics import MetricsLog, MetricsRow, perplexity
+from windlass.cli.training.stop_signals import StopSignals
+from windlass.cli.training.training_plan import TrainingPlan
+from windlass.data.held_out import HeldOutSet
+from windlass.data.resumable_loaders import SequenceLoader
+from windlass.observe.memory_usage import device_memory, resident_bytes
+
+_SEED_FACTOR = 1_000_003
+_SEED_MODULUS = 2**63  # a seed of today's date, times two primes, is more than torch takes
+
+
+class TrainLoop:
+    """Takes an engine from where it stands to `plan.steps`.
+
+    Args:
+        loader: of this rank; its state travels in the checkpoint, so that a resume goes on at the exact sample.
+    """
+
+    def __init__(
+        self, engine: Any, loader: SequenceLoader, held_out: HeldOutSet, plan: TrainingPlan, stop_signals: StopSignals
+    ) -> None:
+        self.engine, self.loader, self.held_out, self.plan = engine, loader, held_out, plan
+        self.stop_signals = stop_signals
+        self.rank = dist.get_rank()
+        self.step = 0
+        self.initial_bits_per_byte: float | None = None
+        self.current_bits_per_byte: float | None = None
+        self._last_saved_step: int | None = None
+        self._last_measured_step: int | None = None
+
+    def run(self) -> bool:
+        """Trains to the last step, or until some rank is asked to stop; saves in both cases. True when all is done."""
+        if self.initial_bits_per_byte is None:
+            self.initial_bits_per_byte = self._evaluate_held_out()
+        with closing(TrainingReporter(self)) as reporter:
+            stopped = False
+            while self.step < self.plan.steps and not stopped:
+                stopped = self._train_step(reporter)
+                if self.plan.save_every and self.step % self.plan.save_every == 0:
+                    self.save()
+            if not stopped and self._last_measured_step != self.step:
+                reporter.report_held_out(self._evaluate_held_out())
+        self.save()
+        return not stopped
+
+    def save(self) -> None:
+        """Writes a checkpoint of this step, once. Collective.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        if self._last_saved_step == self.step:
+            return
+        state = {"step": self.step, "bits_before": self.initial_bits_per_byte, "loader": self.loader.state_dict()}
+        try:
+            self.engine.save_checkpoint(str(self.plan.checkpoint_folder), tag=f"step{self.step}", client_state=state)
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot write the checkpoint of step {self.step} to {self.plan.checkpoint_folder}: "
+                f"{error.strerror or error}; free some space or choose another --out"
+            ) from error
+        self._last_saved_step = self.step
+
+    def load(self) -> None:
+        """Goes on from the latest checkpoint. Collective.
+
+        Raises:
+            CheckpointError: there is none.
+        """
+        path, state = self.engine.load_checkpoint(str(self.plan.checkpoint_folder))
+        if path is None or "loader" not in (state or {}):
+            raise CheckpointError(
+                f"nothing to resume: no checkpoint of `windlass train` in {self.plan.checkpoint_folder}; "
+                "check --out, or leave out --resume"
+            )
+        self.loader.load_state_dict(state["loader"])
+        self.step, self.initial_bits_per_byte = int(state["step"]), state["bits_before"]
+        self._last_saved_step = self.step
+
+    def _train_step(self, reporter: TrainingReporter) -> bool:
+        """One optimizer step; True if the ranks agreed to stop after it."""
+        started = time.monotonic()
+        # Seeded by the step, dropout needs no random state in the checkpoint to repeat itself after a resume.
+        _, reader = self.engine.readers
+        torch.manual_seed(((self.plan.seed * _SEED_FACTOR + self.step) * _SEED_FACTOR + reader) % _SEED_MODULUS)
+        if self.engine.mesh.pp.size > 1:
+            loss = self.engine.train_batch(self._micro_batches())
+            verdict = all_reduce_losses([loss], self.stop_signals.stop_requested)
+        else:
+            verdict = self._train_micro_batches()
+        self.step += 1
+        norm = self.engine.grad_norm()
+        reporter.report_step(verdict.loss, norm, time.monotonic() - started)
+        if not verdict.stop_requested and self.plan.eval_every and self.step % self.plan.eval_every == 0:
+            reporter.report_held_out(self._evaluate_held_out())
+        return verdict.stop_requested
+
+    def _micro_batches(self) -> Iterator[dict[str, torch.Tensor]]:
+        while True:
+            yield {name: ids.to(self.engine.device) for name, ids in next(self.loader).items()}
+
+    def _train_micro_batches(self) -> LossAgreement:
+        losses: list[torch.Tensor] = []
+        batches = self._micro_batches()
+        accumulation = self.engine.gradient_accumulation_steps()
+        for micro in range(accumulation):
+            loss = self.engine(**next(batches)).loss
+            self.engine.backward(loss)
+            losses.append(loss.detach())
+            if micro == accumulation - 1:
+                verdict = all_reduce_losses(losses, self.stop_signals.stop_requested)
+                self._require_finite(verdict.first_non_finite)
+            self.engine.step()
+        return verdict
+
+    def _evaluate_held_out(self) -> float:
+        micro = self.engine.train_micro_batch_size_per_gpu()
+        self._last_measured_step = self.step
+        self.engine.finish_update()  # what is measured is what would be saved
+        self.current_bits_per_byte = held_out_bits_per_byte(self.engine, self.held_out, micro)
+        return self.current_bits_per_byte
+
+    def _require_finite(self, first_non_finite: tuple[int, int] | None) -> None:
+        if (
+            first_non_finite is None or self.engine.fp16_enabled()
+        ):  # under fp16 the engine skips the step and lowers the loss scale
+            return
+        rank, micro = first_non_finite
+        raise LossError(
+            f"the loss is not finite at step {self.step + 1} (rank {rank}, micro-batch {micro + 1}); the weights were "
+            "not changed by it. Try a lower learning rate, a longer warm-up or a smaller gradient_clipping, and go on "
+            "with --resume from the last checkpoint; --debug shows more"
+        )
+
+
+class TrainingReporter:
+    """What rank 0 shows and writes down about a run; silent on the others."""
+
+    def __init__(self, trainer: TrainLoop) -> None:
+        self._trainer = trainer
+        plan, engine = trainer.plan, trainer.engine
+        tokens = engine.train_batch_size() * plan.seq_len
+        self._tokens_per_step, self._tokens_per_second = tokens, 0.0
+        self._metrics: MetricsLog | None = None
+        self._display: ProgressDisplay | None = None
+        if trainer.rank != 0:
+            return
+        board = plan.config.get("tensorboard", {}).get("enabled", False)
+        self._metrics = MetricsLog(plan.metrics_file, None if board else plan.tensorboard_folder, trainer.step)
+        self._display = ProgressDisplay(plan.steps, trainer.step)
+        if trainer.step == 0:
+            self.report_held_out(trainer.initial_bits_per_byte)
+
+    def report_step(self, loss: float, norm: float | None, seconds: float) -> None:
+        """One optimizer step was done in so many seconds."""
+        if self._metrics is None or self._display is None:
+            return
+        trainer = self._trainer
+        speed = self._tokens_per_step / seconds
+        self._tokens_per_second = 0.9 * self._tokens_per_second + 0.1 * speed if self._tokens_per_second else speed
+        device = device_memory(trainer.engine.device)
+        row = MetricsRow(
+            step=trainer.step,
+            loss=loss,
+            perplexity=perplexity(loss),
+            learning_rate=float(trainer.engine.get_lr()[0]),
+            gradient_norm=None if norm is None else float(norm),
+            tokens_per_second=self._tokens_per_second,
+            memory_bytes=resident_bytes() if device is None else device.allocated,
+        )
+        self._metrics.append(row)
+        self._display.show_step(row)
+
+    def report_held_out(self, bits: float | None) -> None:
+        """The held-out text was measured at the step that was just done."""
+        if self._metrics is None or self._display is None or bits is None:
+            return
+        self._metrics.append(MetricsRow(step=self._trainer.step, held_out_bits_per_byte=bits))
+        self._display.show_note(f"step {self._trainer.step}: held-out bits per byte {bits:.3f}")
+
+    def close(self) -> None:
+        """Ends the display and the files."""
+        if self._metrics is not None:
+            self._metrics.close()
+        if self._display is not None:
+            self._display.close()
+        if self._trainer.stop_signals.stop_requested and self._trainer.rank == 0:
+            logger.info("stopping after step %d; saving", self._trainer.step)

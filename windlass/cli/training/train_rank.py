@@ -1,0 +1,146 @@
+"""The whole of one rank's run: model, engine, data, loop, and on rank 0 what the run leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+import windlass
+from windlass import watchdog
+from windlass.base.log import logger
+from windlass.cli.training.loss_plot import plot_loss
+from windlass.cli.training.model_builder import build_model
+from windlass.cli.training.model_export import export_model
+from windlass.cli.training.run_failure import describe_failure, record_failure, stopped_marker_path
+from windlass.cli.training.run_metrics import read_rows
+from windlass.cli.training.stop_signals import INTERRUPTED_EXIT_CODE, StopSignals
+from windlass.cli.training.text_continuation import generate_continuation
+from windlass.cli.training.train_loop import TrainLoop
+from windlass.cli.training.training_plan import TrainingPlan, read_plan, write_text
+from windlass.config import Config, load_config
+from windlass.data.held_out import HeldOutSet
+from windlass.data.resumable_loaders import SequenceLoader
+from windlass.data.token_file import TokenFile, open_tokens
+from windlass.data.tokenizer import load_tokenizer
+from windlass.initialize import setup_distributed
+
+
+def run_rank(plan_path: Path, failure_path: Path) -> int:
+    """Runs one rank; the exit code is 0, 1 after a failure, or 130 when it was asked to stop."""
+    try:
+        plan = read_plan(plan_path)
+        if train_on_rank(plan, StopSignals(failure_path)):
+            return 0
+        stopped_marker_path(failure_path).touch()
+        return INTERRUPTED_EXIT_CODE
+    except Exception as error:
+        rank = int(os.environ.get("RANK", "0"))
+        first = record_failure(failure_path, describe_failure(error, rank))
+        if first and os.environ.get("WINDLASS_DEBUG", "0") not in ("", "0"):
+            traceback.print_exc()
+        watchdog.report_failure(error)
+        return 1
+
+
+def _uses_sharded_init(config: Config) -> bool:
+    """Whether no rank will have the whole model, nor needs it on the way."""
+    axes = config.parallel
+    cut = axes.pp * axes.ep * axes.tp > 1 and config.pipeline.partition_method != "time"
+    return cut or config.zero_optimization.stage == 3
+
+
+def train_on_rank(plan: TrainingPlan, stop_signals: StopSignals) -> bool:
+    """The whole run on this rank; False if it was stopped before its end.
+
+    Raises:
+        WindlassError: whatever ends it early.
+    """
+    tokens = open_tokens(plan.token_file)
+    tokenizer = load_tokenizer(Path(plan.tokenizer))
+    config = load_config(plan.config)
+    setup_distributed(config)
+    with windlass.zero.Init(config_dict_or_path=config, enabled=_uses_sharded_init(config)):
+        model = build_model(
+            plan.model,
+            tokenizer.vocab_size,
+            plan.seq_len,
+            plan.seed,
+            tokenizer.eos,
+            trust_remote_code=plan.trust_remote_code,
+        )
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    engine, *_ = windlass.initialize(model=model, config=plan.config)
+    rank, (readers, reader) = dist.get_rank(), engine.data_loading_ranks
+    dist.barrier()  # from here on all ranks stop together
+    stop_signals.install()
+    if rank == 0:
+        logger.info(
+            "model %s: %.2f million parameters, world size %d (%s), ZeRO stage %d, %d tokens a step",
+            plan.model,
+            parameters / 1e6,
+            dist.get_world_size(),
+            engine.mesh.grid,
+            engine.zero_optimization_stage(),
+            engine.train_batch_size() * plan.seq_len,
+        )
+    loader = SequenceLoader(
+        tokens.train,
+        plan.seq_len,
+        engine.train_micro_batch_size_per_gpu(),
+        rank=reader,
+        world_size=readers,
+        seed=plan.seed,
+        digest=tokens.header.digest,
+    )
+    held_out = HeldOutSet(tokens.held_out, tokens.header.eval_bytes, plan.seq_len)
+    trainer = TrainLoop(engine, loader, held_out, plan, stop_signals)
+    if plan.resume:
+        trainer.load()
+    if not trainer.run():
+        return False
+    state = engine.full_state_dict()
+    if rank == 0:
+        write_results(plan, trainer, tokens, state)
+    dist.barrier()
+    return True
+
+
+def write_results(plan: TrainingPlan, loop: TrainLoop, tokens: TokenFile, state: dict[str, Any]) -> None:
+    """Exports the model, lets it write, draws the picture, and leaves the result for the parent; on rank 0."""
+    export_model(loop.engine.module, state, Path(plan.tokenizer), plan.export_folder)
+    prompt = plan.prompt
+    if prompt is None:
+        prompt = load_tokenizer(Path(plan.tokenizer)).backend.decode(tokens.held_out[1:25].tolist())
+    sample = ""
+    if plan.sample_tokens:
+        sample = generate_continuation(
+            plan.export_folder,
+            prompt,
+            max_new_tokens=plan.sample_tokens,
+            seed=plan.seed,
+            trust_remote_code=plan.trust_remote_code,
+        )
+    header = tokens.header
+    drawn = plot_loss(
+        read_rows(plan.metrics_file),
+        plan.loss_plot,
+        header.train_bytes / max(header.train_tokens, 1),
+        f"{plan.model}: held-out bits per byte {loop.initial_bits_per_byte:.2f} -> {loop.current_bits_per_byte:.2f}",
+    )
+    result = {
+        "step": loop.step,
+        "bits_before": loop.initial_bits_per_byte,
+        "bits_after": loop.current_bits_per_byte,
+        "epochs": loop.loader.epoch,
+        "checkpoint": str(plan.checkpoint_folder / f"step{loop.step}"),
+        "picture": str(plan.loss_plot) if drawn else None,
+        "exported": str(plan.export_folder),
+        "prompt": prompt,
+        "sample": sample,
+    }
+    write_text(plan.result_file, json.dumps(result, indent=2) + "\n")

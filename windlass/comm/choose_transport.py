@@ -1,0 +1,56 @@
+"""Which transport a group of ranks uses, and why."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import torch
+
+from windlass.base.errors import ConfigError
+from windlass.comm.rank_group import RankGroup
+from windlass.comm.shared_memory import shared_memory_problem
+from windlass.comm.shm_transport import ShmTransport
+from windlass.comm.transport import Transport, WireOptions
+from windlass.comm.wire_transport import GlooTransport, NcclTransport
+
+NAMES = ("auto", "shm", "gloo", "nccl")
+
+
+def choose_transport(
+    requested: str, group: RankGroup, device: torch.device, *, ways: WireOptions, timeout: timedelta
+) -> tuple[Transport, str]:
+    """The transport for `group`, and one sentence that says why. Collective.
+
+    Args:
+        requested: auto, shm, gloo or nccl; the environment's `WINDLASS_TRANSPORT` goes before it.
+        device: where the tensors lie.
+        ways: how a wire transport sends.
+        timeout: how long to wait for a peer (shm).
+
+    Raises:
+        ConfigError: a name that does not exist, or a transport that can't serve this device or these ranks.
+    """
+    source = "comm.transport"
+    if os.environ.get("WINDLASS_TRANSPORT"):
+        requested, source = os.environ["WINDLASS_TRANSPORT"].lower(), "WINDLASS_TRANSPORT"
+    if requested not in NAMES:
+        raise ConfigError(f"{source} = {requested!r} is no transport; use one of {', '.join(NAMES)}")
+    if device.type == "cuda":
+        if requested not in ("auto", "nccl"):
+            raise ConfigError(
+                f"{source} = {requested!r} moves CPU tensors, but the model is on {device}; use nccl or auto"
+            )
+        return NcclTransport(group, ways), "the model is on GPUs"
+    if requested == "nccl":
+        raise ConfigError(f"{source} = 'nccl' moves GPU tensors, but the model is on the CPU; use auto, shm or gloo")
+    if requested == "gloo":
+        return GlooTransport(group, ways), f"{source} asks for it"
+    if group.size == 1 and requested == "auto":
+        return GlooTransport(group, ways), "one rank has nobody to talk to"
+    problem = shared_memory_problem(group)
+    if problem is None:
+        return ShmTransport(group, timeout), f"{group.size} CPU ranks of one host"
+    if requested == "shm":
+        raise ConfigError(f"{source} = 'shm' can't be had: {problem}; use gloo or auto")
+    return GlooTransport(group, ways), f"no shared memory: {problem}"

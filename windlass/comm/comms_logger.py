@@ -1,0 +1,232 @@
+"""The `comms_logger`: how often, how much and how fast ranks talked, by operation and message size."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from datetime import datetime
+from typing import Any
+
+import torch.distributed as dist
+
+from windlass.base.errors import ConfigError
+from windlass.base.log import logger
+from windlass.comm import traffic
+from windlass.comm.collective_bandwidth import calc_bw_log, convert_size, trimmed_mean
+from windlass.comm.straggler_analysis import analyze_stragglers
+from windlass.config.comm_section import CommsLoggerConfig as Settings
+
+Records = dict[str, dict[int, list[Any]]]
+
+
+class CommsLogger:
+    """What was recorded on this rank, and whether anything is.
+
+    Attributes:
+        enabled: record at all.
+        prof_all: every operation; else those in `prof_ops` and calls with `prof=True`.
+        prof_ops: names of operations, or the `log_name` that a caller gave.
+        verbose: log each of them as it ends.
+        debug: tell calls apart by the function that called.
+        comms_dict: `{name: {bytes: [count, [ms], [algorithmic Gbit/s], [bus Gbit/s]]}}`.
+        engine: what windlass' own engines moved while this was on: `{operation: {bytes: count}}`. Their collectives
+            run behind the computation, so they have no latency of their own.
+    """
+
+    def __init__(self) -> None:
+        defaults = Settings()
+        self.prof_all, self.prof_ops = defaults.prof_all, list(defaults.prof_ops)
+        self.verbose, self.debug = defaults.verbose, defaults.debug
+        self.comms_dict: Records = {}
+        self.engine_traffic: dict[str, Counter[int]] = {}
+        self._lock = threading.Lock()
+        self._enabled = defaults.enabled
+
+    @property
+    def enabled(self) -> bool:
+        return self._enabled
+
+    @enabled.setter
+    def enabled(self, value: bool) -> None:
+        self._enabled = bool(value)
+        traffic.set_traffic_observer(self._record_engine_traffic if self._enabled else None)
+
+    def configure(self, comms_config: Any) -> None:
+        """Take the section `comms_logger`.
+
+        Args:
+            comms_config: a whole configuration (a dict, or an object that has `comms_logger`), or the section itself.
+
+        Raises:
+            ConfigError: it is no such section.
+        """
+        settings = _read_section(comms_config)
+        if settings is None:
+            return
+        self.prof_all, self.prof_ops = settings.prof_all, list(settings.prof_ops)
+        self.verbose, self.debug = settings.verbose, settings.debug
+        self.enabled = settings.enabled
+
+    def start_profiling_comms(self) -> None:
+        self.prof_all = True
+
+    def stop_profiling_comms(self) -> None:
+        self.prof_all = False
+
+    def start_profiling_op(self, op_name_list: Iterable[str]) -> None:
+        self.prof_ops = sorted({*self.prof_ops, *op_name_list})
+
+    def stop_profiling_op(self, op_name_list: Iterable[str]) -> None:
+        gone = set(op_name_list)
+        self.prof_ops = [name for name in self.prof_ops if name not in gone]
+
+    def should_record(self, name: str, prof: bool) -> bool:
+        """Whether a call under this name is recorded."""
+        return self._enabled and (prof or self.prof_all or name in self.prof_ops)
+
+    def append(self, raw_name: str, record_name: str, latency: float, msg_size: int, ranks: int | None = None) -> None:
+        """Record one operation.
+
+        Args:
+            raw_name: the operation, which says how its bandwidth is reckoned.
+            record_name: the name under which it is counted.
+            latency: in milliseconds.
+            msg_size: bytes of this rank's message.
+            ranks: of the group; None: the world.
+        """
+        algorithmic, bus = calc_bw_log(raw_name, msg_size, latency, ranks)
+        with self._lock:  # works end on threads, too
+            record = self.comms_dict.setdefault(record_name, {}).setdefault(msg_size, [0, [], [], []])
+            record[0] += 1
+            for values, value in zip(record[1:], (latency, algorithmic, bus), strict=True):
+                values.append(value)
+        if self.verbose:
+            logger.info(
+                "comm op: %s | time (ms): %.2f | msg size: %s | algbw (Gbps): %.2f | busbw (Gbps): %.2f",
+                record_name, latency, convert_size(msg_size), algorithmic, bus,
+            )  # fmt: skip
+
+    def get_raw_data(self) -> Records:
+        return dict(self.comms_dict)
+
+    def has_data(self) -> bool:
+        return bool(self.comms_dict)
+
+    def reset_data(self) -> None:
+        with self._lock:
+            self.comms_dict.clear()
+            self.engine_traffic.clear()
+
+    def get_operation_names(self) -> list[str]:
+        return list(self.comms_dict)
+
+    def get_total_operations(self) -> int:
+        return sum(record[0] for sizes in self.comms_dict.values() for record in sizes.values())
+
+    def get_operation_summary(self, operation_name: str) -> dict[int, dict[str, Any]] | None:
+        """By message size what `log_all` returns; None where nothing was recorded under that name."""
+        sizes = self.comms_dict.get(operation_name)
+        return (
+            None if sizes is None else {size: _summarize_record(size, record) for size, record in sorted(sizes.items())}
+        )
+
+    def log_all(
+        self, print_log: bool = True, show_straggler: bool = False, return_dict: bool = False
+    ) -> dict[str, Any] | None:
+        """Print what was recorded on this rank, return it, or both.
+
+        Args:
+            print_log: print a table.
+            show_straggler: also how long this rank waited for later ones: each latency less the least that any rank
+                saw for the same operation. Collective: all ranks ask for it.
+            return_dict: return `{"summary", "straggler_analysis", "engine", "metadata"}`.
+        """
+        started = dist.is_initialized()
+        names = list(self.comms_dict)
+        summary = {name: self.get_operation_summary(name) or {} for name in names}
+        late = (
+            analyze_stragglers({name: dict(sizes) for name, sizes in self.comms_dict.items()})
+            if show_straggler
+            else None
+        )
+        if print_log:
+            for line in _format_table(summary, _COLUMNS):
+                print(line)
+            for name, sizes in self.engine_traffic.items():
+                for size, count in sorted(sizes.items()):
+                    print(f"{'engine ' + name: <20}{convert_size(size): <20}{count: <20}")
+            if late is not None:
+                print("Breakdown with straggler effect")
+                for line in _format_table(late, _STRAGGLER_COLUMNS):
+                    print(line)
+        if not return_dict:
+            return None
+        place = (
+            {"world_size": dist.get_world_size(), "rank": dist.get_rank()} if started else {"world_size": 1, "rank": 0}
+        )
+        return {
+            "summary": summary,
+            "straggler_analysis": late,
+            "engine": {name: dict(sizes) for name, sizes in self.engine_traffic.items()},
+            "metadata": {**place, "timestamp": datetime.now().isoformat()},
+        }
+
+    def _record_engine_traffic(self, operation: str, moved: int) -> None:
+        with self._lock:
+            self.engine_traffic.setdefault(operation, Counter())[moved] += 1
+
+
+_COLUMNS = {
+    "Total Latency(ms)": "total_latency_ms",
+    "Avg Latency(ms)": "avg_latency_ms",
+    "tput_avg (Gbps)": "tput_avg_gbps",
+    "busbw_avg (Gbps)": "busbw_avg_gbps",
+}
+_STRAGGLER_COLUMNS = {
+    "Total comm lat(ms)": "total_comm_lat_ms",
+    "Total straggler(ms)": "total_straggler_ms",
+    "Avg comm lat(ms)": "avg_comm_lat_ms",
+    "Avg straggler(ms)": "avg_straggler_ms",
+}
+
+
+def _summarize_record(size: int, record: list[Any]) -> dict[str, Any]:
+    count, latencies, algorithmic, bus = record
+    return {
+        "count": count,
+        "total_latency_ms": sum(latencies),
+        "avg_latency_ms": trimmed_mean(latencies),
+        "tput_avg_gbps": trimmed_mean(algorithmic),
+        "busbw_avg_gbps": trimmed_mean(bus),
+        "msg_size_bytes": size,
+        "msg_size_str": convert_size(size),
+    }
+
+
+def _format_table(summary: Mapping[str, Mapping[int, Mapping[str, Any]]], columns: Mapping[str, str]) -> Iterable[str]:
+    yield "".join(f"{title: <20}" for title in ("Comm. Op", "Message Size", "Count", *columns))
+    for name, sizes in summary.items():
+        yield name
+        for figures in sizes.values():
+            values = "".join(f"{figures[key]: <20.2f}" for key in columns.values())
+            yield f"{'': <20}{figures['msg_size_str']: <20}{figures['count']: <20}{values}"
+
+
+def _read_section(config_or_section: Any) -> Settings | None:
+    """The section that `given` is or holds; None where it holds none."""
+    if isinstance(config_or_section, Settings):
+        return config_or_section
+    inner = getattr(config_or_section, "comms_config", config_or_section)  # a DeepSpeedConfig keeps its own there
+    section = inner.get("comms_logger") if isinstance(inner, Mapping) else getattr(inner, "comms_logger", None)
+    if section is None or isinstance(section, Settings):
+        return section
+    if hasattr(section, "prof_ops"):
+        section = {name: getattr(section, name) for name in Settings.model_fields}
+    try:
+        return Settings.model_validate(section)
+    except ValueError as error:
+        raise ConfigError(f"comms_logger = {section!r}: {error}") from error
+
+
+comms_logger = CommsLogger()

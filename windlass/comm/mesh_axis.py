@@ -1,0 +1,207 @@
+"""One axis of the mesh as a rank sees it: the peers along it, and what they tell each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from windlass.base.collective_activity import WaitScope
+from windlass.base.pending import DONE, FinishingPending, Pending
+from windlass.comm.point_to_point import exchange_tensors
+from windlass.comm.rank_group import RankGroup
+from windlass.comm.traffic import Traffic
+
+_ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+_checks: list[Callable[[], None]] = []
+
+
+def before_next_collective(check: Callable[[], None]) -> None:
+    """Call `check` once, before the next collective along any axis. If it raises, the collective does not start."""
+    _checks.append(check)
+
+
+def _run_checks() -> None:
+    while _checks:
+        _checks.pop()()
+
+
+class MeshAxis:
+    """The ranks along one axis, and their collectives. All of them start the same ones in the same order.
+
+    `traffic.bytes_moved` counts, by operation, the bytes that a rank has to receive at least: of an all-reduce of B
+    bytes over n ranks `2 B (n - 1) / n`, of an all-gather and of an all-to-all what comes from others, of a
+    reduce-scatter its own part `n - 1` times. On an axis of one rank nothing moves, and every call gives what came.
+
+    Args:
+        name: of the axis ("tp", ...), for people and errors.
+        group: this rank's.
+        traffic: counts; its own by default.
+    """
+
+    def __init__(self, name: str, group: RankGroup, traffic: Traffic | None = None) -> None:
+        self.name, self.group, self.traffic = name, group, traffic if traffic is not None else Traffic()
+
+    @property
+    def size(self) -> int:
+        return self.group.size
+
+    @property
+    def index(self) -> int:
+        """This rank's place along the axis."""
+        return self.group.index
+
+    def all_reduce(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
+        """Reduce `tensor` in place over the axis; returns it."""
+        self.start_all_reduce(tensor, op).wait()
+        return tensor
+
+    def start_all_reduce(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> Pending:
+        """As `all_reduce`; `tensor`, which is contiguous, holds the result once that is finished."""
+        if self.size == 1:
+            return DONE
+        _run_checks()
+        self._count("all_reduce", 2 * _nbytes(tensor) * (self.size - 1) // self.size)
+        return _pending(dist.all_reduce(tensor, op=op, group=self.group.process_group, async_op=True), self._what())
+
+    def all_gather(self, tensor: torch.Tensor, dim: int = 0, sizes: Sequence[int] | None = None) -> torch.Tensor:
+        """The tensors of all ranks, end to end along `dim`.
+
+        Args:
+            sizes: of each rank's along `dim`, where they differ; one of them is the size here.
+        """
+        if self.size == 1:
+            return tensor
+        _run_checks()
+        moved = tensor.movedim(dim, 0)
+        lengths = list(sizes) if sizes is not None else [moved.shape[0]] * self.size
+        row = moved[:1].numel() if moved.shape[0] else moved.new_empty((1, *moved.shape[1:])).numel()
+        self._count("all_gather", (sum(lengths) - lengths[self.index]) * row * tensor.element_size())
+        longest = max(lengths)
+        own = moved.contiguous()
+        if moved.shape[0] < longest:
+            own = torch.cat([own, own.new_zeros((longest - moved.shape[0], *moved.shape[1:]))])
+        whole = own.new_empty((self.size * longest, *moved.shape[1:]))
+        with self._what():
+            _ALL_GATHER(whole, own, group=self.group.process_group)
+        if len(set(lengths)) > 1:
+            parts = whole.view(self.size, longest, *moved.shape[1:])
+            whole = torch.cat([parts[rank, :length] for rank, length in enumerate(lengths)])
+        return whole.movedim(0, dim)
+
+    def reduce_scatter(self, tensor: torch.Tensor, dim: int = 0, sizes: Sequence[int] | None = None) -> torch.Tensor:
+        """This rank's part, along `dim`, of the sum of the tensors of all ranks.
+
+        Args:
+            sizes: of each rank's part along `dim`; equal ones by default.
+
+        Raises:
+            ValueError: the size along `dim` is not their sum, or not a multiple of the axis.
+        """
+        if self.size == 1:
+            return tensor
+        _run_checks()
+        moved = tensor.movedim(dim, 0)
+        lengths = list(sizes) if sizes is not None else [moved.shape[0] // self.size] * self.size
+        if sum(lengths) != moved.shape[0]:
+            raise ValueError(f"{moved.shape[0]} rows can't be cut into parts of {lengths} over {self.name}")
+        longest, row = max(lengths), moved[:1].numel()
+        self._count("reduce_scatter", lengths[self.index] * row * tensor.element_size() * (self.size - 1))
+        whole = moved.contiguous()
+        if len(set(lengths)) > 1:
+            padded = whole.new_zeros((self.size, longest, *moved.shape[1:]))
+            for rank, part in enumerate(whole.split(lengths)):
+                padded[rank, : part.shape[0]] = part
+            whole = padded.view(self.size * longest, *moved.shape[1:])
+        own = whole.new_empty((longest, *moved.shape[1:]))
+        with self._what():
+            _REDUCE_SCATTER(own, whole, group=self.group.process_group)
+        return own[: lengths[self.index]].movedim(0, dim)
+
+    def all_to_all(
+        self, tensor: torch.Tensor, sends: Sequence[int] | None = None, receives: Sequence[int] | None = None
+    ) -> torch.Tensor:
+        """Rows to other ranks, and theirs to here.
+
+        Args:
+            tensor: `[sum(sends), ...]`, the rows for rank 0 first.
+            sends, receives: rows for and from each rank; as many for each by default.
+
+        Returns:
+            `[sum(receives), ...]`, those of rank 0 first.
+        """
+        if self.size == 1:
+            return tensor
+        _run_checks()
+        sends = list(sends) if sends is not None else [tensor.shape[0] // self.size] * self.size
+        receives = list(receives) if receives is not None else list(sends)
+        if sum(sends) != tensor.shape[0]:
+            raise ValueError(f"{tensor.shape[0]} rows can't be sent as {sends} over {self.name}")
+        out = tensor.new_empty((sum(receives), *tensor.shape[1:]))
+        row = tensor.element_size() * tensor.shape[1:].numel()
+        self._count("all_to_all", (sum(receives) - receives[self.index]) * row)
+        with self._what():
+            dist.all_to_all_single(out, tensor.contiguous(), receives, sends, group=self.group.process_group)
+        return out
+
+    def shift(self, tensors: Sequence[torch.Tensor], by: int = 1) -> list[torch.Tensor]:
+        """Send tensors to the rank `by` places further on, as on a ring, and get those of the rank as far before, which
+        are as large."""
+        if self.size == 1 or by % self.size == 0:
+            return list(tensors)
+        _run_checks()
+        received = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in tensors]
+        to, source = (self.index + by) % self.size, (self.index - by) % self.size
+        with self._what():
+            moved = exchange_tensors(
+                self.group,
+                [(to, tensor.contiguous().view(-1)) for tensor in tensors],
+                [(source, tensor.view(-1)) for tensor in received],
+            )
+        self._count("pass_on", moved)
+        return received
+
+    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
+        """Take the values of the rank at place `source` along the axis; in place, of a contiguous tensor."""
+        if self.size > 1:
+            _run_checks()
+            self._count("broadcast", _nbytes(tensor) if self.index != source else 0)
+            with self._what():
+                dist.broadcast(tensor, self.group.ranks[source], group=self.group.process_group)
+        return tensor
+
+    def all_gather_object(self, said: Any) -> list[Any]:
+        """What each rank says, a plain Python value, in the order of the axis."""
+        heard: list[Any] = [said] * self.size
+        if self.size > 1:
+            _run_checks()
+            with self._what():
+                dist.all_gather_object(heard, said, group=self.group.process_group)
+        return heard
+
+    def _count(self, operation: str, nbytes: int) -> None:
+        self.traffic.add(operation, 0, nbytes)
+
+    def _what(self) -> WaitScope:
+        return WaitScope(f"a collective along {self.name}")
+
+
+def single_rank_axis(name: str, rank: int = 0) -> MeshAxis:
+    """An axis of one rank."""
+    return MeshAxis(name, RankGroup(None, (rank,), 0))  # type: ignore[arg-type]  # it never communicates
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _pending(work: Any, what: WaitScope) -> Pending:
+    def block() -> None:
+        with what:
+            work.wait()
+
+    return FinishingPending(work.is_completed, block, lambda: None)

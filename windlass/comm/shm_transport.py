@@ -1,0 +1,232 @@
+"""The transport of CPU ranks on one host: they read each other's buffers where they lie."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+
+from windlass.base.pending import DONE, ChainedPending, FinishingPending, Pending
+from windlass.comm import agreement_board
+from windlass.comm.agreement_board import SharedMemoryBoard
+from windlass.comm.anonymous_pages import AnonymousPages
+from windlass.comm.gather_windows import COUNTERS, WINDOWS, GatherWindows
+from windlass.comm.ordered_sum import ordered_sum
+from windlass.comm.rank_group import RankGroup
+from windlass.comm.shared_memory import Counters, SharedMemory
+from windlass.comm.traffic import Traffic
+from windlass.comm.transport import BufferRequest, TransportBuffer, local_shard
+
+_ALIGN = 64
+_PER_BUFFER = 2  # counters: published, gathered
+_PER_LANE = 3  # counters: offered, taken, and from which place of the ring
+
+
+class ShmTransport:
+    """One-sided: an operation needs its peers to have offered their part, not to take part at the same moment.
+
+    A rank raises `offered` (or `published`) once its part may be read and `taken` (or `gathered`) once it has read the
+    others'; whoever wants to write the buffer again waits for its peers' `taken` (`settle`).
+
+    A transient buffer that is not `common` is this rank's alone, and gathered through `Windows`.
+    """
+
+    name = "shm"
+
+    def __init__(self, group: RankGroup, timeout: timedelta) -> None:
+        self.group, self.traffic = group, Traffic()
+        self._timeout = timeout
+        self._turns: list[int] = []
+        self._lanes: list[int] = []  # where each lane's counters begin
+
+    def allocate(self, needs: list[BufferRequest], device: torch.device, *, lanes: int = 0) -> list[TransportBuffer]:
+        """Buffers, zeroed, in shared memory; those with `common` exist once, and of transient ones the windows."""
+        size = self.group.size
+        alone = [need for need in needs if need.transient and not need.shared]
+        window = max((_bytes(need) // size for need in alone), default=0) if size > 1 else 0
+        starts = iter(_places([window] * WINDOWS + [_bytes(n) for n in needs if not n.shared and not n.transient]))
+        own = [next(starts) for _ in range(WINDOWS)]
+        places = {False: starts, True: iter(_places([_bytes(n) for n in needs if n.shared]))}
+        planned = [None if n.transient and not n.shared else next(places[n.shared]) for n in needs]
+        memory = SharedMemory(self.group, next(starts))
+        # the common block lies in the first rank's memory; the others contribute an empty one
+        total = next(places[True])
+        shared = SharedMemory(self.group, total if self.group.index == 0 else 1)
+        rest = self._open_lanes(_PER_BUFFER * len(needs), lanes)
+        self._counters = Counters(self.group, rest + COUNTERS + agreement_board.COUNTERS, self._timeout)
+        self._board = rest + COUNTERS
+        shown = [[block[at : at + window] for block in memory.blocks] for at in own]
+        self._windows = GatherWindows(self.group, shown, self._counters, rest, self.traffic)
+        buffers: list[TransportBuffer] = []
+        for number, (need, start) in enumerate(zip(needs, planned, strict=True)):
+            if start is None:
+                pages = AnonymousPages(_bytes(need))
+                local = pages.bytes[: _bytes(need)].view(need.dtype)
+                buffers.append(TransportBuffer(local, key=_PER_BUFFER * number, pages=pages))
+                continue
+            blocks = [shared.blocks[0]] * size if need.shared else memory.blocks
+            parts = [block[start : start + _bytes(need)].view(need.dtype) for block in blocks]
+            buffers.append(TransportBuffer(parts[self.group.index], parts, need.shared, _PER_BUFFER * number))
+        return buffers
+
+    def extend(self, needs: list[BufferRequest], device: torch.device, *, lanes: int = 0) -> list[TransportBuffer]:
+        memory_of = _places([_bytes(need) for need in needs])
+        memory = SharedMemory(self.group, memory_of[-1])
+        first = self._counters.extend(_PER_BUFFER * len(needs) + _PER_LANE * lanes)
+        self._open_lanes(first + _PER_BUFFER * len(needs), lanes)
+        buffers = []
+        for number, (need, start) in enumerate(zip(needs, memory_of, strict=False)):
+            parts = [block[start : start + _bytes(need)].view(need.dtype) for block in memory.blocks]
+            buffers.append(TransportBuffer(parts[self.group.index], parts, key=first + _PER_BUFFER * number))
+        return buffers
+
+    def _open_lanes(self, first: int, lanes: int) -> int:
+        """Have so many more lanes, whose counters begin at `first`; returns where they end."""
+        self._lanes += [first + _PER_LANE * lane for lane in range(lanes)]
+        self._turns += [0] * lanes
+        return first + _PER_LANE * lanes
+
+    def reduce(
+        self,
+        lane: int,
+        buffer: TransportBuffer,
+        out: torch.Tensor,
+        *,
+        add: bool,
+        factor: float,
+        elements: int,
+        wire: torch.dtype,
+    ) -> ShmReduction:
+        return ShmReduction(self, lane, buffer, out, add, factor, elements, wire)
+
+    def publish(self, buffer: TransportBuffer) -> None:
+        buffer.published += 1
+        self._counters.raise_to(buffer.key, buffer.published)
+
+    def all_gather(self, buffer: TransportBuffer, *, elements: int, ready: Pending = DONE) -> Pending:
+        if self.group.size == 1:
+            return ready
+        if buffer.pages is not None:
+            return self._windows.gather(buffer, ready, elements)
+        turn, counters = buffer.published, self._counters
+
+        def read() -> None:
+            size, moved = self.group.size, 0
+            for index, part in enumerate(buffer.parts):
+                if index != self.group.index and not buffer.shared:
+                    theirs = local_shard(part, index, size)
+                    local_shard(buffer.local, index, size).copy_(theirs)
+                    moved += theirs.numel() * theirs.element_size()
+            counters.raise_to(buffer.key + 1, turn)
+            self.traffic.add("gather", elements, moved)
+
+        step = FinishingPending(
+            lambda: counters.reached(buffer.key, turn), lambda: counters.wait(buffer.key, turn, "a gather"), read
+        )
+        return step if ready is DONE else ChainedPending(ready, lambda: step)
+
+    def board(self) -> SharedMemoryBoard:
+        return SharedMemoryBoard(self.group, self._counters, self._board)
+
+    def wait_until_read(self, buffer: TransportBuffer) -> None:
+        what = "the release of a buffer"
+        self._counters.wait(buffer.key + 1, buffer.published, what)
+        if buffer.mark.turn:
+            self._counters.wait(self._lane(buffer.mark.lane) + 1, buffer.mark.turn, what)
+
+    def free_memory(self, buffer: TransportBuffer) -> None:
+        if buffer.pages is not None:
+            buffer.pages.discard()
+        else:
+            self.wait_until_read(buffer)
+
+    def allocate_memory(self, buffer: TransportBuffer) -> None:
+        return  # pages come back when they are touched
+
+    def offer(self, lane: int, buffer: TransportBuffer) -> int:
+        """Say that this rank's part of a lane's next sum may be read; returns the turn that peers must have offered."""
+        base = self._lane(lane)
+        # a peer that has not read the turn before would look for it in the place of this one
+        self._counters.wait(base + 1, self._turns[lane], "the reduction before")
+        self._turns[lane] += 1
+        turn = self._turns[lane]
+        buffer.mark.lane, buffer.mark.turn = lane, turn
+        self._counters.set(base + 2, buffer.ring_index)
+        self._counters.raise_to(base, turn)
+        return turn
+
+    def taken(self, lane: int, turn: int) -> None:
+        """Say that this rank has read what its peers offered."""
+        self._counters.raise_to(self._lane(lane) + 1, turn)
+
+    def offered(self, lane: int, turn: int) -> bool:
+        """Whether all peers have offered their parts of this turn."""
+        return self._counters.reached(self._lane(lane), turn)
+
+    def wait(self, lane: int, turn: int) -> None:
+        """Block until `offered`."""
+        self._counters.wait(self._lane(lane), turn, "a gradient reduction")
+
+    def parts(self, lane: int, buffer: TransportBuffer) -> list[torch.Tensor]:
+        """Every rank's part of what is offered in a lane, this rank's cut of it, in rank order."""
+        group, numel = self.group, buffer.local.numel()
+        found = []
+        for rank in range(group.size):
+            place = buffer.ring_index if rank == group.index else self._counters.read(rank, self._lane(lane) + 2)
+            whole = buffer.ring[place][rank] if buffer.ring else buffer.parts[rank]
+            found.append(local_shard(whole[:numel], group.index, group.size))
+        return found
+
+    def _lane(self, lane: int) -> int:
+        return self._lanes[lane]
+
+
+class ShmReduction:
+    """A reduction whose sum is computed here once all peers have offered their parts."""
+
+    def __init__(
+        self,
+        transport: ShmTransport,
+        lane: int,
+        buffer: TransportBuffer,
+        out: torch.Tensor,
+        add: bool,
+        factor: float,
+        elements: int,
+        wire: torch.dtype,
+    ) -> None:
+        self.squares: torch.Tensor | None = None
+        self._transport, self._lane, self._buffer, self._out = transport, lane, buffer, out
+        self._add, self._factor, self._elements, self._wire = add, factor, elements, wire
+        turn = self._turn = transport.offer(lane, buffer)
+        self._step = FinishingPending(
+            lambda: transport.offered(lane, turn), lambda: transport.wait(lane, turn), self._finish
+        )
+
+    def poll(self) -> bool:
+        return self._step.poll()
+
+    def wait(self) -> None:
+        self._step.wait()
+
+    def _finish(self) -> None:
+        size = self._transport.group.size
+        parts = self._transport.parts(self._lane, self._buffer)
+        if self._wire != parts[0].dtype:
+            parts = [part.to(self._wire) for part in parts]
+        self.squares = ordered_sum(parts, self._out, add=self._add, factor=self._factor, measure=True)
+        self._transport.taken(self._lane, self._turn)
+        moved = (size - 1) * self._out.numel() * self._wire.itemsize
+        self._transport.traffic.add("reduce", self._elements if size > 1 else 0, moved)
+
+
+def _bytes(need: BufferRequest) -> int:
+    return need.numel * need.dtype.itemsize
+
+
+def _places(sizes: list[int]) -> list[int]:
+    """Where each of these many bytes starts in a block, and last the size of the block."""
+    starts = [0]
+    for size in sizes:
+        starts.append(starts[-1] + -(-size // _ALIGN) * _ALIGN)
+    return starts

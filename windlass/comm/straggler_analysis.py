@@ -1,0 +1,40 @@
+"""How long each rank waited for later ones: its latencies against the least that any rank saw."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+from windlass.comm.collective_bandwidth import convert_size, trimmed_mean
+
+
+def analyze_stragglers(records: dict[str, dict[int, list[Any]]]) -> dict[str, dict[int, dict[str, Any]]]:
+    """The last rank to come to an operation sees its bare latency, the others that and their wait. Collective.
+
+    Operations are matched by name, size and turn; what not all ranks of the world recorded equally often (a send, an
+    operation of a sub-group) is compared among those that did.
+
+    Args:
+        records: of this rank, as in `CommsLogger.comms_dict`.
+    """
+    mine = {(name, size): record[1] for name, sizes in records.items() for size, record in sizes.items()}
+    everyone = [mine]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        everyone = [{} for _ in range(dist.get_world_size())]
+        dist.all_gather_object(everyone, mine)
+    late: dict[str, dict[int, dict[str, Any]]] = {}
+    for (name, size), latencies in sorted(mine.items()):
+        alike = [other[name, size] for other in everyone if len(other.get((name, size), ())) == len(latencies)]
+        least = [min(turn) for turn in zip(*alike, strict=True)]
+        waited = [own - best for own, best in zip(latencies, least, strict=True)]
+        late.setdefault(name, {})[size] = {
+            "count": len(latencies),
+            "total_comm_lat_ms": sum(least),
+            "total_straggler_ms": sum(waited),
+            "avg_comm_lat_ms": trimmed_mean(least),
+            "avg_straggler_ms": trimmed_mean(waited),
+            "msg_size_bytes": size,
+            "msg_size_str": convert_size(size),
+        }
+    return late

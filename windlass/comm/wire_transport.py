@@ -1,0 +1,320 @@
+"""The transports over torch.distributed: gloo by pairwise exchange, nccl by its own collectives."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from windlass.base.collective_activity import activity
+from windlass.base.pending import DONE, ChainedPending, FinishingPending, Pending
+from windlass.comm.agreement_board import WireBoard
+from windlass.comm.ordered_sum import ordered_sum, sum_of_squares
+from windlass.comm.rank_group import RankGroup
+from windlass.comm.traffic import Traffic
+from windlass.comm.transport import BufferRequest, Reduction, TransportBuffer, WireOptions, local_shard
+
+# torch 2.13 renamed both; the older names warn there, the newer ones do not exist in 2.10
+_ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class _WireTransport:
+    """What both have in common: private buffers, and nothing to settle since a collective ends when it was read."""
+
+    name = "wire"
+
+    def __init__(self, group: RankGroup, ways: WireOptions) -> None:
+        self.group, self.traffic, self.ways = group, Traffic(), ways
+        self._tag = 0
+        self._waiting: deque[ChainedPending] = deque()
+
+    def allocate(self, needs: list[BufferRequest], device: torch.device, *, lanes: int = 0) -> list[TransportBuffer]:
+        return [TransportBuffer(_flat(need, device)) for need in needs]
+
+    def extend(self, needs: list[BufferRequest], device: torch.device, *, lanes: int = 0) -> list[TransportBuffer]:
+        return self.allocate(needs, device, lanes=lanes)
+
+    def board(self) -> WireBoard:
+        return WireBoard(self.group)
+
+    def wait_until_read(self, buffer: TransportBuffer) -> None:
+        return
+
+    def publish(self, buffer: TransportBuffer) -> None:
+        return
+
+    def free_memory(self, buffer: TransportBuffer) -> None:
+        buffer.local.untyped_storage().resize_(0)
+
+    def allocate_memory(self, buffer: TransportBuffer) -> None:
+        buffer.local.untyped_storage().resize_(buffer.local.numel() * buffer.local.element_size())
+
+    def reduce(
+        self,
+        lane: int,
+        buffer: TransportBuffer,
+        out: torch.Tensor,
+        *,
+        add: bool,
+        factor: float,
+        elements: int,
+        wire: torch.dtype,
+    ) -> Reduction:
+        self._count("reduce", elements, buffer.local.numel(), wire.itemsize)
+        self._begin_waiting()
+        if not self.ways.use_reduce_scatter and self.group.size > 1:
+            return WholeReduction(self.group, buffer.local, out, add, factor, wire)
+        return self._scatter(buffer.local, out, add, factor, wire)
+
+    def all_gather(self, buffer: TransportBuffer, *, elements: int, ready: Pending = DONE) -> Pending:
+        if self.group.size == 1:
+            return ready
+        self._count("gather", elements, buffer.local.numel(), buffer.local.element_size())
+        self._begin_waiting()
+        tag = self._next_tag()
+        if ready is DONE:
+            return self._gathering(buffer.local, tag)
+        waiting = ChainedPending(ready, lambda: self._gathering(buffer.local, tag))
+        self._waiting.append(waiting)
+        return waiting
+
+    def _gathering(self, flat: torch.Tensor, tag: int) -> Pending:
+        together = self.ways.use_all_gather
+        works = list(self._gather(flat, tag) if together else _broadcasts(flat, self.group))
+        return FinishingPending(None, lambda: _wait(works), lambda: None)
+
+    def _begin_waiting(self) -> None:
+        """Begin gathers whose own cut was still on its way, where those of all ranks must begin in one order."""
+        while self._waiting:
+            first = self._waiting.popleft()
+            if not self._tagged:
+                first.wait_for_first()
+
+    @property
+    def _tagged(self) -> bool:
+        """Whether messages of different collectives are told apart by their tags."""
+        return False
+
+    def _scatter(self, flat: torch.Tensor, out: torch.Tensor, add: bool, factor: float, wire: torch.dtype) -> Reduction:
+        raise NotImplementedError
+
+    def _gather(self, flat: torch.Tensor, tag: int) -> Iterator[dist.Work]:
+        raise NotImplementedError
+
+    def _next_tag(self) -> int:
+        """A tag for one operation, equal on all ranks since they start operations in one order."""
+        self._tag = (self._tag + 1) % (1 << 20)
+        return self._tag
+
+    def _count(self, operation: str, elements: int, numel: int, itemsize: int) -> None:
+        others = (self.group.size - 1) * numel // self.group.size
+        self.traffic.add(operation, elements if self.group.size > 1 else 0, others * itemsize)
+
+
+class GlooTransport(_WireTransport):
+    """Each pair of ranks exchanges exactly the cuts that the other owns.
+
+    Gloo's own reduce-scatter moves twice the bytes that its all-reduce does; a pairwise exchange and an ordered sum
+    move (size - 1) / size of the buffer and give every transport the same bits.
+    """
+
+    name = "gloo"
+
+    def _scatter(self, flat: torch.Tensor, out: torch.Tensor, add: bool, factor: float, wire: torch.dtype) -> Reduction:
+        return GlooReduction(self.group, flat, out, add, factor, wire, self.ways, self._next_tag())
+
+    @property
+    def _tagged(self) -> bool:
+        return self.ways.use_all_gather and self.ways.use_reduce_scatter
+
+    def _gather(self, flat: torch.Tensor, tag: int) -> Iterator[dist.Work]:
+        group = self.group
+        span = max(1, self.ways.gather_chunk // group.size)
+        own = local_shard(flat, group.index, group.size)
+        for start in range(0, own.numel(), span):
+            for index in _peers(group, rotate=self.ways.rotate_peers):
+                yield _receive(
+                    local_shard(flat, index, group.size)[start : start + span], group.ranks[index], group, tag
+                )
+                yield _send(own[start : start + span], group.ranks[index], group, tag)
+
+
+class GlooReduction:
+    """A pairwise exchange under way, chunk by chunk, and the ordered sum at its end."""
+
+    def __init__(
+        self,
+        group: RankGroup,
+        flat: torch.Tensor,
+        out: torch.Tensor,
+        add: bool,
+        factor: float,
+        wire: torch.dtype,
+        ways: WireOptions,
+        tag: int,
+    ) -> None:
+        self.squares: torch.Tensor | None = None
+        self._group, self._flat, self._out, self._tag = group, flat, out, tag
+        self._add, self._factor, self._wire, self._rotate = add, factor, wire, ways.rotate_peers
+        self._span = max(1, min(out.numel(), ways.reduce_chunk // group.size))
+        self._works: list[dist.Work] = []
+        self._parts: list[torch.Tensor] = []
+        self._sent: list[torch.Tensor] = []  # what is being sent must live until it was
+        self._step = FinishingPending(self._ready, lambda: None, self._finish)
+        self._start(0)
+
+    def poll(self) -> bool:
+        return self._step.poll()
+
+    def wait(self) -> None:
+        self._step.wait()
+
+    def _ready(self) -> bool:
+        return self._span >= self._out.numel() and all(work.is_completed() for work in self._works)
+
+    def _start(self, begin: int) -> None:
+        activity.progress_count += 1
+        group, end = self._group, min(begin + self._span, self._out.numel())
+        parts = [local_shard(self._flat, index, group.size)[begin:end].to(self._wire) for index in range(group.size)]
+        self._sent, self._parts, self._works = parts, list(parts), []
+        for index in _peers(group, rotate=self._rotate):
+            self._parts[index] = torch.empty_like(parts[index])
+            self._works.append(_receive(self._parts[index], group.ranks[index], group, self._tag))
+            self._works.append(_send(parts[index], group.ranks[index], group, self._tag))
+
+    def _finish(self) -> None:
+        begin, squares = 0, torch.zeros((), dtype=torch.float64)
+        while True:
+            _wait(self._works)
+            end = min(begin + self._span, self._out.numel())
+            target = self._out[begin:end]
+            measured = ordered_sum(self._parts, target, add=self._add, factor=self._factor, measure=True)
+            squares = squares + measured if measured is not None else squares
+            begin = end
+            if begin >= self._out.numel():
+                break
+            self._start(begin)
+        self._works, self._parts, self._sent = [], [], []
+        self.squares = squares
+
+
+class NcclTransport(_WireTransport):
+    """NCCL's reduce-scatter and all-gather, which run on its own stream from the moment they are started."""
+
+    name = "nccl"
+
+    def _scatter(self, flat: torch.Tensor, out: torch.Tensor, add: bool, factor: float, wire: torch.dtype) -> Reduction:
+        return NcclReduction(self.group, flat, out, add, factor, wire)
+
+    def _gather(self, flat: torch.Tensor, tag: int) -> Iterator[dist.Work]:
+        group = self.group
+        own = local_shard(flat, group.index, group.size)
+        work = _ALL_GATHER(flat, own, group=group.process_group, async_op=True)
+        assert work is not None
+        activity.collective_started(work)
+        yield work
+
+
+class _NcclSum:
+    """A reduction that torch adds up; the sum lies in a tensor of its own until it is scaled into `out`."""
+
+    def __init__(self, out: torch.Tensor, add: bool, factor: float) -> None:
+        self.squares: torch.Tensor | None = None
+        self._out, self._add, self._factor = out, add, factor
+        self._sum = out
+        self._work: dist.Work | None = None
+        self._step = FinishingPending(None, self._block, self._finish)
+
+    def poll(self) -> bool:
+        return self._step.poll()
+
+    def wait(self) -> None:
+        self._step.wait()
+
+    def _block(self) -> None:
+        if self._work is not None:
+            self._work.wait()
+
+    def _finish(self) -> None:
+        if self._add:
+            self._out.add_(self._sum, alpha=self._factor)
+        elif self._sum.data_ptr() != self._out.data_ptr():
+            torch.mul(self._sum, self._factor, out=self._out)
+        elif self._factor != 1.0:
+            self._out.mul_(self._factor)
+        self.squares = sum_of_squares(self._out)
+        self._sum = self._out
+
+
+class NcclReduction(_NcclSum):
+    """A reduce-scatter under way."""
+
+    def __init__(
+        self, group: RankGroup, flat: torch.Tensor, out: torch.Tensor, add: bool, factor: float, wire: torch.dtype
+    ) -> None:
+        super().__init__(out, add, factor)
+        self._sent = flat.to(wire)
+        self._sum = self._sent
+        if group.size > 1:
+            self._sum = torch.empty(out.numel(), dtype=wire, device=out.device)
+            pg = group.process_group
+            self._work = _REDUCE_SCATTER(self._sum, self._sent, group=pg, async_op=True)
+            activity.collective_started(self._work)
+
+
+class WholeReduction(_NcclSum):
+    """An all-reduce of the whole, of which this rank keeps its cut (`reduce_scatter: false`)."""
+
+    def __init__(
+        self, group: RankGroup, flat: torch.Tensor, out: torch.Tensor, add: bool, factor: float, wire: torch.dtype
+    ) -> None:
+        super().__init__(out, add, factor)
+        whole = flat.to(wire, copy=True)
+        self._sum = local_shard(whole, group.index, group.size)
+        self._work = dist.all_reduce(whole, group=group.process_group, async_op=True)
+
+
+def _flat(need: BufferRequest, device: torch.device) -> torch.Tensor:
+    """Zeros; or, for what comes and goes, a storage that has no memory yet."""
+    if not need.transient:
+        return torch.zeros(need.numel, dtype=need.dtype, device=device)
+    flat = torch.empty(need.numel, dtype=need.dtype, device=device)
+    flat.untyped_storage().resize_(0)
+    return flat
+
+
+def _broadcasts(flat: torch.Tensor, group: RankGroup) -> Iterator[dist.Work]:
+    for index, rank in enumerate(group.ranks):
+        part = local_shard(flat, index, group.size).view(torch.uint8)
+        work = dist.broadcast(part, rank, group=group.process_group, async_op=True)
+        assert work is not None
+        yield work
+
+
+def _peers(group: RankGroup, *, rotate: bool) -> list[int]:
+    """The others' indices; rotated, each rank begins with the one after itself."""
+    if rotate:
+        return [(group.index + step) % group.size for step in range(1, group.size)]
+    return [index for index in range(group.size) if index != group.index]
+
+
+def _send(tensor: torch.Tensor, rank: int, group: RankGroup, tag: int) -> dist.Work:
+    # as bytes: gloo knows no bfloat16
+    work = dist.isend(tensor.view(torch.uint8), rank, group=group.process_group, tag=tag)
+    assert work is not None
+    return work
+
+
+def _receive(tensor: torch.Tensor, rank: int, group: RankGroup, tag: int) -> dist.Work:
+    work = dist.irecv(tensor.view(torch.uint8), rank, group=group.process_group, tag=tag)
+    assert work is not None
+    return work
+
+
+def _wait(works: list[dist.Work]) -> None:
+    for work in works:
+        work.wait()

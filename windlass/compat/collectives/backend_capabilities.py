@@ -1,0 +1,106 @@
+"""Which back end serves a tensor, and what it can reduce by itself; everything else is composed from that."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from windlass.base.errors import CommunicationError
+from windlass.compat.collectives.reduce_operators import ReduceOp
+
+_BASIC = (ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX)
+_BITWISE = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
+_INTEGERS = frozenset({torch.int8, torch.uint8, torch.int32, torch.int64})
+_FLOATS = frozenset({torch.float32, torch.float64})
+_HALVES = frozenset({torch.float16, torch.bfloat16})
+
+
+@dataclass(frozen=True)
+class BackendCapabilities:
+    """What a back end does by itself.
+
+    Args:
+        reduces: the dtypes of each operator, in which results are what they should be.
+        scatters: its reduce-scatter moves less than an all-reduce.
+        lists: its all-to-all takes lists of tensors of any size.
+        anyone: it can receive from whoever sends.
+        quiet: a reduction to one rank leaves the others' tensors alone.
+    """
+
+    reduce_dtypes: dict[ReduceOp, frozenset[torch.dtype]]
+    has_reduce_scatter: bool = False
+    has_all_to_all_lists: bool = False
+    receives_from_any: bool = False
+    preserves_reduce_inputs: bool = False
+
+
+BACKEND_CAPABILITIES: dict[str, BackendCapabilities] = {
+    # gloo could add 16-bit floats, rounding at every rank, and newer ones average; float32 on the way rounds once.
+    "gloo": BackendCapabilities(
+        {**dict.fromkeys(_BASIC, _INTEGERS | _FLOATS), **dict.fromkeys(_BITWISE, _INTEGERS)}, receives_from_any=True
+    ),
+    "nccl": BackendCapabilities(
+        {**dict.fromkeys(_BASIC, _INTEGERS | _FLOATS | _HALVES), ReduceOp.AVG: _FLOATS | _HALVES},
+        has_reduce_scatter=True,
+        has_all_to_all_lists=True,
+        preserves_reduce_inputs=True,
+    ),
+}
+_DEFAULT_CAPABILITIES = BackendCapabilities(dict.fromkeys(_BASIC, _FLOATS | frozenset({torch.int32, torch.int64})))
+
+
+def backend_of(group: Any, device: torch.device) -> str:
+    """The back end of `group` for tensors on `device`.
+
+    Raises:
+        CommunicationError: there is none.
+    """
+    config = dist.get_backend_config(group)
+    for entry in config.split(","):
+        where, _, name = entry.partition(":")
+        if where == device.type:
+            return name
+    raise CommunicationError(
+        f"the process group ({config}) has no back end for {device.type} tensors; move the tensor, or let "
+        "init_distributed choose (dist_backend=None)"
+    )
+
+
+def capabilities_of(group: Any, device: torch.device) -> BackendCapabilities:
+    """What the back end of `group` for tensors on `device` does by itself."""
+    return BACKEND_CAPABILITIES.get(backend_of(group, device), _DEFAULT_CAPABILITIES)
+
+
+def warn_unless_member(group: Any, operation: str) -> bool:
+    """Whether this rank is in `group`; where it is not, that is said, as torch says it, and nothing happens."""
+    require_initialized()
+    if dist.get_rank(group) >= 0:
+        return True
+    warnings.warn(
+        f"rank {dist.get_rank()} runs {operation} on a group that it is not in: nothing happens", stacklevel=4
+    )
+    return False
+
+
+def require_initialized() -> None:
+    """Raise by name where no process group was started."""
+    if not dist.is_initialized():
+        raise CommunicationError(
+            "there is no process group yet; call init_distributed() (or deepspeed.init_distributed) first"
+        )
+
+
+def group_or_world(group: Any) -> Any:
+    """The group that a caller means: None is that of all ranks."""
+    return dist.group.WORLD if group is None else group
+
+
+def require_rank(name: str, rank: int, group: Any) -> None:
+    """Raise by name unless the global `rank`, a caller's argument `name`, is in `group`."""
+    ranks = dist.get_process_group_ranks(group_or_world(group))
+    if rank not in ranks:
+        raise CommunicationError(f"{name} = {rank} is not in the group of ranks {ranks}; it is a global rank")

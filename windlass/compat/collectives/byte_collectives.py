@@ -1,0 +1,226 @@
+"""Collectives that move elements and change none, started; they move bytes, so that every dtype can travel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from windlass.base.errors import CommunicationError
+from windlass.compat.collectives.backend_capabilities import capabilities_of, require_rank
+from windlass.compat.collectives.byte_payload import (
+    as_bytes,
+    combine_callbacks,
+    copy_elements,
+    describe_tensor,
+    nbytes_of,
+    receive_buffer,
+    require_dense,
+    unpack_bytes,
+)
+from windlass.compat.collectives.collective_work import CollectiveWork
+
+# torch 2.13 renamed it; the older name warns there, the newer one does not exist in 2.10
+_ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def start_all_gather_bytes(own: torch.Tensor, group: Any) -> tuple[list[torch.Tensor], Any]:
+    """Bytes of every rank, `own` being this one's and all equally many: where they will be, and torch's work."""
+    size = dist.get_world_size(group)
+    if size == 1 or own.numel() == 0:
+        return [own] * size, None
+    together = torch.empty(size * own.numel(), dtype=torch.uint8, device=own.device)
+    work = _ALL_GATHER(together, own, group=group, async_op=True)
+    return list(together.chunk(size)), work
+
+
+def start_all_to_all_bytes(
+    sends: Sequence[torch.Tensor], sizes: Sequence[int], group: Any
+) -> tuple[list[torch.Tensor], Any]:
+    """Bytes for every rank against `sizes[i]` bytes from each: where they will be, and torch's work."""
+    if len(sends) == 1:
+        return [sends[0]], None
+    together = torch.empty(sum(sizes), dtype=torch.uint8, device=sends[0].device)
+    work = dist.all_to_all_single(
+        together, torch.cat(list(sends)), list(sizes), [part.numel() for part in sends], group=group, async_op=True
+    )
+    return list(together.split(list(sizes))), work
+
+
+def broadcast(tensor: torch.Tensor, src: int, group: Any) -> CollectiveWork:
+    """Every rank's `tensor` becomes that of rank `src`."""
+    require_rank("src", src, group)
+    here = dist.get_rank() == src
+    travels, finish = (as_bytes(tensor), None) if here else receive_buffer(tensor)
+    if travels.numel() == 0 or dist.get_world_size(group) == 1:
+        return CollectiveWork(outputs=[tensor])
+    return CollectiveWork([dist.broadcast(travels, src, group=group, async_op=True)], finish, [tensor])
+
+
+def all_gather(tensors: Sequence[torch.Tensor], tensor: torch.Tensor, group: Any) -> CollectiveWork:
+    """`tensors[i]` becomes rank i's `tensor`; ranks may have tensors of different sizes."""
+    size, index = dist.get_world_size(group), dist.get_rank(group)
+    _require_one_per_rank("all_gather", "tensor_list", tensors, tensor, size)
+    _require_same_size("all_gather", tensors[index], tensor)
+    longest = max(nbytes_of(one) for one in tensors)
+    own = as_bytes(tensor)
+    if longest == 0:
+        return CollectiveWork(outputs=tensors)
+    if size > 1 and all(nbytes_of(one) == longest for one in tensors):
+        landings = [receive_buffer(one) for one in tensors]
+        work = dist.all_gather([where for where, _ in landings], own, group=group, async_op=True)
+        return CollectiveWork([work], combine_callbacks([finish for _, finish in landings]), tensors)
+    padded = torch.cat([own, own.new_empty(longest - own.numel())]) if own.numel() < longest else own
+    received, work = start_all_gather_bytes(padded, group)
+
+    def finish() -> None:
+        for part, one in zip(received, tensors, strict=True):
+            copy_elements(unpack_bytes(part, [one])[0], one)
+
+    return CollectiveWork([work], finish, tensors)
+
+
+def all_gather_into_tensor(output: torch.Tensor, tensor: torch.Tensor, group: Any) -> CollectiveWork:
+    """`output` becomes every rank's `tensor`, one after the other."""
+    size = dist.get_world_size(group)
+    require_dense(output)
+    if output.numel() != size * tensor.numel() or output.dtype != tensor.dtype:
+        raise CommunicationError(
+            f"all_gather_into_tensor: the output, {describe_tensor(output)}, is not {size} times the input, {describe_tensor(tensor)}; "
+            "it holds one part for each rank, in one dtype"
+        )
+    into, finish = receive_buffer(output)
+    own = as_bytes(tensor)
+    if own.numel() == 0:
+        return CollectiveWork(outputs=[output])
+    if size == 1:
+        copy_elements(tensor, output)
+        return CollectiveWork(outputs=[output])
+    return CollectiveWork([_ALL_GATHER(into, own, group=group, async_op=True)], finish, [output])
+
+
+def gather(tensor: torch.Tensor, tensors: Sequence[torch.Tensor] | None, dst: int, group: Any) -> CollectiveWork:
+    """On rank `dst`, `tensors[i]` becomes rank i's `tensor`."""
+    require_rank("dst", dst, group)
+    size, own = dist.get_world_size(group), as_bytes(tensor)
+    landings = None
+    if dist.get_rank() == dst:
+        _require_one_per_rank("gather", "gather_list", tensors, tensor, size, equal=True)
+        assert tensors is not None
+        landings = [receive_buffer(one) for one in tensors]
+    if own.numel() == 0:
+        return CollectiveWork()
+    into = [where for where, _ in landings] if landings is not None else None
+    work = dist.gather(own, into, dst, group=group, async_op=True)
+    return CollectiveWork([work], combine_callbacks([finish for _, finish in landings or ()]), tensors or ())
+
+
+def scatter(tensor: torch.Tensor, tensors: Sequence[torch.Tensor] | None, src: int, group: Any) -> CollectiveWork:
+    """Rank i's `tensor` becomes `tensors[i]` of rank `src`."""
+    require_rank("src", src, group)
+    sends = None
+    if dist.get_rank() == src:
+        _require_one_per_rank("scatter", "scatter_list", tensors, tensor, dist.get_world_size(group), equal=True)
+        assert tensors is not None
+        sends = [as_bytes(one) for one in tensors]
+    into, finish = receive_buffer(tensor)
+    if into.numel() == 0:
+        return CollectiveWork(outputs=[tensor])
+    return CollectiveWork([dist.scatter(into, sends, src, group=group, async_op=True)], finish, [tensor])
+
+
+def all_to_all(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], group: Any) -> CollectiveWork:
+    """`outputs[i]` becomes what rank i has for this one in its `inputs`; all may differ in size."""
+    size, index = dist.get_world_size(group), dist.get_rank(group)
+    for name, each in (("output_tensor_list", outputs), ("input_tensor_list", inputs)):
+        if len(each) != size:
+            raise CommunicationError(f"all_to_all: {name} holds {len(each)} tensors for {size} ranks; one for each")
+        for one in each:
+            require_dense(one)
+    _require_same_size("all_to_all", outputs[index], inputs[index])
+    sends = [as_bytes(one) for one in inputs]
+    if size > 1 and capabilities_of(group, inputs[0].device).has_all_to_all_lists:
+        landings = [receive_buffer(one) for one in outputs]
+        work = dist.all_to_all([where for where, _ in landings], sends, group=group, async_op=True)
+        return CollectiveWork([work], combine_callbacks([finish for _, finish in landings]), outputs)
+    received, work = start_all_to_all_bytes(sends, [nbytes_of(one) for one in outputs], group)
+
+    def finish() -> None:
+        for part, one in zip(received, outputs, strict=True):
+            copy_elements(unpack_bytes(part, [one])[0], one)
+
+    return CollectiveWork([work], finish, outputs)
+
+
+def all_to_all_single(
+    output: torch.Tensor,
+    tensor: torch.Tensor,
+    output_splits: Sequence[int] | None,
+    input_splits: Sequence[int] | None,
+    group: Any,
+) -> CollectiveWork:
+    """Rows of `tensor` for every rank against rows from each; by default equally many."""
+    size = dist.get_world_size(group)
+    if output.dtype != tensor.dtype:
+        raise CommunicationError(f"all_to_all_single: output is {output.dtype}, input {tensor.dtype}; use one dtype")
+    rows_out, rows_in = (
+        _split_bytes(name, one, splits, size)
+        for name, one, splits in (("output", output, output_splits), ("input", tensor, input_splits))
+    )
+    into, finish = receive_buffer(output)
+    sent = as_bytes(tensor)
+    if size == 1:
+        copy_elements(tensor, output)
+        return CollectiveWork(outputs=[output])
+    # A rank that neither sends nor receives still joins: its peers count on it.
+    work = dist.all_to_all_single(into, sent, rows_out, rows_in, group=group, async_op=True)
+    return CollectiveWork([work], finish, [output])
+
+
+def _split_bytes(name: str, tensor: torch.Tensor, splits: Sequence[int] | None, size: int) -> list[int]:
+    """Bytes for each rank."""
+    require_dense(tensor)
+    if tensor.dim() == 0:
+        raise CommunicationError(f"all_to_all_single: the {name} has no rows to split; pass a tensor of 1 dim or more")
+    rows = tensor.shape[0]
+    if not splits:
+        if rows % size:
+            raise CommunicationError(
+                f"all_to_all_single: {rows} rows of the {name} do not split over {size} ranks; pass {name}_split_sizes"
+            )
+        splits = [rows // size] * size
+    if len(splits) != size or sum(splits) != rows or min(splits) < 0:
+        raise CommunicationError(
+            f"all_to_all_single: {name}_split_sizes = {list(splits)} are not {size} numbers that add up to the {rows} "
+            f"rows of the {name}"
+        )
+    row = nbytes_of(tensor) // rows if rows else 0
+    return [count * row for count in splits]
+
+
+def _require_one_per_rank(
+    operation: str,
+    name: str,
+    tensors: Sequence[torch.Tensor] | None,
+    tensor: torch.Tensor,
+    size: int,
+    *,
+    equal: bool = False,
+) -> None:
+    require_dense(tensor)
+    if tensors is None or len(tensors) != size:
+        count = "nothing" if tensors is None else f"{len(tensors)} tensors"
+        raise CommunicationError(f"{operation}: {name} holds {count} for a group of {size} ranks; pass one for each")
+    for one in tensors:
+        require_dense(one)
+        if equal or one.dtype != tensor.dtype:
+            _require_same_size(operation, one, tensor)
+
+
+def _require_same_size(operation: str, one: torch.Tensor, other: torch.Tensor) -> None:
+    if one.numel() != other.numel() or one.dtype != other.dtype:
+        raise CommunicationError(
+            f"{operation}: a tensor {describe_tensor(one)} cannot take the elements of {describe_tensor(other)}; make them alike"
+        )

@@ -1,0 +1,97 @@
+"""Tensors as the bytes that travel: any dtype, any strides; back ends differ in dtypes, all of them move bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from windlass.base.errors import CommunicationError
+
+FinishCallback = Callable[[], None]
+
+
+def require_dense(tensor: torch.Tensor) -> None:
+    """Refuse what has no plain memory: sparse and quantised tensors."""
+    if not isinstance(tensor, torch.Tensor):
+        raise CommunicationError(f"a collective takes tensors, not {type(tensor).__name__}: {tensor!r:.80}")
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        raise CommunicationError(
+            f"a tensor of layout {tensor.layout}{', quantised,' if tensor.is_quantized else ''} cannot travel; "
+            "pass tensor.to_dense() or its parts"
+        )
+
+
+def flatten(tensor: torch.Tensor) -> torch.Tensor:
+    """`[numel]`, detached; the tensor's own memory where that is contiguous, else a copy."""
+    require_dense(tensor)
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+
+
+def is_flat_view(tensor: torch.Tensor) -> bool:
+    """Whether `flat` is the tensor's own memory."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """`[bytes]` of uint8; the tensor's own memory where that is contiguous, else a copy."""
+    one = flatten(tensor)
+    return (torch.view_as_real(one).reshape(-1) if one.is_complex() else one).view(torch.uint8)
+
+
+def describe_tensor(tensor: torch.Tensor) -> str:
+    """Its shape and dtype, for a message."""
+    return f"{list(tensor.shape)} {tensor.dtype}"
+
+
+def nbytes_of(tensor: torch.Tensor) -> int:
+    """Bytes of its elements."""
+    return tensor.numel() * tensor.element_size()
+
+
+def receive_buffer(tensor: torch.Tensor) -> tuple[torch.Tensor, FinishCallback | None]:
+    """Bytes to receive into, and what brings them to `tensor` afterwards where they are not its own memory."""
+    require_dense(tensor)
+    if is_flat_view(tensor):
+        return as_bytes(tensor), None
+    landed = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    return as_bytes(landed), lambda: copy_elements(landed, tensor)
+
+
+def copy_elements(value: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Copy the elements of `value`, in order, to those of `tensor`."""
+    tensor.detach().copy_(value.reshape(tensor.shape))
+
+
+def combine_callbacks(finishes: Sequence[FinishCallback | None]) -> FinishCallback | None:
+    """All of them one after the other; None if there is none."""
+    each = [finish for finish in finishes if finish is not None]
+    if not each:
+        return None
+
+    def finish() -> None:
+        for one in each:
+            one()
+
+    return finish
+
+
+def pack_bytes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Several tensors as one run of bytes."""
+    return torch.cat([as_bytes(tensor) for tensor in tensors]) if len(tensors) != 1 else as_bytes(tensors[0])
+
+
+def unpack_bytes(packed: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors of which `packed` holds the bytes; shapes and dtypes are those of `like`."""
+    tensors, start = [], 0
+    for tensor in like:
+        piece = packed[start : start + nbytes_of(tensor)]
+        start += nbytes_of(tensor)
+        real = tensor.dtype.to_real() if tensor.is_complex() else tensor.dtype
+        if piece.storage_offset() % real.itemsize:  # a view needs its dtype's alignment
+            piece = piece.clone()
+        elements = piece.view(real)
+        if tensor.is_complex():
+            elements = torch.view_as_complex(elements.reshape(-1, 2))
+        tensors.append(elements.reshape(tensor.shape))
+    return tensors

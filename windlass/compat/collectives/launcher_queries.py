@@ -1,0 +1,90 @@
+"""What a script asks of whoever started it, before or without a process group."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from windlass.base.errors import CommunicationError
+from windlass.base.log import logger
+from windlass.comm import bootstrap
+from windlass.comm.rank_environment import local_rank_of, rank_environment
+from windlass.compat.collectives.backend_capabilities import group_or_world, require_initialized
+
+TORCH_DISTRIBUTED_DEFAULT_PORT = bootstrap.DEFAULT_PORT
+NCCL_BACKEND, GLOO_BACKEND, MPI_BACKEND = "nccl", "gloo", "mpi"
+CCL_BACKEND, HCCL_BACKEND, SCCL_BACKEND = "ccl", "hccl", "sccl"
+
+
+def get_local_rank_from_launcher() -> int:
+    """This process among those of its host; 0 where nobody says."""
+    return local_rank_of(os.environ) or 0
+
+
+def get_world_rank_from_launcher() -> int:
+    """This process among all; 0 where nobody says."""
+    place = rank_environment(os.environ)
+    return place.rank if place is not None else 0
+
+
+def get_world_size_from_launcher() -> int:
+    """How many processes were started; 1 where nobody says."""
+    place = rank_environment(os.environ)
+    return place.world if place is not None else 1
+
+
+def in_aml() -> bool:
+    """Whether this is an Azure Machine Learning job."""
+    return "AZUREML_EXPERIMENT_ID" in os.environ
+
+
+def in_aws_sm() -> bool:
+    """Whether this is a SageMaker job."""
+    return "SM_TRAINING_ENV" in os.environ
+
+
+def in_dlts() -> bool:
+    """Whether this is a DLTS job."""
+    return "DLTS_JOB_ID" in os.environ
+
+
+def mpi_discovery(distributed_port: int = TORCH_DISTRIBUTED_DEFAULT_PORT, verbose: bool = True) -> None:
+    """Set `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `MASTER_ADDR` and `MASTER_PORT` from whichever launcher there is.
+
+    Raises:
+        CommunicationError: it does not say where rank 0 is, and mpi4py is not there to ask.
+    """
+    bootstrap.discover(distributed_port)
+    if verbose:
+        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        logger.info("found in the environment: %s", ", ".join(f"{name}={os.environ.get(name)}" for name in names))
+
+
+def patch_aml_env_for_torch_nccl_backend(master_port: int = 6105, verbose: bool = True) -> None:
+    """`mpi_discovery`, which knows Azure ML's variables."""
+    mpi_discovery(master_port, verbose)
+
+
+def patch_aws_sm_env_for_torch_nccl_backend(verbose: bool = True) -> None:
+    """`mpi_discovery`, which knows SageMaker's variables."""
+    mpi_discovery(verbose=verbose)
+
+
+def is_parallel(group: object) -> bool:
+    """Whether `group` is one of more than one rank; None is no group here."""
+    return group is not None and torch.distributed.get_world_size(group_or_world(group)) > 1
+
+
+def enable_symm_mem_for_group(group_name: str) -> None:
+    """Let torch allocate memory that the GPUs of a group share.
+
+    Raises:
+        CommunicationError: there is no CUDA device.
+    """
+    require_initialized()
+    if not torch.cuda.is_available():
+        raise CommunicationError(f"symmetric memory for {group_name!r} needs CUDA devices, and there is none")
+    from torch.distributed import _symmetric_memory
+
+    _symmetric_memory.enable_symm_mem_for_group(group_name)  # type: ignore[arg-type]

@@ -1,0 +1,78 @@
+"""A barrier that says who did not come, on any back end: ranks leave word in the store at which they met."""
+
+from __future__ import annotations
+
+from collections import Counter
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import _get_default_store
+
+from windlass.base.errors import CommunicationError
+from windlass.compat.collectives.backend_capabilities import group_or_world, warn_unless_member
+from windlass.compat.collectives.timed_calls import timed_op
+
+_barrier_counts: Counter[str] = Counter()  # by group; equal on all its ranks, since a barrier is collective
+_DEFAULT_TIMEOUT = timedelta(minutes=30)
+
+
+@timed_op
+def monitored_barrier(
+    group: Any = None,
+    timeout: timedelta | None = None,
+    wait_all_ranks: bool = False,
+    prof: bool = False,
+    log_name: str = "monitored_barrier",
+    debug: Any = None,
+) -> None:
+    """Return once every rank of the group came here.
+
+    Args:
+        timeout: how long the group's first rank waits for another.
+        wait_all_ranks: wait for all and name everybody who is missing, not only the first.
+
+    Raises:
+        CommunicationError: on the ranks that came, when one did not in time; names who is missing.
+    """
+    if not warn_unless_member(group, "monitored_barrier"):
+        return
+    ranks = dist.get_process_group_ranks(group_or_world(group))
+    patience = timeout or _DEFAULT_TIMEOUT
+    name = f"windlass monitored {','.join(map(str, ranks))}"
+    _barrier_counts[name] += 1
+    store = PrefixStore(f"{name} {_barrier_counts[name]}", _get_default_store())
+    if dist.get_rank() != ranks[0]:
+        store.set(str(dist.get_rank()), "")
+        _wait_for_result(store, ranks[0], patience * (len(ranks) if wait_all_ranks else 2))
+        return
+    missing = []
+    for rank in ranks[1:]:
+        try:
+            store.wait([str(rank)], patience)
+        except RuntimeError:  # torch has kinds of its own for every way in which a store fails
+            missing.append(rank)
+            if not wait_all_ranks:
+                break
+    store.set("verdict", ",".join(map(str, missing)))
+    _raise_if_missing(missing, patience)
+
+
+def _wait_for_result(store: Any, first: int, timeout: timedelta) -> None:
+    try:
+        store.wait(["verdict"], timeout)
+    except RuntimeError as error:
+        raise CommunicationError(
+            f"monitored_barrier: rank {first} did not come within {timeout.total_seconds():.0f} s; look what it does"
+        ) from error
+    said = store.get("verdict").decode()
+    _raise_if_missing([int(rank) for rank in said.split(",") if rank], timeout)
+
+
+def _raise_if_missing(missing: list[int], timeout: timedelta) -> None:
+    if missing:
+        raise CommunicationError(
+            f"monitored_barrier: not there after {timeout.total_seconds():.0f} s: rank "
+            f"{', '.join(map(str, missing))}; look what it does"
+        )

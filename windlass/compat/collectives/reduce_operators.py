@@ -1,0 +1,105 @@
+"""The reduction operators of MPI, by the names that DeepSpeed, torch and MPI give them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from windlass.base.errors import CommunicationError
+
+
+class ReduceOp(Enum):
+    """What a reduction does with the ranks' elements. Numbers 0 to 8 are DeepSpeed's.
+
+    - `SUM`, `PRODUCT` (`PROD`), `MIN`, `MAX`; `AVG`: the sum over the number of ranks, of integers towards zero.
+    - `BAND`, `BOR`, `BXOR`: bit by bit, of integers and booleans.
+    - `LAND`, `LOR`, `LXOR`: what is not zero is true; the result is 0 or 1 in the tensor's dtype.
+    - `MINLOC`, `MAXLOC`: of pairs of a value and an index, the pair with the least (greatest) value; of equal values
+      the one with the lowest index. Pairs are either the last dim of one tensor, `[..., 2]`, or two tensors of one
+      shape, `(values, indices)`. A NaN goes before every number, as in `torch.argmin`.
+    - `PREMUL_SUM`: the sum of each element times a factor: `premul_sum(factor)`.
+    """
+
+    SUM = 0
+    PRODUCT = 1
+    MIN = 2
+    MAX = 3
+    BAND = 4
+    BOR = 5
+    BXOR = 6
+    AVG = 7
+    UNUSED = 8
+    LAND = 9
+    LOR = 10
+    LXOR = 11
+    MINLOC = 12
+    MAXLOC = 13
+    PREMUL_SUM = 14
+    PROD = 1
+
+
+BITWISE_OPS = frozenset({ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR})
+LOGICAL_OPS = frozenset({ReduceOp.LAND, ReduceOp.LOR, ReduceOp.LXOR})
+PAIR_OPS = frozenset({ReduceOp.MINLOC, ReduceOp.MAXLOC})
+_ORDER_OPS = frozenset({ReduceOp.MIN, ReduceOp.MAX}) | PAIR_OPS
+
+
+@dataclass(frozen=True)
+class ReduceOperator:
+    """An operator and, of `PREMUL_SUM`, its factor (a number or a tensor)."""
+
+    kind: ReduceOp
+    factor: Any = None
+
+
+def premul_sum(factor: float | torch.Tensor) -> ReduceOperator:
+    """The operator that sums each rank's elements times that rank's `factor`."""
+    return ReduceOperator(ReduceOp.PREMUL_SUM, factor)
+
+
+def to_reduce_operator(op: Any) -> ReduceOperator:
+    """The operator that a caller named: a `ReduceOp` of ours or of torch's, or what `premul_sum` made.
+
+    Raises:
+        CommunicationError: it is none of them.
+    """
+    if isinstance(op, ReduceOperator):
+        return op
+    if isinstance(op, ReduceOp):
+        return ReduceOperator(op)
+    kind = op if isinstance(op, dist.ReduceOp.RedOpType) else getattr(op, "op", None)
+    if isinstance(kind, dist.ReduceOp.RedOpType) and kind.name in ReduceOp.__members__:
+        premul = kind.name == "PREMUL_SUM"  # torch tells its factor from 2.13 on
+        return ReduceOperator(ReduceOp[kind.name], getattr(op, "factor", None) if premul else None)
+    names = ", ".join(member.name for member in ReduceOp if member is not ReduceOp.UNUSED)
+    raise CommunicationError(f"op = {op!r} is no reduction operator; write ReduceOp.SUM or another of {names}")
+
+
+def require_supported_dtype(operator: ReduceOperator, dtype: torch.dtype) -> None:
+    """Refuse an operator that means nothing for elements of `dtype`.
+
+    Raises:
+        CommunicationError: names operator and dtype, and says what to write.
+    """
+    kind, why = operator.kind, ""
+    whole = not dtype.is_floating_point and not dtype.is_complex  # integers and booleans
+    if kind is ReduceOp.UNUSED:
+        why = "it is a placeholder; write SUM, MAX or another"
+    elif kind is ReduceOp.PREMUL_SUM and operator.factor is None:
+        why = "it has no factor here; write windlass.compat.collectives.premul_sum(factor)"
+    elif kind is ReduceOp.PREMUL_SUM and whole:
+        why = "its factor is a fraction; reduce a floating-point tensor"
+    elif kind in BITWISE_OPS and not whole:
+        why = "it works on bits; reduce an integer tensor, or view(torch.int32) if the bits are meant"
+    elif kind is ReduceOp.AVG and dtype is torch.bool:
+        why = "truths have no average; reduce tensor.float()"
+    elif kind in _ORDER_OPS and dtype.is_complex:
+        why = "complex numbers have no order; reduce tensor.abs() or its parts"
+    elif dtype is torch.uint64 and kind not in LOGICAL_OPS:
+        why = "torch cannot compute with it; reduce tensor.view(torch.int64)"
+    if why:
+        raise CommunicationError(f"ReduceOp.{kind.name} of a {dtype} tensor: {why}")

@@ -1,0 +1,33 @@
+"""The commands `deepspeed` and `ds_report`: windlass's, unless the real ones are installed and nobody asked for us."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from typing import Any
+
+from windlass.compat.stand_in_path import STAND_IN_FOLDER, find_hidden_deepspeed, stand_in_environment
+
+
+def deepspeed() -> Any:
+    """Start a script as the `deepspeed` command does; in it `import deepspeed` is windlass."""
+    if (real := _real_command("deepspeed.launcher.runner", "main")) is not None:
+        return real()
+    os.environ.update(stand_in_environment(os.environ))
+    from windlass.compat.deepspeed_command import main
+
+    return main()
+
+
+def ds_report() -> Any:
+    """What is known of this machine, in the lines of that command."""
+    if (real := _real_command("deepspeed.env_report", "cli_main")) is not None:
+        return real()
+    return importlib.import_module("windlass.cli.environment.ds_report").cli_main()
+
+
+def _real_command(module: str, name: str) -> Any:
+    """The real DeepSpeed's function, where that is installed and the stand-in's folder is not on the path."""
+    asked = str(STAND_IN_FOLDER) in (sys.path + os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    return None if asked or find_hidden_deepspeed() is None else getattr(importlib.import_module(module), name)

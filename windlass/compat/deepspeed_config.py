@@ -1,0 +1,96 @@
+"""`DeepSpeedConfig`: a configuration that was read, asked by the names that scripts use."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch.distributed as dist
+
+from windlass.comm.mpu import known_sizes
+from windlass.compat.config_getters import ValueConfigError, get_gradient_allreduce_op
+from windlass.compat.config_queries import COMPUTED_ANSWERS
+from windlass.compat.monitor_writers import get_monitor_config
+from windlass.compat.tolerated_keys import resolve_tolerated_keys
+from windlass.config import Config, load_config
+from windlass.config.axis_sizes import axes_from_data_loading_size
+from windlass.config.config_source import read_source
+
+
+class DeepSpeedConfig:
+    """A configuration and the batch that it makes on as many ranks as there are.
+
+    Args:
+        config: dict, path or base64.
+        mpu: asked how many ranks share a sample, if it is given.
+        mesh_device: with a dimension `data_parallel`, asked the same.
+
+    Attributes:
+        world_size: ranks that read samples of their own.
+
+    Raises:
+        ConfigError: it cannot be read, or the batch does not fit the number of ranks.
+        ValueConfigError: `gradient_allreduce_op` is neither mean nor sum, or sum with what is not built.
+    """
+
+    def __init__(self, config: Any, mpu: Any = None, mesh_device: Any = None) -> None:
+        self._param_dict: dict[str, Any] = config if isinstance(config, dict) else read_source(config).data
+        adds_up = get_gradient_allreduce_op(self._param_dict) == "sum"
+        self.config = load_config(resolve_tolerated_keys(config))
+        if adds_up:
+            _check_sum(self.config)
+        axes = self.config.axes(_world_size(), other_sizes=_axis_sizes_of(mpu, mesh_device))
+        if axes.data_loading_size == axes.world_size and hasattr(
+            mpu, "get_data_parallel_world_size"
+        ):  # all that it may know
+            axes = axes_from_data_loading_size(self.config, int(mpu.get_data_parallel_world_size()))
+        self.world_size = axes.data_loading_size
+        batch = self.config.resolve_batch(axes.world_size, axes=axes)
+        self.train_batch_size = batch.train
+        self.train_micro_batch_size_per_gpu = batch.micro
+        self.gradient_accumulation_steps = batch.accumulation
+        self.zero_config = self.config.zero_optimization
+        self.zero_optimization_stage = self.zero_config.stage
+        self.zero_enabled = self.zero_config.stage > 0
+        self.float16_config, self.bfloat16_config = self.config.fp16, self.config.bf16
+        self.optimizer_name = self.config.optimizer.type.lower() if self.config.optimizer is not None else None
+        self.optimizer_params = COMPUTED_ANSWERS["optimizer_params"](self.config)
+        self.scheduler_name = self.config.scheduler.type if self.config.scheduler is not None else None
+        self.scheduler_params = COMPUTED_ANSWERS["scheduler_params"](self.config)
+        self.monitor_config = get_monitor_config(config)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "config":
+            raise AttributeError(name)
+        return getattr(self.config, name)
+
+    def print(self, name: str) -> None:
+        """Print every value that is not the default."""
+        print(f"{name}: {self.config.model_dump_json(indent=2, exclude_defaults=True)}")
+
+    def print_user_config(self) -> None:
+        """Print what the caller gave."""
+        print(self._param_dict)
+
+
+def _check_sum(config: Config) -> None:
+    """Raise a ValueConfigError where gradients are to be added up by what is not built."""
+    unbuilt = {
+        "ZenFlow": ("zero_optimization.zenflow", config.zero_optimization.zenflow is not None),
+        "DeepCompile": ("compile.deepcompile", config.compile.deepcompile),
+    }
+    for name, (key, asked) in unbuilt.items():
+        if asked:
+            raise ValueConfigError(f"gradient_allreduce_op 'sum' is not supported with {name}; leave {key} out")
+
+
+def _axis_sizes_of(mpu: Any, mesh_device: Any) -> dict[str, dict[str, int]]:
+    """Sizes of axes that they know."""
+    said = {"mpu": known_sizes(mpu)} if mpu is not None else {}
+    if mesh_device is not None:
+        said["mesh_device"] = {"sp": mesh_device.size() // mesh_device["data_parallel"].size()}
+    return said
+
+
+def _world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))

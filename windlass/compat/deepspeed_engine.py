@@ -1,0 +1,526 @@
+"""The engine that `deepspeed.initialize` returns: windlass's, with the questions and the manners of DeepSpeed's."""
+
+from __future__ import annotations
+
+import math
+import os
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from windlass.base.errors import ConfigError
+from windlass.base.log import logger
+from windlass.compat.checkpoint_file_names import CheckpointFileNames
+from windlass.compat.config_queries import COMPUTED_ANSWERS, CONFIG_KEYS, config_value
+from windlass.compat.deepspeed_data_loader import DeepSpeedDataLoader, make_engine_loader
+from windlass.compat.engine_config import asked
+from windlass.compat.engine_groups import groups_of_engine, set_current_engine
+from windlass.compat.loss_scaler_view import LossScalerView, scale_of
+from windlass.compat.not_built import NotBuiltError
+from windlass.compat.optimizer_classes import KIND_ATTRIBUTE as KIND
+from windlass.compat.optimizer_classes import optimizer_kind_of, pass_for_basic
+from windlass.compat.optimizer_group_views import (
+    MASTER_ATTRIBUTES,
+    PARAMETER_ATTRIBUTES,
+    FlatParameters,
+    GradientGroups,
+    HostGradients,
+    MasterWeightGroups,
+    ParameterGroups,
+    gradients_in_fp32,
+    norms_of_groups,
+)
+from windlass.compat.parallel_state_queries import ParallelStateQueries
+from windlass.compat.parameter_attributes import enable_state_dict_stubs
+from windlass.compat.parameter_offload import ParameterOffload
+from windlass.compat.precision import Precision
+from windlass.compat.rank_logging import logger as script_logger
+from windlass.compat.wall_clock_timers import SynchronizedWallClockTimer, ThroughputTimer
+from windlass.config import Config
+from windlass.engine.training_engine import Engine
+from windlass.parallel.pipeline.pipeline_sequential import PipelineSequential
+from windlass.zero.core.script_gradients import format_foreign_gradients
+from windlass.zero.core.sharded_parameter import raw_grad
+from windlass.zero.sharded_model import ShardedModel
+
+_REDUCTION_REASON = "gradients are reduced by the engine, in an order that all ranks agree on; call engine.backward"
+_COMPILER_REASON = "DeepSpeed's compilers are not built; engine.compile() compiles the module by torch"
+_DENSE_GRADIENT_REASON = "gradients of embeddings are reduced dense, by the engine itself; call engine.step()"
+_AUTOTUNER_REASON = "the autotuner is not built"
+REFUSED_METHODS = {
+    "allreduce_and_copy": _REDUCTION_REASON,
+    "allreduce_bucket": _REDUCTION_REASON,
+    "allreduce_no_retain": _REDUCTION_REASON,
+    "buffered_allreduce_fallback": _REDUCTION_REASON,
+    "get_autosp_backend": _COMPILER_REASON,
+    "get_autotp_backend": _COMPILER_REASON,
+    "get_deepcompile_backend": _COMPILER_REASON,
+    "get_deepspeed_compile_backend": _COMPILER_REASON,
+    "autotuning_end_profile_step": _AUTOTUNER_REASON,
+    "autotuning_metric": _AUTOTUNER_REASON,
+    "autotuning_metric_path": _AUTOTUNER_REASON,
+    "autotuning_model_info_path": _AUTOTUNER_REASON,
+    "autotuning_start_profile_step": _AUTOTUNER_REASON,
+    "get_optimizer_configuration": "optimizers are made from the configuration by `initialize`",
+    "print_forward_breakdown": "experts are not timed one by one; use torch.profiler",
+    "set_data_post_process_func": "it belongs to DeepSpeed's curriculum sampler, which is not built; use a collate_fn",
+    "set_custom_curriculum_learning_schedule": "curriculum learning is not built; change the data in the script",
+    "random_ltd_initialize": "random layer-token dropping is not built",
+    "register_compile_pass": "DeepCompile is not built; engine.compile() compiles the module",
+    "sparse_allreduce": _DENSE_GRADIENT_REASON,
+    "sparse_allreduce_bucket": _DENSE_GRADIENT_REASON,
+    "sparse_allreduce_no_retain": _DENSE_GRADIENT_REASON,
+    "sparse_all_gather": _DENSE_GRADIENT_REASON,
+    "load_moe_state_dict": "load_checkpoint loads experts with all else, whatever ranks they lay on",
+    "autotuning_profile_model_info": _AUTOTUNER_REASON,
+}
+
+
+class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, Precision, Engine):
+    """As `windlass.Engine`, which has what trains; here is what else DeepSpeed's scripts ask and do."""
+
+    allows_repeated_steps = drops_external_gradients = keeps_accumulated_gradients = skips_nonfinite_steps = (
+        keeps_buffers
+    ) = True
+    mpu: Any = None
+    enable_backward_allreduce = True
+    inside_no_sync_ctxt = False
+    pipeline_parallelism = False  # whether the model is a row of layers, or its layers are spread over stages
+    _warned_external_gradients = False
+    _advances_schedule = True
+    scale_wrt_gas = True
+    use_ds_comm = False  # torch.distributed's own, and windlass's transports
+    warn_unscaled_loss = True
+    dont_change_device = False
+    first_dataloader_check = False
+    optimized_linear_lora_enabled = False
+    optimized_linear_base_weight_sharding = False
+    save_non_zero_checkpoint = save_zero_checkpoint = True  # every rank writes its part
+    # of what is not built or not in use: none
+    all_to_all_group: Any = None
+    local_all_to_all_group: Any = None
+    checkpoint_engine: Any = None
+    flops_profiler: Any = None
+    random_ltd_scheduler: Any = None
+    torch_autocast_z0_gradscaler: Any = None
+    loaded_checkpoint_mp_world_size: Any = None
+    loaded_checkpoint_dp_world_size: Any = None
+    flatten = staticmethod(torch._utils._flatten_dense_tensors)
+    unflatten = staticmethod(torch._utils._unflatten_dense_tensors)
+    _config: Config
+    _groups: Any = None
+    collate_fn: Any = None
+    tput_timer: Any = None
+    sparse_tensor_module_names: frozenset[str] = frozenset()  # no gradient travels as a sparse tensor
+
+    def record_arguments(
+        self,
+        given_config: Any,
+        mpu: Any,
+        client_optimizer: Any,
+        client_lr_scheduler: Any,
+        training_data: Any,
+        collate_fn: Any,
+    ) -> None:
+        """Remember what the caller of `initialize` gave, which scripts read back. Collective."""
+        self.config, self.mpu, self._config = given_config, mpu, asked(self._config)
+        self._scaler = scale_of(self._scaler, zero=self.zero_optimization())
+        self._publish_groups()
+        self.client_lr_scheduler = client_lr_scheduler
+        self.summary_events: list[Any] = []
+        self.client_optimizer, self.training_data, self.collate_fn = client_optimizer, training_data, collate_fn
+        self.basic_optimizer = self._optimizer.optimizer if self._optimizer is not None else None
+        self.losses: Any = None
+        self.timers = SynchronizedWallClockTimer()
+        self.tput_timer = ThroughputTimer(self._config.timers.throughput, batch_size=self.train_batch_size())
+        if isinstance(self.training_dataloader, DeepSpeedDataLoader):
+            self.training_dataloader.tput_timer = self.tput_timer
+        self._compiled: list[nn.Module] = []
+        if self._optimizer is not None:
+            self._add_optimizer_attributes(self._optimizer)
+        elif self.zero_optimization_stage() == 3:
+            self.optimizer = ParameterOffload(self)
+
+    def _add_optimizer_attributes(self, optimizer: Any) -> None:
+        """Give the optimizer what DeepSpeed's have beside torch's."""
+        if self.zero_optimization_stage() == 3:
+            optimizer.parameter_offload = ParameterOffload(self)
+        optimizer.offload_states, optimizer.reload_states = self.offload_states, self.reload_states
+        optimizer.backward = self.backward
+        optimizer.loss_scaler = LossScalerView(self._scaler, self.progress, self._config.fp16)
+        optimizer.dynamic_loss_scale = self._scaler.dynamic
+        optimizer.scale_window, optimizer.min_loss_scale = (
+            optimizer.loss_scaler.scale_window,
+            self._config.fp16.min_loss_scale,
+        )
+        optimizer.needs_scaler = lambda: self._scaler.scale != 1.0
+        optimizer.check_overflow = lambda *_: optimizer.overflow
+        if not self.zero_optimization():
+            optimizer.loss_scale_config = optimizer.loss_scaler
+        optimizer.skip_step = False
+        setattr(optimizer, KIND, kind := optimizer_kind_of(self._config))
+        if kind == "basic":
+            pass_for_basic(optimizer, self._config, named=self.client_optimizer is None)
+        if name := MASTER_ATTRIBUTES.get(self.zero_optimization_stage()):
+            setattr(optimizer, name, MasterWeightGroups(optimizer))
+            setattr(optimizer, PARAMETER_ATTRIBUTES[self.zero_optimization_stage()], ParameterGroups(optimizer))
+            optimizer.averaged_gradients = GradientGroups(optimizer)
+            optimizer._get_norm_groups = lambda: norms_of_groups(optimizer)
+            optimizer._global_grad_norm = 0.0
+            optimizer.get_fp32_grad_partitions = lambda: gradients_in_fp32(optimizer)
+        if self.zero_optimization_stage() in (1, 2):
+            optimizer.bit16_groups_flat = FlatParameters(optimizer)
+            if self.zero_cpu_offload():
+                optimizer.accumulated_grads_in_cpu = HostGradients(optimizer)
+        optimizer.quantize_nontrainable_params = _refused_method(
+            "optimizer.quantize_nontrainable_params", "quantized gathers are not built"
+        )
+
+    @property
+    def hides_gradients(self) -> bool:  # type: ignore[override]
+        """As DeepSpeed's optimizers, all but those of stage 0 in fp32 and fp16."""
+        return self.zero_optimization() or self._config.bf16.enabled
+
+    def _attach(self, sharded: ShardedModel) -> None:
+        super()._attach(sharded)
+        enable_state_dict_stubs(sharded)
+        if self._groups is not None:  # another layout of the same engine
+            self._publish_groups()
+
+    def _publish_groups(self) -> None:
+        """Groups of this engine are those that a script is told."""
+        if isinstance(self.module, PipelineSequential) or self.mesh.pp.size > 1:
+            self.pipeline_parallelism = True
+        self._groups = groups_of_engine(self, self.mpu, has_experts=self.has_moe_layers)
+        set_current_engine(self, self._groups)
+
+    # what DeepSpeed refuses
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """As DeepSpeed's: not at stages 2 and 3, where windlass's own engine can do it."""
+        stage = self.zero_optimization_stage()
+        assert stage < 2, (
+            f"no_sync context manager is incompatible with gradient partitioning logic of ZeRO stage {stage}: set "
+            "gradient_accumulation_steps, or take windlass.initialize, whose no_sync works at every stage"
+        )
+        assert not self.inside_no_sync_ctxt, "no_sync context manager reentry is unsupported: leave the outer one first"
+        with self._without_reductions():
+            yield
+
+    @contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """Add up the gradients of all backward passes inside locally; the step that follows reduces them once.
+
+        Raises:
+            NotBuiltError: at stage 0, which has `no_sync`, or with a pipeline, whose engine runs its own backwards.
+            AssertionError: inside another such context, or `managed_gradient_accumulation` is false.
+        """
+        if self.zero_optimization_stage() == 0:
+            raise NotBuiltError("coalesce_grad_reduction requires ZeRO stage 1, 2 or 3; use no_sync at stage 0")
+        if self.pipeline_parallelism:
+            raise NotBuiltError("coalesce_grad_reduction is not supported under pipeline parallelism; use train_batch")
+        assert self.managed_gradient_accumulation(), (
+            "coalesce_grad_reduction with managed_gradient_accumulation false: there every engine.step() takes in all "
+            "backward passes since the last one; leave the context out"
+        )
+        assert not self.inside_no_sync_ctxt, "coalesce_grad_reduction cannot be nested inside another no_sync context"
+        with self._without_reductions():
+            yield
+
+    @contextmanager
+    def _without_reductions(self) -> Iterator[None]:
+        """Add up gradients locally, and have `inside_no_sync_ctxt` say so."""
+        self.inside_no_sync_ctxt = True
+        try:
+            with super().no_sync():
+                yield
+        finally:
+            self.inside_no_sync_ctxt = False
+
+    @property
+    def _is_gradient_accumulation_boundary(self) -> bool | None:
+        """What `set_gradient_accumulation_boundary` said last; None where it said nothing since the last step."""
+        return self.progress.boundary_override
+
+    def scale(self, loss: torch.Tensor, retain_graph: bool = False) -> torch.Tensor:
+        """As `Engine.scale`.
+
+        Raises:
+            AssertionError: the loss is no scalar.
+        """
+        assert loss.numel() == 1, f"engine.scale takes a scalar tensor, not one of shape {tuple(loss.shape)}"
+        return super().scale(loss, retain_graph)
+
+    def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
+        """As `Engine.step`, refused inside `no_sync`."""
+        assert not self.inside_no_sync_ctxt, (
+            "It is illegal to call Engine.step() inside no_sync context manager: leave the context first"
+        )
+        acts = self.progress.would_end_step()
+        if acts and not self.zero_optimization():
+            self._adopt_gradients()
+        super().step(lr_kwargs)
+        if acts and self.zero_optimization():
+            self.optimizer._global_grad_norm = self.get_global_grad_norm()
+        self.tput_timer.stop(global_step=acts)
+
+    def _adopt_gradients(self) -> None:
+        """Reduce the gradients that a script set in `.grad`, to be stepped instead of those of backward passes.
+
+        DeepSpeed's stage 0 steps what is in `.grad`. Collective where a script did so.
+        """
+        trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        given = [(parameter, gradient) for parameter in trained if (gradient := raw_grad(parameter)) is not None]
+        if not given:
+            return
+        parameters, gradients = [parameter for parameter, _ in given], [gradient.detach() for _, gradient in given]
+        self._sharded.script_gradients.drop_all(parameters, zero=False)
+        weight, self._loss_weight, self._loss_is_scaled = (
+            self._loss_weight,
+            1.0,
+            True,
+        )  # as `.grad` of a scaled loss, if there is a scale
+        try:
+            torch.autograd.backward(parameters, gradients)
+        finally:
+            self._loss_weight = weight
+            self._on_backward_end()
+
+    def _step_by_optimizer(self) -> None:
+        """As `step`, without the schedule: DeepSpeed's optimizers know of none, and a script that calls them steps its
+        schedule too."""
+        self._advances_schedule = False
+        try:
+            self.step()
+        finally:
+            self._advances_schedule = True
+
+    def _step_lr_scheduler(self, lr_kwargs: dict[str, Any]) -> None:
+        if self._advances_schedule:
+            super()._step_lr_scheduler(lr_kwargs)
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        """As DeepSpeed: the configuration's `torch_autocast`, whatever a GPU's script has put around the forward."""
+        if torch.is_autocast_enabled() and not self._config.torch_autocast.enabled:
+            self._reporter.log_once("autocast", "torch.autocast around the engine is off in it: enable torch_autocast")
+            return torch.autocast(self.device.type, enabled=False)
+        return super()._autocast()
+
+    def _report_external_gradients(self, names: list[str]) -> None:
+        """DeepSpeed's ZeRO says nothing of it, and its scripts go on."""
+        if not self._warned_external_gradients:
+            self._warned_external_gradients = True
+            logger.warning("%s", format_foreign_gradients(names))
+
+    # what is asked
+
+    def get_global_grad_norm(self) -> Any:
+        """As `grad_norm`, at stages 1 to 3 as a scalar tensor, of which scripts ask `item()`; infinite where it is no
+        number, and the step was skipped."""
+        norm = self.grad_norm()
+        if norm is not None and math.isnan(norm):
+            norm = math.inf
+        return norm if norm is None or not self.zero_optimization() else torch.tensor(norm, device=self.device)
+
+    @property
+    def monitor(self) -> Any:
+        """What writes to TensorBoard, W&B and CSV files; None where nothing is trained."""
+        return self._reporter.monitor
+
+    def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor] | None:
+        """Whole parameters and buffers as they compute, on the CPU of rank 0; None on other ranks. Collective.
+
+        Raises:
+            ValueError: every rank has all of them: the stage is below 3, and matrices are not cut.
+        """
+        if self.zero_optimization_stage() == 3 or self.mesh.tp.size == 1:
+            return super()._consolidated_16bit_state_dict(exclude_frozen_parameters)
+        found, frozen = self.full_state_dict(), set()
+        if exclude_frozen_parameters:
+            frozen = {name for name, p in self.module.named_parameters(remove_duplicate=False) if not p.requires_grad}
+        kept = {name: value for name, value in found.items() if name not in frozen}
+        return kept if self.mesh.world.index == 0 else None
+
+    def all_gather_scalar(self, value: torch.Tensor, dp_group: Any) -> list[torch.Tensor]:
+        """`value` of every rank of the group. Collective."""
+        found = [value.new_zeros(value.size()) for _ in range(dist.get_world_size(dp_group))]
+        dist.all_gather(found, value, group=dp_group)
+        return found
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """Samples in a step, in a micro-batch of a rank, and micro-batches in a step."""
+        return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
+
+    @property
+    def dist_backend(self) -> str:
+        """Of the default process group."""
+        return str(dist.get_backend())
+
+    @property
+    def param_names(self) -> dict[nn.Parameter, str]:
+        """Name of each parameter."""
+        return {parameter: name for name, parameter in self.module.named_parameters()}
+
+    @property
+    def gradient_average(self) -> bool:
+        """Whether gradients are means over ranks, not sums."""
+        return self._config.gradient_allreduce_op == "mean"
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether `compile` was called."""
+        return bool(self._compiled)
+
+    def is_first_weights_partition_group(self) -> bool:
+        """Whether this rank is in the first group of those that have all weights together."""
+        return self._sharded.mesh.dense.replicate.index == 0
+
+    def get_compile_time(self) -> float:
+        """0: torch compiles at the first forward, and does not tell how long it took."""
+        return 0.0
+
+    def get_wall_clock_timers(self) -> dict[str, float]:
+        """Milliseconds of each timer of `engine.timers`."""
+        return {name: timer.elapsed(reset=False) for name, timer in self.timers.timers.items()}
+
+    def get_type(self) -> list[str | None]:
+        """Of each group, the `type` that was set on it."""
+        groups = self._optimizer.param_groups if self._optimizer is not None else []
+        return [group.get("type") for group in groups]
+
+    def dump_state(self) -> None:
+        """Print the configuration."""
+        if self.global_rank == 0:
+            print(self._config.model_dump_json(indent=2, exclude_defaults=True))
+
+    # what is done
+
+    def deepspeed_io(self, dataset: Any, *args: Any, **kwargs: Any) -> DeepSpeedDataLoader:
+        """See `windlass.compat.deepspeed_data_loader.loader_of`. The first to train on is `training_dataloader`."""
+        return make_engine_loader(self, dataset, *args, **kwargs)
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Take another number of samples in a step, by another number of micro-batches.
+
+        Raises:
+            ConfigError: ranks times micro-batch do not divide it.
+        """
+        micro, ranks = self.train_micro_batch_size_per_gpu(), self.dp_world_size
+        if train_batch_size % (micro * ranks) or train_batch_size <= 0:
+            raise ConfigError(
+                f"train_batch_size {train_batch_size} is not a multiple of {micro} samples a micro-batch x {ranks} "
+                f"ranks = {micro * ranks}"
+            )
+        self.set_batch_sizes(train_batch_size, micro, train_batch_size // (micro * ranks))
+        self.config["train_batch_size"] = train_batch_size
+        self.config["gradient_accumulation_steps"] = self.gradient_accumulation_steps()
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Take another number of samples in a micro-batch, and as many micro-batches in a step."""
+        steps = self.gradient_accumulation_steps()
+        self.set_batch_sizes(micro_batch_size * steps * self.dp_world_size, micro_batch_size, steps)
+        self.config["train_batch_size"] = self.train_batch_size()
+        self.config["train_micro_batch_size_per_gpu"] = micro_batch_size
+
+    def compile(
+        self,
+        backend: Any = "inductor",
+        compile_kwargs: dict[str, Any] | None = None,
+        schedule: Any = None,
+        compiled_autograd_enabled: bool = False,
+    ) -> None:
+        """Compile the module in place, by torch: its forward, or at stage 3, where hooks bring and take weights between
+        blocks, the forward of each block.
+
+        Raises:
+            NotBuiltError: a schedule of DeepCompile, or compiled autograd.
+        """
+        if schedule is not None or compiled_autograd_enabled:
+            raise NotBuiltError("engine.compile: schedules of DeepCompile and compiled autograd are not built")
+        options = {"backend": backend, **(compile_kwargs or {})}
+        for module in self._sharded.compile_safe():
+            module.forward = torch.compile(module.forward, **options)
+            self._compiled.append(module)
+
+    def destroy(self) -> None:
+        """As `Engine.destroy`; what was compiled is as it was."""
+        compiled = self.__dict__.get("_compiled", [])  # not there yet where `initialize` fails half-way
+        for module in compiled:
+            module.__dict__.pop("forward", None)
+        compiled.clear()
+        super().destroy()
+
+    def allreduce_gradients(self, bucket_size: int = 0) -> None:
+        """Nothing: gradients are reduced as they come, and the last of them by `step`."""
+
+    def _change_recovery_script_permissions(self, dst: str) -> None:
+        """Make a file executable; where its file system cannot, log that and go on."""
+        try:
+            os.chmod(dst, os.stat(dst).st_mode | stat.S_IEXEC)
+        except (FileNotFoundError, PermissionError) as error:
+            script_logger.info(f"{dst} was not made executable: {error}; run it by python {dst}")
+
+    def _backward_prologue(self) -> None:
+        """Nothing: a backward of the script's own begins by itself."""
+
+    def _backward_epilogue(self) -> None:
+        """Nothing: a backward of the script's own, of several engines' losses too, ends by itself."""
+
+    def empty_partition_cache(self) -> None:
+        """Nothing: what a forward gathered is released when it ends."""
+
+    def collect_python_gc(self) -> None:
+        """Run Python's garbage collector."""
+        import gc
+
+        gc.collect()
+
+    @staticmethod
+    def is_map_style_dataset(obj: Any) -> bool:
+        """Whether a dataset has items and a length."""
+        return hasattr(obj, "__getitem__") and hasattr(obj, "__len__")
+
+    @staticmethod
+    def is_iterable_style_dataset(obj: Any) -> bool:
+        """Whether a dataset is torch's iterable one."""
+        return isinstance(obj, torch.utils.data.IterableDataset)
+
+
+def _config_method(name: str, path: str) -> Any:
+    def answer(self: DeepSpeedEngine) -> Any:
+        return config_value(self._config, path)
+
+    return _rename_function(answer, name, f"`{path}` of the configuration.")
+
+
+def _computed_method(name: str, compute: Callable[[Any], Any]) -> Any:
+    def answer(self: DeepSpeedEngine) -> Any:
+        return compute(self._config)
+
+    return _rename_function(answer, name, "From the configuration.")
+
+
+def _refused_method(name: str, reason: str) -> Any:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise NotBuiltError(f"engine.{name}: {reason}")
+
+    return _rename_function(refuse, name, f"Refused: {reason}.")
+
+
+def _rename_function(function: Any, name: str, text: str) -> Any:
+    function.__name__, function.__qualname__, function.__doc__ = name, f"DeepSpeedEngine.{name}", text
+    return function
+
+
+for _name, _path in CONFIG_KEYS.items():
+    setattr(DeepSpeedEngine, _name, _config_method(_name, _path))
+for _name, _make in COMPUTED_ANSWERS.items():
+    setattr(DeepSpeedEngine, _name, _computed_method(_name, _make))
+for _name, _why in REFUSED_METHODS.items():
+    setattr(DeepSpeedEngine, _name, _refused_method(_name, _why))

@@ -1,0 +1,135 @@
+"""`deepspeed.initialize`: windlass's, as DeepSpeed's scripts call it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from windlass.base.errors import ConfigError
+from windlass.compat import parallel_groups, parameter_attributes
+from windlass.compat.collectives import initialize_mesh_device
+from windlass.compat.config_sections import DeepSpeedZeroLeafModuleConfig
+from windlass.compat.deepspeed_engine import DeepSpeedEngine
+from windlass.compat.deepspeed_pipeline import DeepSpeedPipelineEngine
+from windlass.compat.rank_logging import log_dist, set_log_level_from_string
+from windlass.compat.root_names import git_branch, git_hash
+from windlass.compat.stand_in_version import VERSION
+from windlass.compat.tolerated_keys import resolve_tolerated_keys
+from windlass.compat.tp_model_init import config_with_tp_arguments, count_batch_by_data_ranks
+from windlass.compat.z3_leaf_modules import apply_zero_leaf_module_config
+from windlass.config.config_source import read_source
+from windlass.engine.initialize_observer import current_observer
+from windlass.engine.pipeline_engine import register_pipeline_engine
+from windlass.initialize import build_engine, config_source
+from windlass.parallel.pipeline.pipeline_sequential import PipelineSequential
+
+register_pipeline_engine(DeepSpeedEngine, DeepSpeedPipelineEngine)
+
+
+class ArgumentError(ConfigError, AssertionError):
+    """Arguments of `initialize` that exclude each other; DeepSpeed asserts that they do not."""
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[..., Any] | None = None,
+    config: Any = None,
+    mesh_param: Any = None,
+    config_params: Any = None,
+) -> tuple[DeepSpeedEngine, Any, Any, Any]:
+    """As `windlass.initialize`, with DeepSpeed's manners: `engine.config` is the caller's dict, top-level keys that
+    nobody knows are passed over with one warning, `args.local_rank` is checked. A model may be given again: its former
+    engine makes way (lightning does so when it evaluates after training).
+
+    Args:
+        mpu: knows along which axes ranks have what. Layers are cut by whoever wrote them, and say so of parameters
+            (`tensor_model_parallel`, `partition_dim`); only what the configuration asks for is cut here.
+        mesh_param: `(data, sequence)`, ranks along each; sequences are cut by the script.
+
+    Returns:
+        `(engine, optimizer, loader, scheduler)`; the optimizer is `engine.optimizer` (at stage 3 without
+        one: what stands for DeepSpeed's manager of parameters); the last three may be None.
+
+    Raises:
+        ArgumentError: no model, no configuration or two, or a local rank that is not this process's.
+        ConfigError: the configuration is wrong or asks for what is not built.
+        ModelError: the model or the optimizer can't be trained.
+    """
+    if model is None:
+        raise ArgumentError("deepspeed.initialize requires a model")
+    _check_local_rank(args)
+    try:
+        source = current_observer().config_override or config_source(args, config, config_params)
+    except ConfigError as error:
+        raise ArgumentError(str(error)) from None
+    given = source if isinstance(source, dict) else read_source(source).data
+    if isinstance(model, PipelineSequential) and mpu is not None:
+        raise ArgumentError("mpu must be None with a PipelineModule, whose topology knows its groups")
+    asked = config_with_tp_arguments(model, source)
+    parameter_attributes.install_parameter_attributes()
+    trains_nothing = isinstance(model_parameters, (list, tuple)) and not model_parameters
+    engine = build_engine(
+        DeepSpeedEngine,
+        resolve_tolerated_keys(asked if mpu is not None else count_batch_by_data_ranks(asked)),
+        model=model,
+        optimizer=optimizer,
+        model_parameters=None if trains_nothing else model_parameters,
+        training_data=training_data,
+        lr_scheduler=lr_scheduler,
+        distributed_port=distributed_port,
+        mpu=_drop_trivial_mpu(mpu),
+        dist_init_required=dist_init_required,
+        collate_fn=collate_fn,
+        mesh_param=mesh_param,
+        replace_training_engine=True,
+    )
+    log_dist(f"DeepSpeed info: version={VERSION}, git-hash={git_hash}, git-branch={git_branch}", ranks=[0])
+    engine.record_arguments(given, mpu, optimizer, lr_scheduler, training_data, collate_fn)
+    engine.mesh_device = _make_mesh_device(mesh_param, given)
+    if engine.zero_optimization_stage() == 3:
+        leaves = (given.get("zero_optimization") or {}).get("leaf_module") or {}
+        apply_zero_leaf_module_config(engine.module, DeepSpeedZeroLeafModuleConfig(**leaves))
+    if isinstance(given.get("log_level"), str):
+        set_log_level_from_string(given["log_level"])
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _check_local_rank(args: Any) -> None:
+    asked, here = getattr(args, "local_rank", None), os.environ.get("LOCAL_RANK")
+    if asked is None or here is None:
+        return
+    if asked >= 0 and asked != int(here):
+        raise ArgumentError(f"args.local_rank is {asked}, but the environment says LOCAL_RANK={here}")
+    args.local_rank = int(here)
+
+
+def _drop_trivial_mpu(mpu: Any) -> Any:
+    """None for an `mpu` whose every other axis has one rank: the data axis is all there is."""
+    kinds = "model tensor_model slice pipeline_model pipe sequence context expert_model expert"
+    sizes = [getattr(mpu, f"get_{kind}_parallel_world_size", None) for kind in kinds.split()]
+    return mpu if any(size is not None and size() > 1 for size in sizes) else None
+
+
+def _make_mesh_device(mesh_param: Any, config_dict: dict[str, Any]) -> Any:
+    """The mesh of data and sequence that was asked for, as torch has it; None if none was. Collective."""
+    if mesh_param is None and "sequence_parallel_size" in config_dict and "data_parallel_size" in config_dict:
+        mesh_param = (config_dict["data_parallel_size"], config_dict["sequence_parallel_size"])
+    if mesh_param is None:
+        return None
+    made = initialize_mesh_device(mesh_param, ("data_parallel", "sequence_parallel"))
+    for place in (parallel_groups.__dict__, getattr(sys.modules.get("deepspeed.utils.groups"), "__dict__", {})):
+        place["mesh_device"] = made
+    return made

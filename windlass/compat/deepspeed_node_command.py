@@ -1,0 +1,77 @@
+"""`python -m deepspeed.launcher.launch`: the ranks of one host, told by its caller which hosts and slots there are."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from windlass.base.broken_pipe import exit_quietly_on_broken_pipe
+from windlass.base.errors import WindlassError
+from windlass.launch.hostfile import decode_world_info
+from windlass.launch.launch_command import launch_plan_from_args
+from windlass.launch.launch_errors import LaunchError
+from windlass.launch.launch_flags import copy_flags, parse_flags
+from windlass.launch.launch_plan import LaunchPlan
+from windlass.launch.plan_from_flags import DEFAULT_MASTER_PORT, program_from_args
+from windlass.launch.rank_placement import Host
+
+_FLAGS = (
+    *("node_rank", "master_addr", "master_port", "module", "no_python", "no_local_rank", "enable_each_rank_log"),
+    *("bind_cores_to_rank", "bind_core_list", "log_level", "quiet", "help"),
+)
+
+
+def build_node_parser() -> argparse.ArgumentParser:
+    """The flags that DeepSpeed's launcher of one host has."""
+    parser = argparse.ArgumentParser(
+        prog="deepspeed.launcher.launch",
+        usage="python -m deepspeed.launcher.launch --world_info=TEXT [OPTION]... SCRIPT [ARGUMENT]...",
+        description="Start the ranks of one host, by windlass.",
+    )
+    copy_flags(parser, _FLAGS)
+    text = "base64 of the JSON {host: [slot, ...]}, hosts in the order of ranks"
+    parser.add_argument("--world_info", required=True, metavar="TEXT", help=text)
+    parser.add_argument("--save_pid", type=int, default=0, metavar="PID", help="accepted: the `deepspeed` command does")
+    parser.set_defaults(node_rank=0, master_addr="127.0.0.1", master_port=DEFAULT_MASTER_PORT)
+    return parser
+
+
+def node_plan_from_args(args: argparse.Namespace) -> LaunchPlan:
+    """The plan that the flags ask for.
+
+    Raises:
+        LaunchError: `--world_info` is no such text, or has no host of that number.
+    """
+    hosts = tuple(Host(name, tuple(slots)) for name, slots in decode_world_info(args.world_info).items())
+    if not 0 <= args.node_rank < len(hosts) or not hosts[args.node_rank].slots:
+        raise LaunchError(f"--node_rank {args.node_rank}: --world_info has no slot for it; it names {len(hosts)} hosts")
+    args.give_local_rank = not args.no_local_rank
+    return LaunchPlan(
+        program_from_args(args),
+        hosts,
+        node_rank=args.node_rank,
+        master_addr=args.master_addr,
+        master_port=args.master_port,
+        use_agent_store=False,
+        use_devices=True,
+        bind_cores_to_rank=args.bind_cores_to_rank,
+        bind_core_list=args.bind_core_list,
+        grace_s=args.grace,
+    )
+
+
+@exit_quietly_on_broken_pipe()
+def main(argv: Sequence[str] | None = None) -> None:
+    """Behave as that program: what cannot be started is one message and exit code 1."""
+    args = parse_flags(build_node_parser(), sys.argv[1:] if argv is None else argv)
+    args.labels = False
+    try:
+        code = launch_plan_from_args(args, node_plan_from_args(args))
+    except WindlassError as error:
+        print(f"deepspeed.launcher.launch: {error}", file=sys.stderr)
+        code = 1
+    except KeyboardInterrupt:
+        code = 130
+    if code:
+        sys.exit(code)

@@ -1,0 +1,291 @@
+"""`deepspeed.runtime.lr_schedules`: schedules by their names on a command line."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from windlass.compat.rank_logging import logger
+from windlass.optim import lr_cycles, lr_warmups
+from windlass.optim.lr_cycles import LRRangeTest as LRRangeTest
+
+LR_SCHEDULE = "lr_schedule"
+LR_RANGE_TEST = "LRRangeTest"
+ONE_CYCLE = "OneCycle"
+WARMUP_LR = "WarmupLR"
+WARMUP_DECAY_LR = "WarmupDecayLR"
+WARMUP_COSINE_LR = "WarmupCosineLR"
+VALID_LR_SCHEDULES = [LR_RANGE_TEST, ONE_CYCLE, WARMUP_LR, WARMUP_DECAY_LR, WARMUP_COSINE_LR]
+
+LR_RANGE_TEST_MIN_LR = "lr_range_test_min_lr"
+LR_RANGE_TEST_STEP_RATE = "lr_range_test_step_rate"
+LR_RANGE_TEST_STEP_SIZE = "lr_range_test_step_size"
+LR_RANGE_TEST_STAIRCASE = "lr_range_test_staircase"
+CYCLE_FIRST_STEP_SIZE = "cycle_first_step_size"
+CYCLE_FIRST_STAIR_COUNT = "cycle_first_stair_count"
+CYCLE_SECOND_STEP_SIZE = "cycle_second_step_size"
+CYCLE_SECOND_STAIR_COUNT = "cycle_second_stair_count"
+DECAY_STEP_SIZE = "decay_step_size"
+CYCLE_MIN_LR = "cycle_min_lr"
+CYCLE_MAX_LR = "cycle_max_lr"
+DECAY_LR_RATE = "decay_lr_rate"
+CYCLE_MIN_MOM = "cycle_min_mom"
+CYCLE_MAX_MOM = "cycle_max_mom"
+DECAY_MOM_RATE = "decay_mom_rate"
+WARMUP_MIN_LR = "warmup_min_lr"
+WARMUP_MAX_LR = "warmup_max_lr"
+WARMUP_NUM_STEPS = "warmup_num_steps"
+WARMUP_TYPE = "warmup_type"
+WARMUP_LOG_RATE = "log"
+WARMUP_LINEAR_RATE = "linear"
+WARMUP_MIN_RATIO = "warmup_min_ratio"
+COS_MIN_RATIO = "cos_min_ratio"
+TOTAL_NUM_STEPS = "total_num_steps"
+
+_SCHEDULE_ARGUMENTS: dict[str, dict[str, Any]] = {
+    LR_RANGE_TEST: {
+        LR_RANGE_TEST_MIN_LR: 0.001,
+        LR_RANGE_TEST_STEP_RATE: 1.0,
+        LR_RANGE_TEST_STEP_SIZE: 1000,
+        LR_RANGE_TEST_STAIRCASE: False,
+    },
+    ONE_CYCLE: {
+        CYCLE_FIRST_STEP_SIZE: 1000,
+        CYCLE_FIRST_STAIR_COUNT: -1,
+        CYCLE_SECOND_STEP_SIZE: -1,
+        CYCLE_SECOND_STAIR_COUNT: -1,
+        DECAY_STEP_SIZE: 1000,
+        CYCLE_MIN_LR: 0.01,
+        CYCLE_MAX_LR: 0.1,
+        DECAY_LR_RATE: 0.0,
+        CYCLE_MIN_MOM: 0.8,
+        CYCLE_MAX_MOM: 0.9,
+        DECAY_MOM_RATE: 0.0,
+    },
+    WARMUP_LR: {WARMUP_MIN_LR: 0.0, WARMUP_MAX_LR: 0.001, WARMUP_NUM_STEPS: 1000, WARMUP_TYPE: WARMUP_LOG_RATE},
+    WARMUP_COSINE_LR: {
+        WARMUP_NUM_STEPS: 1000,
+        WARMUP_TYPE: WARMUP_LOG_RATE,
+        WARMUP_MIN_RATIO: 0.01,
+        COS_MIN_RATIO: 0.01,
+    },
+}
+"""The arguments that set each schedule's parameters, and their defaults; `WarmupDecayLR` has `WarmupLR`'s."""
+_SCHEDULE_ARGUMENTS[WARMUP_DECAY_LR] = _SCHEDULE_ARGUMENTS[WARMUP_LR]
+
+
+class _AnyOfTheRule(type):
+    """Metaclass: an instance is any schedule of the rule, those that `initialize` makes too."""
+
+    rule: type
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, cls.rule) if "rule" in cls.__dict__ else super().__instancecheck__(instance)
+
+
+def known_warmup(warmup_type: Any) -> Any:
+    """Return `warmup_type` if it is known, else "log", with a warning, as DeepSpeed does."""
+    if warmup_type in (WARMUP_LOG_RATE, WARMUP_LINEAR_RATE):
+        return warmup_type
+    logger.warning(f"warmup_type {warmup_type!r} is neither log nor linear; the learning rate is warmed up by log")
+    return WARMUP_LOG_RATE
+
+
+class WarmupLR(lr_warmups.WarmupLR, metaclass=_AnyOfTheRule):
+    """`windlass.optim.WarmupLR`; an unknown `warmup_type` is "log"."""
+
+    rule = lr_warmups.WarmupLR
+
+    def __init__(
+        self,
+        optimizer: Any,
+        warmup_min_lr: Any = 0.0,
+        warmup_max_lr: Any = None,
+        warmup_num_steps: int = 1000,
+        warmup_type: str = WARMUP_LOG_RATE,
+        last_batch_iteration: int = -1,
+    ) -> None:
+        known = known_warmup(warmup_type)
+        super().__init__(optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, known, last_batch_iteration)
+
+
+class WarmupDecayLR(lr_warmups.WarmupDecayLR, metaclass=_AnyOfTheRule):
+    """`windlass.optim.WarmupDecayLR`; an unknown `warmup_type` is "log"."""
+
+    rule = lr_warmups.WarmupDecayLR
+
+    def __init__(
+        self,
+        optimizer: Any,
+        total_num_steps: int,
+        warmup_min_lr: Any = 0.0,
+        warmup_max_lr: Any = 0.001,
+        warmup_num_steps: int = 1000,
+        warmup_type: str = WARMUP_LOG_RATE,
+        last_batch_iteration: int = -1,
+    ) -> None:
+        known = known_warmup(warmup_type)
+        super().__init__(
+            optimizer, total_num_steps, warmup_min_lr, warmup_max_lr, warmup_num_steps, known, last_batch_iteration
+        )
+
+
+class WarmupCosineLR(lr_warmups.WarmupCosineLR, metaclass=_AnyOfTheRule):
+    """`windlass.optim.WarmupCosineLR`; an unknown `warmup_type` is "log"."""
+
+    rule = lr_warmups.WarmupCosineLR
+
+    def __init__(
+        self,
+        optimizer: Any,
+        total_num_steps: int,
+        warmup_min_ratio: float = 0.0,
+        warmup_num_steps: int = 1000,
+        cos_min_ratio: float = 0.0001,
+        warmup_type: str = WARMUP_LOG_RATE,
+        last_batch_iteration: int = -1,
+    ) -> None:
+        known = known_warmup(warmup_type)
+        super().__init__(
+            optimizer, total_num_steps, warmup_min_ratio, warmup_num_steps, cos_min_ratio, known, last_batch_iteration
+        )
+
+
+class OneCycle(lr_cycles.OneCycle, metaclass=_AnyOfTheRule):
+    """`windlass.optim.OneCycle`, whose lengths have DeepSpeed's names too."""
+
+    rule = lr_cycles.OneCycle
+
+    @property
+    def first_step_size(self) -> float:
+        """Steps on the way up."""
+        return self.first_size
+
+    @property
+    def second_step_size(self) -> float:
+        """Steps on the way down."""
+        return self.second_size
+
+    @property
+    def total_size(self) -> float:
+        """Steps of the triangle."""
+        return self.first_size + self.second_size
+
+    @property
+    def step_ratio(self) -> float:
+        """Share of the way up."""
+        return self.first_size / self.total_size
+
+
+def add_tuning_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add `--lr_schedule` and one argument for each parameter of a schedule; the parser."""
+    group = parser.add_argument_group("Convergence Tuning", "learning-rate schedules and their parameters")
+    group.add_argument(f"--{LR_SCHEDULE}", type=str, default=None, help="one of " + ", ".join(VALID_LR_SCHEDULES))
+    group.add_argument("--cycle_momentum", action="store_true", default=False, help="of OneCycle")
+    added: set[str] = set()
+    for schedule, arguments in _SCHEDULE_ARGUMENTS.items():
+        for name, default in arguments.items():
+            if name in added:
+                continue
+            added.add(name)
+            if isinstance(default, bool):
+                group.add_argument(
+                    f"--{name}", type=_parse_bool, nargs="?", const=True, default=default, help=f"of {schedule}"
+                )
+            else:
+                group.add_argument(f"--{name}", type=type(default), default=default, help=f"of {schedule}")
+    return parser
+
+
+def _parse_bool(text: str) -> bool:
+    if text.lower() not in ("true", "false", "1", "0"):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
+    return text.lower() in ("true", "1")
+
+
+def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
+    """What this process's command line says of these arguments, and the rest of it."""
+    return add_tuning_arguments(argparse.ArgumentParser()).parse_known_args()
+
+
+def override_params(args: Any, params: dict[str, Any]) -> None:
+    """Write what the command line says of any schedule's parameters into `params`."""
+    for schedule in _SCHEDULE_ARGUMENTS:
+        _override_schedule_params(schedule, args, params)
+
+
+def override_lr_range_test_params(args: Any, params: dict[str, Any]) -> None:
+    """As `override_params`, of LRRangeTest alone."""
+    _override_schedule_params(LR_RANGE_TEST, args, params)
+
+
+def override_1cycle_params(args: Any, params: dict[str, Any]) -> None:
+    """As `override_params`, of OneCycle alone."""
+    _override_schedule_params(ONE_CYCLE, args, params)
+
+
+def override_warmupLR_params(args: Any, params: dict[str, Any]) -> None:
+    """As `override_params`, of WarmupLR alone."""
+    _override_schedule_params(WARMUP_LR, args, params)
+
+
+def override_warmupCosineLR_params(args: Any, params: dict[str, Any]) -> None:
+    """As `override_params`, of WarmupCosineLR alone."""
+    _override_schedule_params(WARMUP_COSINE_LR, args, params)
+
+
+def _override_schedule_params(schedule: str, args: Any, params: dict[str, Any]) -> None:
+    for name in _SCHEDULE_ARGUMENTS[schedule]:
+        if (value := getattr(args, name, None)) is not None:
+            params[name] = value
+
+
+def get_config_from_args(args: Any) -> tuple[dict[str, Any] | None, str | None]:
+    """The `scheduler` section that a command line asks for, and None; or None, and why there is none."""
+    schedule = getattr(args, LR_SCHEDULE, None)
+    if schedule is None:
+        return None, f"--{LR_SCHEDULE} not specified on command line"
+    if schedule not in VALID_LR_SCHEDULES:
+        return None, f"{schedule} is not supported LR schedule; use one of {', '.join(VALID_LR_SCHEDULES)}"
+    params: dict[str, Any] = {}
+    _override_schedule_params(schedule, args, params)
+    return {"type": schedule, "params": params}, None
+
+
+def get_lr_from_config(config: dict[str, Any]) -> tuple[float | None, str]:
+    """The learning rate that a `scheduler` section leads to, and ""; or None, and why there is none."""
+    for key in ("type", "params"):
+        if key not in config:
+            return None, f"LR schedule {key} not defined in config"
+    schedule, params = config["type"], config["params"]
+    if schedule not in VALID_LR_SCHEDULES:
+        return None, f"{schedule} is not a valid LR schedule; use one of {', '.join(VALID_LR_SCHEDULES)}"
+    if schedule == WARMUP_COSINE_LR:
+        return None, f"{schedule} multiplies the optimizer's own learning rate, and names none"
+    key = {LR_RANGE_TEST: LR_RANGE_TEST_MIN_LR, ONE_CYCLE: CYCLE_MAX_LR}.get(schedule, WARMUP_MAX_LR)
+    return params[key], ""
+
+
+def update_lr(param_groups: Sequence[dict[str, Any]], lrs: Sequence[Any]) -> list[Any]:
+    """Write one rate into each group, into its tensor where it has one; the rates."""
+    for group, rate in zip(param_groups, lrs, strict=False):
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
+    return [group["lr"] for group in param_groups]
+
+
+def get_torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
+    """The optimizer itself, or the one that it wraps.
+
+    Raises:
+        TypeError: neither is one of torch's.
+    """
+    for found in (optimizer, getattr(optimizer, "optimizer", None)):
+        if isinstance(found, torch.optim.Optimizer):
+            return found
+    raise TypeError(f"{type(optimizer).__name__} is no torch.optim.Optimizer and wraps none")

@@ -1,0 +1,218 @@
+"""`top1gating`, `top2gating` and `topkgating` of `deepspeed.moe.sharded_moe`: routing as masks of all pairs.
+
+windlass's `MoE` routes by lists of experts (`windlass.parallel.experts.top_k_gate`) and does not call these.
+
+Shapes: s tokens, e experts, c places at an expert, k choices of a token.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from windlass.base.errors import ModelError
+from windlass.compat.parallel_groups import _current_mpu, bwc_tensor_model_parallel_world_size
+
+TUTEL_INSTALLED = False
+"""Whether the kernels of Tutel are used: never."""
+
+
+class CapacityError(ModelError, AssertionError):
+    """Fewer tokens than `min_capacity`."""
+
+
+class PolicyError(ModelError, ValueError):
+    """Unknown `drop_policy`."""
+
+
+def top1gating(
+    logits: Tensor,
+    capacity_factor: float,
+    min_capacity: int,
+    used_token: Tensor | None = None,
+    noisy_gate_policy: str | None = None,
+    drop_tokens: bool = True,
+    use_rts: bool = True,
+    ep_group: dist.ProcessGroup | None = None,
+    sparse_routes: bool = False,
+    use_tutel: bool = False,
+) -> Any:
+    """Route each token to its best expert. Collective over `ep_group` unless tokens are dropped.
+
+    Args:
+        logits: `[s, e]`, fp32.
+        capacity_factor: places at an expert, times its even share of the tokens.
+        min_capacity: least number of places.
+        used_token: `[s]`, 0 for tokens that go nowhere.
+        noisy_gate_policy: "RSample" adds Gumbel noise before the choice.
+        drop_tokens: leave out what is over capacity; otherwise capacity follows the fullest expert of all ranks.
+        use_rts: a full expert takes random tokens, not the first ones.
+        sparse_routes: see Returns.
+        use_tutel: no effect.
+
+    Returns:
+        `(loss, weights [s, e, c], mask [s, e, c], counts [e])`; with `sparse_routes` `(loss, c, e, experts [k, s] with
+        -1 for dropped, places [k, s], weights [k, s], counts [e])`.
+
+    Raises:
+        CapacityError: there are fewer tokens than `min_capacity`.
+    """
+    gates = F.softmax(logits, dim=1)
+    tokens, experts = gates.shape
+    if tokens < min_capacity:
+        raise CapacityError(f"{tokens} tokens and min_capacity {min_capacity}: lower it, or take larger batches")
+    scores = logits + _gumbel(logits) if noisy_gate_policy == "RSample" else gates
+    chosen = scores.argmax(dim=1)
+    mask = F.one_hot(chosen, experts)
+    if used_token is not None:
+        mask = mask * used_token.to(mask.dtype).unsqueeze(1)
+    counts = mask.sum(dim=0).detach()
+    loss = _balance_loss(gates, mask)
+    if drop_tokens:
+        capacity = _capacity(gates, capacity_factor, min_capacity)
+    else:
+        capacity = min(_max_expert_load(counts, ep_group), tokens)
+    # each expert keeps the tokens of highest priority; among equal ones topk takes any
+    priority = mask * torch.rand_like(gates) if use_rts else mask
+    kept = torch.zeros_like(mask).scatter_(0, priority.topk(min(capacity, tokens), dim=0).indices, 1)
+    mask = mask * kept
+    places = ((mask.cumsum(dim=0) - 1) * mask).sum(dim=1)
+    weights = (gates * mask).sum(dim=1)
+    return _format_routes(
+        loss, capacity, experts, [chosen], [places], [weights], [mask.any(dim=1)], counts, sparse_routes
+    )
+
+
+def top2gating(
+    logits: Tensor,
+    capacity_factor: float,
+    min_capacity: int,
+    drop_tokens: bool = True,
+    ep_group: dist.ProcessGroup | None = None,
+    top2_2nd_expert_sampling: bool = True,
+    sparse_routes: bool = False,
+) -> Any:
+    """Route each token to its best expert and to the best other one, which `top2_2nd_expert_sampling` draws.
+
+    Arguments and result as those of `top1gating`; capacity is for two choices.
+    """
+    gates = F.softmax(logits, dim=1)
+    experts = gates.shape[1]
+    first = gates.argmax(dim=1)
+    mask1 = F.one_hot(first, experts)
+    others = logits + _gumbel(logits) if top2_2nd_expert_sampling else logits
+    second = others.masked_fill(mask1.bool(), -math.inf).argmax(dim=1)
+    mask2 = F.one_hot(second, experts)
+    # second choices stand behind all first choices of an expert
+    place1 = mask1.cumsum(dim=0) - 1
+    place2 = mask2.cumsum(dim=0) - 1 + mask1.sum(dim=0, keepdim=True)
+    counts = (mask1 + mask2).sum(dim=0).detach()
+    loss = _balance_loss(gates, mask1)
+    if drop_tokens:
+        capacity = _capacity(gates, 2 * capacity_factor, min_capacity)
+        mask1, mask2 = mask1 * (place1 < capacity), mask2 * (place2 < capacity)
+    else:
+        capacity = _max_expert_load(counts, ep_group)
+    weights = torch.stack([(gates * mask).sum(dim=1) for mask in (mask1, mask2)])
+    weights = weights / weights.sum(dim=0).clamp(min=torch.finfo(gates.dtype).eps)
+    places = [(place * mask).sum(dim=1) for place, mask in ((place1, mask1), (place2, mask2))]
+    kept = [mask1.any(dim=1), mask2.any(dim=1)]
+    return _format_routes(loss, capacity, experts, [first, second], places, list(weights), kept, counts, sparse_routes)
+
+
+def topkgating(
+    logits: Tensor,
+    k: int,
+    capacity_factor: float,
+    min_capacity: int,
+    drop_tokens: bool = True,
+    ep_group: dist.ProcessGroup | None = None,
+    drop_policy: str = "probs",
+    sparse_routes: bool = False,
+) -> Any:
+    """Route each token to its `k` best experts.
+
+    Other arguments and result as those of `top1gating`; capacity is for `k` choices.
+
+    Args:
+        drop_policy: a full expert takes the tokens of highest probability ("probs") or the first ones ("position").
+
+    Raises:
+        PolicyError: there is no such policy.
+    """
+    gates = F.softmax(logits, dim=1)
+    tokens, experts = gates.shape
+    top, chosen = gates.topk(k, dim=1)
+    mask = torch.zeros_like(gates, dtype=torch.bool).scatter_(1, chosen, True)
+    counts = mask.sum(dim=0).detach()
+    loss = _balance_loss(gates, mask) / k
+    if not drop_tokens:
+        capacity = _max_expert_load(counts, ep_group)
+    else:
+        capacity = _capacity(gates, k * capacity_factor, min_capacity)
+        if drop_policy == "probs":
+            asked = torch.zeros_like(gates).scatter(1, chosen, top)
+            best = asked.topk(min(capacity, tokens), dim=0, sorted=False).indices
+            mask &= torch.zeros_like(mask).scatter_(0, best, True)
+        elif drop_policy == "position":
+            mask &= mask.cumsum(dim=0) <= capacity
+        else:
+            raise PolicyError(f"drop_policy is {drop_policy!r}; choose probs or position")
+    places = (mask.cumsum(dim=0) - 1) * mask
+    weights = gates * mask
+    weights = weights / weights.sum(dim=1, keepdim=True).clamp(min=torch.finfo(gates.dtype).eps)
+    kept = list(mask.gather(1, chosen).unbind(dim=1))
+    shares = list(weights.gather(1, chosen).unbind(dim=1))
+    at = list(places.gather(1, chosen).unbind(dim=1))
+    return _format_routes(loss, capacity, experts, list(chosen.unbind(dim=1)), at, shares, kept, counts, sparse_routes)
+
+
+def _format_routes(
+    loss: Tensor,
+    capacity: int,
+    experts: int,
+    chosen: list[Tensor],
+    places: list[Tensor],
+    weights: list[Tensor],
+    kept: list[Tensor],
+    counts: Tensor,
+    sparse: bool,
+) -> Any:
+    """Return the routes as `top1gating` does; each list has one `[s]` for each choice."""
+    index, place, weight, keep = (torch.stack(rows) for rows in (chosen, places, weights, kept))
+    if sparse:
+        index = torch.where(keep, index, -1)
+        room = torch.tensor(capacity, device=index.device)
+        return loss, room, experts, index.to(torch.int32), (place * keep).to(torch.int32), weight, counts
+    pairs = F.one_hot(index, experts).to(weight.dtype) * (weight * keep).unsqueeze(2)
+    spread = F.one_hot(place * keep, capacity).to(weight.dtype)
+    combined = torch.einsum("kse,ksc->sec", pairs, spread)
+    return loss, combined, combined.bool(), counts
+
+
+def _capacity(gates: Tensor, factor: float, least: int) -> int:
+    return max(math.ceil(gates.shape[0] / gates.shape[1] * factor), least)
+
+
+def _max_expert_load(counts: Tensor, group: dist.ProcessGroup | None) -> int:
+    """Return the largest count of all ranks of the group, rounded up to the ranks that share a tensor."""
+    largest = counts.max()
+    if group is not None and dist.get_world_size(group) > 1:
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    unit = _current_mpu()
+    shared = 1 if unit is None else bwc_tensor_model_parallel_world_size(unit)
+    return math.ceil(int(largest) / shared) * shared
+
+
+def _balance_loss(gates: Tensor, mask: Tensor) -> Tensor:
+    """Return experts x sum of mean probability times share of tokens (GShard, arXiv:2006.16668, section 2.2)."""
+    return (gates.mean(dim=0) * mask.float().mean(dim=0)).sum() * gates.shape[1]
+
+
+def _gumbel(logits: Tensor) -> Tensor:
+    return -torch.empty_like(logits).exponential_().log()

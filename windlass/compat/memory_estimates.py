@@ -1,0 +1,132 @@
+"""`estimate_zero3_model_states_mem_needs_all_live` and its kin: bytes of parameters, gradients and optimizer states.
+
+The arithmetic is that of training in 16 bits with Adam: an element costs 2 bytes as parameter, 2 as gradient, and 12 to
+16 as master weight, its gradient and two moments. Activations and buffers come on top.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+_GIB = 1 << 30
+
+
+def estimate_zero2_model_states_mem_needs(
+    total_params: int,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    cpu_offload: bool = True,
+    additional_buffer_factor: float = 1.5,
+) -> tuple[int, int]:
+    """Bytes of a node's host memory, and of one device, at stage 2."""
+    ranks = num_gpus_per_node * num_nodes
+    if cpu_offload:
+        return int(total_params * max(4 * ranks, 16) * additional_buffer_factor), int(2 * total_params)
+    host = total_params * 4 * num_gpus_per_node * additional_buffer_factor
+    return int(host), 2 * total_params + int(18 * total_params / ranks)
+
+
+def estimate_zero3_model_states_mem_needs(
+    total_params: int,
+    largest_layer_params: int,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    cpu_offload: bool = True,
+    cpu_offload_params: bool = True,
+    zero_init: bool = True,
+    additional_buffer_factor: float = 1.5,
+) -> tuple[int, int, int]:
+    """Bytes of a node's host memory, of one device, and of the largest layer whole, at stage 3."""
+    ranks = num_gpus_per_node * num_nodes
+    largest = 4 * largest_layer_params
+    built = 4 * num_gpus_per_node  # each rank of the node builds the model in fp32, unless zero.Init cuts it
+    if cpu_offload:
+        kept = 18 if cpu_offload_params else 16
+        device = largest if cpu_offload_params else largest + int(2 * total_params / ranks)
+        host = total_params * (kept / num_nodes if zero_init else max(built, kept / num_nodes))
+    else:
+        device = largest + int(18 * total_params / ranks)
+        host = built * (largest_layer_params if zero_init else total_params)
+    return int(host * additional_buffer_factor), int(device), largest
+
+
+def estimate_zero2_model_states_mem_needs_all_cold(
+    total_params: int, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
+) -> None:
+    """Print what stage 2 needs, with the optimizer offloaded and without."""
+    rows = []
+    for offload in (True, False):
+        needs = estimate_zero2_model_states_mem_needs(
+            total_params, num_gpus_per_node, num_nodes, offload, additional_buffer_factor
+        )
+        rows.append((*needs, f"offload_optimizer={'cpu' if offload else 'none'}"))
+    _print_table(f"{_millions(total_params)} parameters", num_gpus_per_node, num_nodes, rows)
+
+
+def estimate_zero3_model_states_mem_needs_all_cold(
+    total_params: int,
+    largest_layer_params: int,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    additional_buffer_factor: float = 1.5,
+) -> None:
+    """Print what stage 3 needs, with parameters and optimizer offloaded and without, built under `zero.Init` or not."""
+    rows = []
+    for optimizer, parameters in ((True, True), (True, False), (False, False)):
+        for built in (True, False):
+            host, device, _ = estimate_zero3_model_states_mem_needs(
+                total_params,
+                largest_layer_params,
+                num_gpus_per_node,
+                num_nodes,
+                optimizer,
+                parameters,
+                built,
+                additional_buffer_factor,
+            )
+            places = [
+                f"offload_{name}={'cpu' if away else 'none'}" for name, away in _offload_flags(parameters, optimizer)
+            ]
+            rows.append((host, device, ", ".join([*places, f"zero_init={int(built)}"])))
+    what = f"{_millions(total_params)} parameters, {_millions(largest_layer_params)} of them in the largest layer"
+    _print_table(what, num_gpus_per_node, num_nodes, rows)
+
+
+def estimate_zero2_model_states_mem_needs_all_live(
+    model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
+) -> None:
+    """As `..._all_cold`, of a model that is there."""
+    estimate_zero2_model_states_mem_needs_all_cold(
+        model_to_params(model)[0], num_gpus_per_node, num_nodes, additional_buffer_factor
+    )
+
+
+def estimate_zero3_model_states_mem_needs_all_live(
+    model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
+) -> None:
+    """As `..._all_cold`, of a model that is there."""
+    estimate_zero3_model_states_mem_needs_all_cold(
+        *model_to_params(model), num_gpus_per_node, num_nodes, additional_buffer_factor
+    )
+
+
+def model_to_params(model: nn.Module) -> tuple[int, int]:
+    """Elements of all parameters, a shared one once, and of the largest layer's own."""
+    total = sum({id(parameter): parameter.numel() for parameter in model.parameters()}.values())
+    largest = max((sum(p.numel() for p in module.parameters(recurse=False)) for module in model.modules()), default=0)
+    return total, largest
+
+
+def _offload_flags(parameters: bool, optimizer: bool) -> tuple[tuple[str, bool], ...]:
+    return ("param", parameters), ("optimizer", optimizer)
+
+
+def _millions(count: int) -> str:
+    return f"{count / 1e6:.0f}M"
+
+
+def _print_table(what: str, gpus: int, nodes: int, rows: list[tuple[int, int, str]]) -> None:
+    print(f"Memory for parameters, optimizer states and gradients, {nodes} node(s) of {gpus} GPU(s), {what}:")
+    print("  per CPU  |  per GPU  |  options")
+    for host, device, options in rows:
+        print(f"  {host / _GIB:7.2f}GB | {device / _GIB:7.2f}GB | {options}")

@@ -1,0 +1,106 @@
+"""`deepspeed.monitor`: a script's own numbers, written where the configuration says, by windlass's monitor."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import Any, SupportsFloat
+
+from windlass.compat.tolerated_keys import resolve_tolerated_keys
+from windlass.config import load_config
+from windlass.observe import monitor_writers
+
+_DISABLED_SECTION = SimpleNamespace(enabled=False)
+
+
+class DeepSpeedMonitorConfig:
+    """The sections of a configuration that say where numbers go.
+
+    Raises:
+        ConfigError: they cannot be read.
+    """
+
+    def __init__(self, tensorboard: Any = None, comet: Any = None, wandb: Any = None, csv_monitor: Any = None) -> None:
+        given = {"tensorboard": tensorboard, "comet": comet, "wandb": wandb, "csv_monitor": csv_monitor}
+        config = load_config({name: value for name, value in given.items() if value})
+        self.tensorboard, self.wandb, self.csv_monitor = config.tensorboard, config.wandb, config.csv_monitor
+        self.comet = config.comet
+
+    @property
+    def enabled(self) -> bool:
+        """Whether any of them is turned on."""
+        return self.tensorboard.enabled or self.wandb.enabled or self.csv_monitor.enabled or self.comet.enabled
+
+
+def get_monitor_config(param_dict: Any) -> DeepSpeedMonitorConfig:
+    """Of a whole configuration: dict, path or base64."""
+    config = load_config(resolve_tolerated_keys(param_dict))
+    sections = ("tensorboard", "comet", "wandb", "csv_monitor")
+    return DeepSpeedMonitorConfig(**{name: getattr(config, name).model_dump(exclude_unset=True) for name in sections})
+
+
+class Monitor(ABC):
+    """What writes numbers."""
+
+    @abstractmethod
+    def __init__(self, monitor_config: Any) -> None:
+        self.monitor_config = monitor_config
+
+    @abstractmethod
+    def write_events(self, event_list: Iterable[tuple[str, SupportsFloat, int]]) -> None:
+        """Write `(name, value, step)` triples; ranks other than 0 write nothing."""
+
+
+class MonitorMaster(Monitor):
+    """Writes everywhere that a `DeepSpeedMonitorConfig`, or `DeepSpeedConfig.monitor_config`, turns on."""
+
+    def __init__(self, monitor_config: Any) -> None:
+        super().__init__(monitor_config)
+        self.enabled: bool = monitor_config.enabled
+        self._monitor = monitor_writers.RunMonitor(monitor_config)
+
+    def write_events(self, event_list: Iterable[tuple[str, SupportsFloat, int]]) -> None:
+        self._monitor.write_events(event_list)
+
+
+class _SingleWriterMonitor(Monitor):
+    """Writes to one place, by its own section, whose settings are its attributes (`output_path`, `project`, ...)."""
+
+    _section: str
+
+    def __init__(self, monitor_config: Any) -> None:
+        super().__init__(monitor_config)
+        self.enabled: bool = monitor_config.enabled
+        for name in type(monitor_config).model_fields:
+            setattr(self, name, getattr(monitor_config, name))
+        off = dict.fromkeys(("tensorboard", "csv_monitor", "wandb", "comet"), _DISABLED_SECTION)
+        sections = {**off, self._section: monitor_config}
+        self._monitor = monitor_writers.RunMonitor(SimpleNamespace(**sections))
+
+    def write_events(self, event_list: Iterable[tuple[str, SupportsFloat, int]]) -> None:
+        self._monitor.write_events(event_list)
+
+
+class TensorBoardMonitor(_SingleWriterMonitor):
+    """Event files."""
+
+    _section = "tensorboard"
+
+
+class csvMonitor(_SingleWriterMonitor):
+    """CSV files."""
+
+    _section = "csv_monitor"
+
+
+class WandbMonitor(_SingleWriterMonitor):
+    """Weights & Biases."""
+
+    _section = "wandb"
+
+
+class CometMonitor(_SingleWriterMonitor):
+    """Comet."""
+
+    _section = "comet"

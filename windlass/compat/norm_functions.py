@@ -1,0 +1,278 @@
+"""Norms of gradients, weights and tensors, clipping by them, and the search for what is not finite.
+
+Ranks have no model parallelism, unless a script's own unit (`mpu`) says otherwise; then its group is asked too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from windlass.compat.expert_groups import (
+    _get_expert_parallel_group,
+    _get_expert_parallel_group_dict,
+    _get_max_expert_parallel_group,
+    _get_max_expert_size_name,
+)
+from windlass.compat.parallel_groups import bwc_tensor_model_parallel_rank
+
+Tensors = torch.Tensor | Iterable[torch.Tensor]
+
+
+def clip_grad_norm_(parameters: Tensors, max_norm: float, norm_type: float = 2, mpu: Any = None) -> torch.Tensor:
+    """Scale the gradients down to `max_norm` if their norm is larger; the norm, as it was.
+
+    Gradients of experts (`allreduce` false) count with those of the other ranks over which experts are spread, where
+    such groups were made; then it is collective.
+    """
+    own = _as_list(parameters)  # once: it may be a generator
+    norm = _total_norm(_counted_gradients([one for one in own if _spread_of(one) is None], mpu), norm_type, mpu)
+    if spread := {name for one in own if (name := _spread_of(one)) is not None}:
+        apart = [_expert_norm([p for p in own if _spread_of(p) == name], norm_type, name) for name in sorted(spread)]
+        norm = torch.linalg.vector_norm(torch.stack([norm.to(apart[0]), *apart]), float(norm_type))
+    _scale_to_max_norm(_gradients(own), max_norm, norm)
+    return norm
+
+
+def get_grad_norm(parameters: Tensors, norm_type: float = 2, mpu: Any = None) -> float:
+    """The norm of all gradients as one vector; -1 where it is not finite."""
+    norm = _total_norm(_counted_gradients(parameters, mpu), norm_type, mpu).item()
+    return norm if math.isfinite(norm) else -1.0
+
+
+def get_flattened_grad_norm(
+    parameters: Tensors, norm_type: float = 2, mpu: Any = None, grad_norm_mask: Any = None
+) -> float:
+    """As `get_grad_norm`, over flat buffers.
+
+    Raises:
+        NotImplementedError: a mask; flat buffers here hold no parameter twice.
+    """
+    if grad_norm_mask is not None:
+        raise NotImplementedError("get_flattened_grad_norm: grad_norm_mask is not built; pass each parameter once")
+    return get_grad_norm(parameters, norm_type, mpu)
+
+
+def get_weight_norm(parameters: Tensors, norm_type: float = 2, mpu: Any = None) -> float:
+    """The norm of all values as one vector; -1 where it is not finite."""
+    norm = _total_norm(
+        [parameter.detach() for parameter in _counted_parameters(parameters, mpu)], norm_type, mpu
+    ).item()
+    return norm if math.isfinite(norm) else -1.0
+
+
+def get_grad_zeros(parameters: Tensors, mpu: Any = None) -> float:
+    """How many elements of the gradients are zero."""
+    zeros = sum(gradient.numel() - int(gradient.count_nonzero()) for gradient in _counted_gradients(parameters, mpu))
+    total = torch.tensor(float(zeros))
+    _all_reduce_over_model(total, mpu, dist.ReduceOp.SUM)
+    return total.item()
+
+
+def count_used_parameters_in_backward(parameters: Iterable[torch.Tensor]) -> int:
+    """Return how many of the parameters the backward that runs now gives a gradient to.
+
+    Raises:
+        RuntimeError: no backward is running.
+    """
+    if torch._C._current_graph_task_id() == -1:
+        raise RuntimeError("count_used_parameters_in_backward is called in a backward, by a hook")
+    with torch.enable_grad():  # where autograd is off a parameter has no node in the graph
+        nodes = [torch.autograd.graph._get_grad_fn_or_grad_acc(one) for one in parameters if one.requires_grad]
+    return sum(bool(torch._C._will_engine_execute_node(node)) for node in set(nodes) if node is not None)
+
+
+def get_global_norm(norm_list: Sequence[float | torch.Tensor]) -> float:
+    """The norm of a vector whose parts have these norms; infinite where one is not a norm."""
+    if any(is_invalid_grad_norm(norm) for norm in norm_list):
+        return math.inf
+    return math.sqrt(sum(float(norm) ** 2 for norm in norm_list))
+
+
+def get_global_norm_of_tensors(
+    input_tensors: Iterable[torch.Tensor], norm_type: float = 2, mpu: Any = None, moe_ep_group: Any = None
+) -> torch.Tensor:
+    """The norm of all tensors as one vector, a float32 scalar; -1 where it is not finite.
+
+    Raises:
+        AssertionError: something is no tensor.
+    """
+    tensors = list(input_tensors)
+    assert all(isinstance(tensor, torch.Tensor) for tensor in tensors), "every item must be a tensor"
+    norm = _total_norm(tensors, norm_type, mpu)
+    return torch.where(norm.isfinite(), norm, torch.full_like(norm, -1.0))
+
+
+def clip_tensors_by_global_norm(
+    input_tensors: Iterable[torch.Tensor],
+    max_norm: float = 1.0,
+    global_norm: float | torch.Tensor | None = None,
+    mpu: Any = None,
+    eps: float = 1e-6,
+) -> float | torch.Tensor:
+    """Scale tensors down to `max_norm` if their norm, or the one given, is larger; that norm."""
+    tensors = list(input_tensors)
+    norm = get_global_norm_of_tensors(tensors, mpu=mpu) if global_norm is None else global_norm
+    _scale_to_max_norm(tensors, max_norm, norm, eps)
+    return norm
+
+
+def clip_gradients(
+    parameters: Tensors,
+    max_norm: float = 1.0,
+    global_grad_norm: float | torch.Tensor | None = None,
+    mpu: Any = None,
+    eps: float = 1e-6,
+) -> float | torch.Tensor:
+    """As `clip_tensors_by_global_norm`, of the parameters' gradients."""
+    return clip_tensors_by_global_norm(_gradients(parameters), max_norm, global_grad_norm, mpu, eps)
+
+
+def combine_grad_norm_groups(norm_groups: Iterable[float | torch.Tensor], norm_type: float = 2) -> torch.Tensor:
+    """One norm of several groups'; infinite where one is not a norm."""
+    norms = [float(norm) for norm in norm_groups]
+    if any(is_invalid_grad_norm(norm) for norm in norms):
+        return torch.tensor(math.inf)
+    combined: torch.Tensor = torch.linalg.vector_norm(torch.tensor(norms), ord=norm_type)
+    return combined
+
+
+def has_inf_or_nan(x: torch.Tensor) -> torch.Tensor:
+    """Whether a value is not finite, as a scalar on the tensor's device."""
+    values = x._values() if x.is_sparse else x
+    if not values.numel():
+        return torch.tensor(False, device=x.device)
+    least, most = torch.aminmax(values)
+    return ~(least.isfinite() & most.isfinite())
+
+
+def is_invalid_grad_norm(norm: float | torch.Tensor) -> bool:
+    """Whether this is no norm: negative, infinite or NaN."""
+    if isinstance(norm, torch.Tensor):
+        return bool((~norm.isfinite() | (norm < 0)).any())
+    return not math.isfinite(norm) or norm < 0
+
+
+def mask_nan_or_inf_with_val_inplace(input: torch.Tensor, device: Any = None, val: float = -1.0) -> None:
+    """Write `val` over what is not finite."""
+    input.masked_fill_(~input.isfinite(), val)
+
+
+def is_model_parallel_parameter(p: torch.Tensor) -> bool:
+    """Whether each rank of a model-parallel group has a part of its own of this parameter."""
+    return bool(getattr(p, "model_parallel", False) or getattr(p, "tensor_model_parallel", False))
+
+
+class CheckOverflow:
+    """Looks for gradients that are not finite, on any rank.
+
+    Args:
+        param_groups: lists of parameters.
+        mpu: a model-parallel unit, whose group is asked too.
+    """
+
+    def __init__(
+        self, param_groups: Any = None, mpu: Any = None, zero_reduce_scatter: bool = False, deepspeed: Any = None
+    ) -> None:
+        self.params = [parameter for group in param_groups or () for parameter in group]
+        self.mpu = mpu
+
+    def check(self, param_groups: Any = None) -> bool:
+        """As `has_overflow`, of these groups, or of those given at first."""
+        return self.has_overflow([p for group in param_groups for p in group] if param_groups else self.params)
+
+    def check_using_norm(self, norm_group: Iterable[float | torch.Tensor], reduce_overflow: bool = True) -> bool:
+        """Whether one of these, on any rank unless `reduce_overflow` is off, is no norm. Collective.
+
+        Where there are experts, ranks over which these are spread always agree.
+        """
+        found = any(is_invalid_grad_norm(norm) for norm in norm_group)
+        if reduce_overflow:
+            return self._any_rank(found)
+        if any(_spread_of(parameter) is not None for parameter in self.params):
+            return self._any_rank(found, _get_max_expert_parallel_group())
+        return found
+
+    def has_overflow(self, params: Iterable[torch.Tensor], has_moe_params: bool | None = None) -> bool:
+        """Whether any rank has a gradient that is not finite. Collective."""
+        return self._any_rank(self.has_overflow_serial(params))
+
+    def _any_rank(self, here: bool, group: dist.ProcessGroup | None = None) -> bool:
+        found = torch.tensor(float(here))
+        if dist.is_initialized():
+            found = found.to("cuda") if dist.get_backend() == "nccl" else found
+            dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
+        return bool(found.item())
+
+    def has_overflow_serial(self, params: Iterable[torch.Tensor]) -> bool:
+        """Whether this rank has one."""
+        return any(bool(has_inf_or_nan(p.grad)) for p in params if p.grad is not None)
+
+
+def _as_list(tensors: Tensors) -> list[torch.Tensor]:
+    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+
+
+def _gradients(parameters: Tensors) -> list[torch.Tensor]:
+    return [parameter.grad for parameter in _as_list(parameters) if parameter.grad is not None]
+
+
+def _counted_parameters(parameters: Tensors, mpu: Any) -> list[torch.Tensor]:
+    """Those that this rank is to count: of what a model-parallel group has whole, its first rank counts."""
+    first = bwc_tensor_model_parallel_rank(mpu) == 0
+    return [parameter for parameter in _as_list(parameters) if first or is_model_parallel_parameter(parameter)]
+
+
+def _counted_gradients(parameters: Tensors, mpu: Any) -> list[torch.Tensor]:
+    return _gradients(_counted_parameters(parameters, mpu))
+
+
+def _spread_of(parameter: torch.Tensor) -> str | None:
+    """Return the name of the group over which an expert's like are spread; None for what is no expert's."""
+    if getattr(parameter, "allreduce", True):
+        return None
+    known = _get_expert_parallel_group_dict()
+    own: str | None = getattr(parameter, "group_name", None)
+    return own if own in known else _get_max_expert_size_name() if known else None
+
+
+def _expert_norm(parameters: list[torch.Tensor], norm_type: float, name: str) -> torch.Tensor:
+    """Return the norm of the gradients of experts on all ranks of a group. Collective."""
+    kind = float(norm_type)
+    total = _total_norm(_gradients(parameters), norm_type, None)
+    largest = math.isinf(kind)
+    total = total if largest else total.pow(kind)
+    how = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
+    dist.all_reduce(total, op=how, group=_get_expert_parallel_group(name))
+    return total if largest else total.pow(1 / kind)
+
+
+def _total_norm(tensors: list[torch.Tensor], norm_type: float, mpu: Any) -> torch.Tensor:
+    kind = float(norm_type)
+    each = [torch.linalg.vector_norm(tensor.detach().float(), kind) for tensor in tensors]
+    if math.isinf(kind):
+        total = torch.stack(each).max() if each else torch.tensor(0.0)
+        _all_reduce_over_model(total, mpu, dist.ReduceOp.MAX)
+        return total
+    total = torch.stack(each).pow(kind).sum() if each else torch.tensor(0.0)
+    _all_reduce_over_model(total, mpu, dist.ReduceOp.SUM)
+    return total.pow(1 / kind)
+
+
+def _all_reduce_over_model(total: torch.Tensor, mpu: Any, how: Any) -> None:
+    if mpu is not None:
+        dist.all_reduce(total, op=how, group=mpu.get_model_parallel_group())
+
+
+@torch.no_grad()
+def _scale_to_max_norm(
+    tensors: list[torch.Tensor], max_norm: float, norm: float | torch.Tensor, eps: float = 1e-6
+) -> None:
+    factor = float(max_norm / (float(norm) + eps))
+    if factor < 1:
+        for tensor in tensors:
+            tensor.detach().mul_(factor)

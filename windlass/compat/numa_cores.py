@@ -1,0 +1,96 @@
+"""Which processor cores belong to which memory node, and a `numactl` command that binds a rank to some of them."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+_NODES = Path("/sys/devices/system/node")
+
+
+def get_numa_cores() -> list[list[int]]:
+    """The cores of each memory node, nodes without cores as empty lists; empty where the system does not tell."""
+    places = [place for place in _NODES.glob("node*") if place.name[4:].isdigit()] if _NODES.is_dir() else []
+    found = sorted((int(place.name[4:]), place) for place in places)
+    return [parse_range_list((place / "cpulist").read_text().strip()) for _, place in found]
+
+
+def nodes_with_cores() -> list[list[int]]:
+    """As `get_numa_cores`, without nodes that are memory alone."""
+    return [cores for cores in get_numa_cores() if cores]
+
+
+def parse_range(rng: str) -> list[int]:
+    """`3` or `2-5` as the numbers meant.
+
+    Raises:
+        ValueError: it is neither, or ends before it begins.
+    """
+    if (match := re.fullmatch(r"\s*(\d+)(?:\s*-\s*(\d+))?\s*", rng)) is None:
+        raise ValueError(f"{rng!r} is no range of cores; write 3 or 2-5")
+    first, last = int(match[1]), int(match[2] or match[1])
+    if last < first:
+        raise ValueError(f"the range of cores {rng!r} ends before it begins")
+    return list(range(first, last + 1))
+
+
+def parse_range_list(range_str: str) -> list[int]:
+    """`0-3,8,10-11` as the numbers meant, in order.
+
+    Raises:
+        ValueError: as `parse_range`, or ranges overlap or are out of order.
+    """
+    cores: list[int] = []
+    for part in range_str.split(",") if range_str.strip() else ():
+        own = parse_range(part)
+        if cores and own[0] <= cores[-1]:
+            raise ValueError(f"the ranges of cores {range_str!r} overlap or are out of order")
+        cores += own
+    return cores
+
+
+def check_for_numactl_pkg() -> bool:
+    """Whether there is a `numactl` to run."""
+    return shutil.which("numactl") is not None
+
+
+def get_numactl_cmd(bind_core_list: str | None, num_local_procs: int, local_rank: int) -> tuple[int, list[str]]:
+    """How many cores a rank's share is, and what to write before its command so that it runs on them.
+
+    Args:
+        bind_core_list: `0-3,8-11`; None: all cores of the host.
+
+    Raises:
+        ValueError: fewer cores than ranks, or `KMP_AFFINITY` binds already.
+    """
+    if "KMP_AFFINITY" in os.environ:
+        raise ValueError("KMP_AFFINITY binds cores too: unset it, or do not bind cores to ranks")
+    nodes = nodes_with_cores()
+    cores = parse_range_list(bind_core_list) if bind_core_list else sorted({core for node in nodes for core in node})
+    cores = cores or list(range(os.cpu_count() or 1))
+    each = len(cores) // num_local_procs
+    if each < 1:
+        raise ValueError(f"{num_local_procs} ranks share {len(cores)} cores: at least one core a rank is needed")
+    own = cores[local_rank * each : (local_rank + 1) * each]
+    return each, ["numactl", *_memory_binding(own, nodes), "-C", _format_ranges(own)]
+
+
+def _memory_binding(cores: Sequence[int], nodes: list[list[int]]) -> list[str]:
+    """Binds memory to the one node that has all of these cores."""
+    if len(nodes) < 2:
+        return []
+    homes = [number for number, node in enumerate(get_numa_cores()) if set(cores) <= set(node)]
+    return ["-m", str(homes[0])] if homes else []
+
+
+def _format_ranges(cores: Sequence[int]) -> str:
+    parts: list[list[int]] = []
+    for core in cores:
+        if parts and core == parts[-1][1] + 1:
+            parts[-1][1] = core
+        else:
+            parts.append([core, core])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)

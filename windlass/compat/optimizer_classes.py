@@ -1,0 +1,119 @@
+"""DeepSpeed's classes of optimizers, for `isinstance`: which of them DeepSpeed would have made for an engine.
+
+`initialize` makes a `ShardedOptimizer` at every stage and for every precision. Scripts ask for the class to learn the
+stage, or to find what a stage calls its master weights; so each class here accepts optimizers of its own kind alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+
+from windlass.compat.optimizers.fused_optimizers import FusedAdam, FusedLamb, FusedLion
+from windlass.config import Config
+from windlass.engine.sharded_optimizer import ShardedOptimizer
+
+KIND_ATTRIBUTE = "deepspeed_kind"
+"""Attribute of an optimizer of the stand-in that holds its kind."""
+
+
+def optimizer_kind_of(config: Config) -> str:
+    """Return the kind of optimizer that DeepSpeed makes for a configuration; "basic" is the script's own."""
+    stage = config.zero_optimization.stage
+    if stage == 3:
+        return "stage 3"
+    if stage == 1 and config.bf16.enabled and config.data_types.grad_accum_dtype == "fp32":
+        return "bf16"
+    if stage in (1, 2):
+        return "stages 1 and 2"
+    if config.fp16.enabled or config.bf16.enabled:
+        named = config.optimizer is not None and config.optimizer.type.lower() in ("adam", "adamw")
+        return "fused" if named else "unfused"
+    return "basic"
+
+
+_BY_NAME: dict[str, type[torch.optim.Optimizer]] = {
+    "adam": FusedAdam,
+    "adamw": FusedAdam,
+    "lamb": FusedLamb,
+    "lion": FusedLion,
+}
+
+
+class BasicOptimizer(ShardedOptimizer):
+    """Optimizer of stage 0 in fp32, where DeepSpeed hands back the script's own object.
+
+    It is an instance of that object's class, and equal to that object; what it does is a `ShardedOptimizer`'s.
+    """
+
+    passes_for: type[torch.optim.Optimizer]
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type[torch.optim.Optimizer]:  # type: ignore[override]
+        return self.passes_for
+
+    def __eq__(self, other: object) -> bool:
+        return other is self or other is self.optimizer
+
+    def __hash__(self) -> int:
+        return hash(self.optimizer)
+
+
+def pass_for_basic(optimizer: ShardedOptimizer, config: Config, *, named: bool) -> None:
+    """Make an optimizer of stage 0 in fp32 an instance of the class that DeepSpeed's would have.
+
+    Args:
+        named: the configuration names the optimizer, not the script.
+    """
+    section = config.optimizer
+    found = _BY_NAME.get(section.type.lower()) if named and section is not None else None
+    if section is not None and section.params.get("torch_adam"):
+        found = None
+    optimizer.__class__ = BasicOptimizer
+    optimizer.__dict__["passes_for"] = found or type(optimizer.optimizer)
+
+
+class _OptimizerKindMeta(type):
+    """Metaclass: an instance is an optimizer that holds one of the class's `kinds`."""
+
+    kinds: tuple[str, ...]
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, ShardedOptimizer) and getattr(instance, KIND_ATTRIBUTE, None) in cls.kinds
+
+
+class ZeROOptimizer(ShardedOptimizer, metaclass=_OptimizerKindMeta):
+    """Optimizer of stages 1 to 3."""
+
+    kinds: ClassVar[tuple[str, ...]] = ("stage 3", "stages 1 and 2", "bf16")
+
+
+class DeepSpeedZeroOptimizer(ShardedOptimizer, metaclass=_OptimizerKindMeta):
+    """Optimizer of stages 1 and 2."""
+
+    kinds: ClassVar[tuple[str, ...]] = ("stages 1 and 2",)
+
+
+class DeepSpeedZeroOptimizer_Stage3(ShardedOptimizer, metaclass=_OptimizerKindMeta):
+    """Optimizer of stage 3."""
+
+    kinds: ClassVar[tuple[str, ...]] = ("stage 3",)
+
+
+class BF16_Optimizer(ShardedOptimizer, metaclass=_OptimizerKindMeta):
+    """Optimizer of stage 1 with bf16 parameters and fp32 accumulation."""
+
+    kinds: ClassVar[tuple[str, ...]] = ("bf16",)
+
+
+class FP16_Optimizer(ShardedOptimizer, metaclass=_OptimizerKindMeta):
+    """Optimizer of stage 0 with 16-bit parameters, of a fused rule."""
+
+    kinds: ClassVar[tuple[str, ...]] = ("fused",)
+
+
+class FP16_UnfusedOptimizer(ShardedOptimizer, metaclass=_OptimizerKindMeta):
+    """Optimizer of stage 0 with 16-bit parameters, of another rule."""
+
+    kinds: ClassVar[tuple[str, ...]] = ("unfused",)

@@ -1,0 +1,55 @@
+"""`deepspeed.runtime.zero.muon`: windlass' Muon by DeepSpeed's class names, arguments and defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+import torch
+from torch.optim.optimizer import ParamsT
+
+from windlass.optim import muon
+
+_MUON_DEFAULTS: dict[str, Any] = {"lr": 0.02, "momentum": 0.95, "weight_decay": 0}
+_ADAM_DEFAULTS: dict[str, Any] = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 0}
+
+
+class Muon(muon.Muon):
+    """Muon for matrices alone; the iteration is Newton-Schulz's, whatever `ns_method` says.
+
+    Raises:
+        ConfigError: a parameter of fewer than two dimensions.
+    """
+
+    same_rule_as: ClassVar[type[torch.optim.Optimizer]] = muon.Muon
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 0.02,
+        weight_decay: float = 0,
+        momentum: float = 0.95,
+        ns_method: str = "gram",
+    ) -> None:
+        given: list[Any] = list(params)
+        groups = given if given and isinstance(given[0], dict) else [{"params": given}]
+        hidden = [{"use_muon": True, **group} for group in groups]
+        super().__init__(hidden, lr=lr, weight_decay=weight_decay, momentum=momentum)
+
+
+class MuonWithAuxAdam(muon.Muon):
+    """Muon for the groups that say `use_muon`, AdamW for the others.
+
+    Raises:
+        AssertionError: a group does not say which.
+    """
+
+    same_rule_as: ClassVar[type[torch.optim.Optimizer]] = muon.Muon
+
+    def __init__(self, param_groups: Iterable[dict[str, Any]], **ignored: Any) -> None:
+        groups = list(param_groups)
+        assert all("use_muon" in group for group in groups), "every group says use_muon: true or false"
+        super().__init__([{**(_MUON_DEFAULTS if group["use_muon"] else _ADAM_DEFAULTS), **group} for group in groups])
+
+
+SingleDeviceMuon, SingleDeviceMuonWithAuxAdam = Muon, MuonWithAuxAdam

@@ -1,0 +1,70 @@
+"""FusedAdam, FusedLion and FusedLamb: the steps of torch and windlass, with the arguments that scripts write."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch.optim.optimizer import ParamsT
+
+from windlass.compat.optimizers.optimizer_refusal import check_adam
+from windlass.optim.lamb import Lamb
+from windlass.optim.lion import Lion
+
+
+class _SetGradNoneMixin(torch.optim.Optimizer):
+    """Empties gradients as `set_grad_none` said."""
+
+    set_grad_none: bool
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Drop gradients, or fill them with zeros."""
+        super().zero_grad(set_to_none=self.set_grad_none if set_to_none is None else set_to_none)
+
+
+class FusedAdam(_SetGradNoneMixin, torch.optim.Adam):
+    """torch's AdamW, or its Adam with `adam_w_mode=False`, and its results.
+
+    Raises:
+        OptimizerRefusal: `amsgrad`, or no `bias_correction`.
+    """
+
+    same_rule_as: ClassVar[type[torch.optim.Optimizer]] = torch.optim.Adam
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        set_grad_none: bool = True,
+    ) -> None:
+        check_adam("FusedAdam", amsgrad, bias_correction)
+        self.set_grad_none, self.adam_w_mode = set_grad_none, int(adam_w_mode)
+        made: dict[str, Any] = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
+        torch.optim.Adam.__init__(self, params, **made, decoupled_weight_decay=bool(adam_w_mode))
+
+
+class FusedLion(_SetGradNoneMixin, Lion):
+    """`windlass.optim.Lion` with DeepSpeed's defaults."""
+
+    same_rule_as: ClassVar[type[torch.optim.Optimizer]] = Lion
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0.0,
+        set_grad_none: bool = True,
+    ) -> None:
+        self.set_grad_none = set_grad_none
+        Lion.__init__(self, params, lr=lr, betas=betas, weight_decay=weight_decay)
+
+
+class FusedLamb(Lamb):
+    """`windlass.optim.Lamb`, whose order of operations is this class's."""

@@ -1,0 +1,329 @@
+"""What DeepSpeed's clients ask of a parameter: `ds_id`, `ds_shape`, `ds_status`, `all_gather`, ...
+
+[Note: asked, not kept] Nothing is put on parameters: one with attributes of ours could not be pickled, and a copy would
+carry them on. `install` gives `nn.Parameter` a `__getattr__`, which Python only calls for names that are not
+there; it answers for parameters that an engine or `zero.Init` has, and for no others. Parameters of stage 3 keep their
+shape in windlass, whole or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import count
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from windlass import zero
+from windlass.base.errors import ShardedParameterError
+from windlass.compat.not_built import NotBuiltError
+from windlass.compat.zero_param_status import ZeroParamStatus, ZeroParamType
+from windlass.zero.access.gathered_parameters import GatheredParameters
+from windlass.zero.core import sharded_parameter
+from windlass.zero.core.parameter_registry import find
+from windlass.zero.core.sharded_parameter import ShardedParameter
+from windlass.zero.sharded_init import initial_shard
+from windlass.zero.sharded_model import ShardedModel
+
+_id_counter = count()
+_ids: WeakKeyDictionary[Any, dict[int, int]] = WeakKeyDictionary()  # by sharded model: of its parameters
+_sharded_init_ids: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # by birth
+_active_by_owner: WeakKeyDictionary[Any, dict[int, set[int]]] = WeakKeyDictionary()
+_external_parameters: WeakKeyDictionary[nn.Module, dict[str, nn.Parameter]] = WeakKeyDictionary()
+_expert_group_names: WeakIdKeyDictionary = WeakIdKeyDictionary()  # names of groups, by parameter
+_stub_models: WeakSet[Any] = WeakSet()  # sharded models of engines that `deepspeed.initialize` made
+_gathered_contexts: dict[int, GatheredParameters] = {}  # by id of the parameter that all_gather made whole
+
+
+def install_parameter_attributes() -> None:
+    """Have parameters answer, and modules tell which parameters of others they use. Doing it again does nothing."""
+    if nn.Parameter.__dict__.get("__getattr__") is not _get_attribute:
+        nn.Parameter.__getattr__ = _get_attribute  # type: ignore[attr-defined]
+        nn.Module.ds_external_parameters = _iterate_external  # type: ignore[attr-defined]
+        sharded_parameter.allows_stub = _allows_stub
+        sharded_parameter.read_full_value = _read_full_value
+
+
+def enable_state_dict_stubs(model: ShardedModel) -> None:
+    """Have `state_dict()` give names for the released parameters of `model`; of others it raises, as it did."""
+    _stub_models.add(model)
+
+
+def mark_expert(parameter: nn.Parameter, group_name: str) -> None:
+    """Have a parameter answer that it is an expert's, by the name of the ranks over which those are spread."""
+    install_parameter_attributes()
+    _expert_group_names[parameter] = group_name
+
+
+def is_stage_3_parameter(parameter: nn.Parameter) -> bool:
+    """Whether a parameter's values are spread over the ranks between uses, or would be if it were larger."""
+    place = find(parameter)
+    return place.model.policy.stage == 3 if place is not None else initial_shard.find(parameter) is not None
+
+
+def external_parameters_of(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters of other modules that `module` was said to use."""
+    return _external_parameters.setdefault(module, {})
+
+
+def _allows_stub(parameter: nn.Parameter) -> bool:
+    """Whether `state_dict()` gets a stub, of which scripts on one rank read the name. Inside a forward `detach` means
+    the values, and its unit brings them."""
+    place, birth = find(parameter), initial_shard.find(parameter)
+    if place is None:
+        return birth is not None and birth.allows_stub
+    return place.model in _stub_models and not place.unit.gather_parameter(parameter, [parameter])
+
+
+def _iterate_external(self: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    return iter(external_parameters_of(self).items())
+
+
+def _get_attribute(self: nn.Parameter, name: str) -> Any:
+    answer = _STAGE_3_ATTRIBUTES.get(name)
+    if answer is not None and is_stage_3_parameter(self):
+        return answer(self)
+    answer = _HP_ATTRIBUTES.get(name)
+    if answer is not None and find(self) is not None:
+        return answer(self)
+    if name in ("allreduce", "group_name") and self in _expert_group_names:  # what scripts tell experts by
+        return False if name == "allreduce" else _expert_group_names[self]
+    raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+
+def _read_full_value(parameter: nn.Parameter) -> torch.Tensor:
+    _require_same_parameter(parameter)
+    return zero.full_param(parameter).detach().to(parameter.dtype)
+
+
+def _require_same_parameter(parameter: nn.Parameter) -> None:
+    """Ranks that read another parameter each would get pieces of both: transformers goes through sets of names, whose
+    order is each process's own.
+
+    Raises:
+        ReleasedParameterError: they do; on all of them.
+    """
+    place, birth = find(parameter), initial_shard.find(parameter)
+    if birth is not None:
+        group, name = birth.group, f"{birth.label} (number {birth.number})"
+    elif place is not None:
+        group, name = place.unit.dp_group.group, place.name
+    else:
+        return
+    told: list[Any] = [name] * group.size
+    if group.size > 1:
+        dist.all_gather_object(told, name, group=group.cpu_group)
+    if len(set(told)) > 1:
+        read = ", ".join(f"rank {rank}: {one!r}" for rank, one in zip(group.ranks, told, strict=True))
+        raise ShardedParameterError(
+            f"ranks read different parameters from a state_dict() at stage 3, where all read one together ({read}); "
+            "save by engine.save_16bit_model, or read inside `with GatheredParameters(parameters):`"
+        )
+
+
+# stage 3
+
+
+def _ds_id(parameter: nn.Parameter) -> int:
+    place = find(parameter)
+    if place is None:
+        birth = initial_shard.find(parameter)
+        return _sharded_init_ids.setdefault(birth, next(_id_counter))
+    known = _ids.get(place.model)
+    if known is None:  # all at once, in model order: the same on every rank
+        known = _ids[place.model] = {id(p): next(_id_counter) for p in place.model.model.parameters()}
+    return known.setdefault(id(parameter), next(_id_counter))
+
+
+def _ds_status(parameter: nn.Parameter) -> Any:
+    return ZeroParamStatus.NOT_AVAILABLE if isinstance(parameter, ShardedParameter) else ZeroParamStatus.AVAILABLE
+
+
+def _active_modules(parameter: nn.Parameter) -> set[int]:
+    holder = _owner_of(parameter)
+    return _active_by_owner.setdefault(holder, {}).setdefault(id(parameter), set())
+
+
+def _owner_of(parameter: nn.Parameter) -> Any:
+    place = find(parameter)
+    return place.model if place is not None else initial_shard.find(parameter)
+
+
+def _shard_group(parameter: nn.Parameter) -> Any:
+    place = find(parameter)
+    if place is not None:
+        return place.unit.dp_group.group
+    birth = initial_shard.find(parameter)
+    assert birth is not None
+    return birth.group
+
+
+def _ds_tensor(parameter: nn.Parameter) -> torch.Tensor:
+    """This rank's piece, flat; it tells its own `ds_numel` as DeepSpeed's does."""
+    birth = initial_shard.find(parameter)
+    piece = (birth.shard if birth is not None else zero.local_param(parameter)).detach().view(-1)
+    piece.ds_numel = piece.numel()  # type: ignore[attr-defined]
+    return piece
+
+
+def _padded_shard_numel(parameter: nn.Parameter) -> int:
+    return -(-parameter.numel() // int(_shard_group(parameter).size))
+
+
+class GatherHandle:
+    """Handle of a gather that is complete when it is returned.
+
+    Args:
+        params: that are whole.
+    """
+
+    complete = True
+
+    def __init__(self, params: list[nn.Parameter]) -> None:
+        self.params = params
+
+    def wait(self, handle_dependency: bool = True) -> None:
+        """Return at once."""
+
+
+def _gathered(params: list[nn.Parameter]) -> GatherHandle:
+    for one in params:
+        if id(one) not in _gathered_contexts:
+            _gathered_contexts[id(one)] = GatheredParameters([one]).__enter__()
+    return GatherHandle(params)
+
+
+def _all_gather(parameter: nn.Parameter) -> Callable[..., GatherHandle]:
+    def all_gather(param_list: Any = None, async_op: bool = False, hierarchy: int = 0) -> GatherHandle:
+        """Make parameters whole until `partition`. Collective."""
+        return _gathered([parameter] if param_list is None else list(param_list))
+
+    return all_gather
+
+
+def _all_gather_coalesced(parameter: nn.Parameter) -> Callable[..., GatherHandle]:
+    def all_gather_coalesced(params: Any, safe_mode: bool = False, quantize: bool = False) -> GatherHandle:
+        """Make parameters whole until `partition`. Collective."""
+        return _gathered(list(params))
+
+    return all_gather_coalesced
+
+
+def _partition(parameter: nn.Parameter) -> Callable[..., None]:
+    def partition(
+        param_list: Any = None,
+        hierarchy: int = 0,
+        has_been_updated: bool = False,
+        free_data: bool = True,
+    ) -> None:
+        """Release what `all_gather` made whole; with `has_been_updated` its values (rank 0's) count. Collective."""
+        for one in [parameter] if param_list is None else list(param_list):
+            context = _gathered_contexts.pop(id(one), None)
+            if context is not None:
+                context._rank = 0 if has_been_updated else None
+                context.__exit__(None, None, None)
+
+    return partition
+
+
+def _summary(parameter: nn.Parameter) -> Callable[..., dict[str, Any]]:
+    def ds_summary(slice_shape: Any = None, use_debug_name: bool = False) -> dict[str, Any]:
+        """What the parameter is, as a dict."""
+        return {
+            "id": _ds_id(parameter),
+            "status": _ds_status(parameter).name,
+            "numel": parameter.numel(),
+            "ds_numel": parameter.numel(),
+            "shape": tuple(parameter.shape),
+            "ds_shape": tuple(parameter.shape),
+            "requires_grad": parameter.requires_grad,
+            "grad_shape": None,
+            "persist": _is_persistent(parameter),
+            "active_sub_modules": _active_modules(parameter),
+            "ds_tensor.shape": (_padded_shard_numel(parameter),),
+        }
+
+    return ds_summary
+
+
+def _is_persistent(parameter: nn.Parameter) -> bool:
+    place = find(parameter)
+    return place is not None and not place.unit.reshards
+
+
+def _refused_method(what: str) -> Callable[[nn.Parameter], Any]:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise NotBuiltError(f"parameter.{what}: windlass moves gradients by itself; use windlass.zero.full_grad")
+
+    return lambda parameter: refuse
+
+
+def _ds_param_type(parameter: nn.Parameter) -> Any:
+    return ZeroParamType.NORMAL
+
+
+_STAGE_3_ATTRIBUTES: dict[str, Callable[[nn.Parameter], Any]] = {
+    "ds_id": _ds_id,
+    "ds_shape": lambda p: p.shape,
+    "ds_numel": lambda p: p.numel(),
+    "ds_numel_aligned": lambda p: _padded_shard_numel(p) * _shard_group(p).size,
+    "ds_status": _ds_status,
+    "ds_tensor": _ds_tensor,
+    "ds_persist": _is_persistent,
+    "ds_param_type": _ds_param_type,
+    "ds_process_group": lambda p: _shard_group(p).process_group or dist.group.WORLD,
+    "ds_active_sub_modules": _active_modules,
+    "ds_secondary_tensor": lambda p: None,
+    "ds_zero_param_process_group": lambda p: None,
+    "ds_zero_partition_rank": lambda p: _shard_group(p).index,
+    "ds_zero_partition_world_size": lambda p: _shard_group(p).size,
+    "ds_enable_sanity_checks": lambda p: False,
+    "nvme_swapper": lambda p: None,
+    "is_external_param": lambda p: False,
+    "all_gather": _all_gather,
+    "all_gather_coalesced": _all_gather_coalesced,
+    "partition": _partition,
+    "partition_numel": lambda p: lambda: _padded_shard_numel(p),
+    "aligned_size": lambda p: lambda: _padded_shard_numel(p) * _shard_group(p).size,
+    "padding_size": lambda p: lambda: _padded_shard_numel(p) * _shard_group(p).size - p.numel(),
+    "convert_to_zero_parameters": lambda p: lambda param_list: None,
+    "ds_summary": _summary,
+    "partition_gradients": _refused_method("partition_gradients"),
+    "reduce_gradients_at_owner": _refused_method("reduce_gradients_at_owner"),
+}
+
+
+# any stage: fp32 values, states and gradients behind a 16-bit parameter
+
+
+def _full_hp(parameter: nn.Parameter) -> Callable[..., Any]:
+    def get_full_hp_param(self: Any = None, optim_state_key: str | None = None) -> Any:
+        """The whole fp32 weight, or the optimizer state of that key. Collective."""
+        if optim_state_key is not None:
+            return zero.full_state(parameter, optim_state_key)
+        return zero.full_param(parameter).detach()
+
+    return get_full_hp_param
+
+
+def _set_full_hp(parameter: nn.Parameter) -> Callable[..., None]:
+    def set_full_hp_param(value: torch.Tensor, optim_state_key: str | None = None) -> None:
+        """Set the whole fp32 weight, or the optimizer state of that key. Collective."""
+        if optim_state_key is not None:
+            zero.set_full_state(parameter, optim_state_key, value)
+        else:
+            zero.set_full_param(parameter, value)
+
+    return set_full_hp_param
+
+
+_HP_ATTRIBUTES: dict[str, Callable[[nn.Parameter], Any]] = {
+    "get_full_hp_param": _full_hp,
+    "set_full_hp_param": _set_full_hp,
+    "get_full_hp_grad": lambda p: lambda: zero.full_grad(p),
+    "set_full_hp_grad": lambda p: lambda value: zero.set_full_grad(p, value),
+}

@@ -1,0 +1,132 @@
+"""The names of `deepspeed.runtime.zero.partition_parameters` that clients read or replace."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from inspect import signature
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from windlass import zero
+from windlass.base.dtypes import parse_dtype
+from windlass.compat import parameter_attributes
+from windlass.compat.tolerated_keys import resolve_tolerated_keys
+from windlass.config import Config, load_config
+
+_orig_torch_arange = torch.arange
+_orig_torch_empty = torch.empty
+_orig_torch_zeros = torch.zeros
+_orig_torch_ones = torch.ones
+_orig_torch_full = torch.full
+_orig_torch_tensor = torch.tensor
+_orig_torch_eye = torch.eye
+_orig_torch_randn = torch.randn
+
+zero_init_context: list[Any] = []
+
+partitioned_param_data_shape = [0]
+"""Shape of a released parameter's data in DeepSpeed. Here it keeps its own shape."""
+
+
+class MultipleAllGatherHandles:
+    """Handles of several all-gathers that are waited for as one."""
+
+    def __init__(self, handles: Sequence[Any]) -> None:
+        self.handles = handles
+
+    def wait(self, handle_dependency: bool = True) -> None:
+        """Wait for all of them."""
+        for handle in self.handles:
+            handle.wait(handle_dependency=handle_dependency)
+
+
+def print_rank_0(message: Any, debug: bool = False, force: bool = False) -> None:
+    """Print on rank 0, if `debug` or `force` says so."""
+    if (debug or force) and (not dist.is_initialized() or dist.get_rank() == 0):
+        print(message)
+
+
+def _contradicting_single_rank_pg_error(
+    dp_world_size: int, explicit_process_group: Any, env: Mapping[str, str | None] | None = None
+) -> str | None:
+    """Return what is wrong where the launcher started several ranks and the default group has one; None if nothing.
+
+    `zero.Init` before `init_distributed` would otherwise keep the whole model on every rank.
+    """
+    given = (os.environ if env is None else env).get("WORLD_SIZE")
+    world = int(given) if given is not None and given.strip().isdecimal() else 1
+    if explicit_process_group is not None or dp_world_size != 1 or world <= 1:
+        return None
+    return (
+        f"zero.Init: the launcher says WORLD_SIZE={world} and the process group has 1 rank, so that nothing would be "
+        "sharded; call deepspeed.init_distributed() before, or pass data_parallel_group"
+    )
+
+
+def zero_wrapper_for_fp_tensor_constructor(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
+    """`fn` itself. DeepSpeed's `Init` wraps torch's constructors in this; windlass's leaves them alone, so a function
+    that a client puts here is never called."""
+    return fn
+
+
+_INIT_SIGNATURE = signature(zero.Init.__init__)
+
+
+class Init(zero.Init):
+    """As `windlass.zero.Init`, of any configuration that `deepspeed.initialize` takes. What is born inside has the
+    configuration's 16 bits unless `dtype` says otherwise, and can be asked as DeepSpeed's parameters can, on one rank
+    too."""
+
+    cuts_alone = cuts_nested = True
+    lends_names = True
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        parameter_attributes.install_parameter_attributes()
+        given = _INIT_SIGNATURE.bind(self, *args, **kwargs).arguments
+        if given.get("enabled", True):
+            for name in ("config_dict_or_path", "config"):
+                if given.get(name) is not None and not isinstance(given[name], Config):
+                    given[name] = load_config(resolve_tolerated_keys(given[name]))
+            config = given.get("config_dict_or_path") or given.get("config")
+            if config is not None and given.get("dtype") is None and (config.bf16.enabled or config.fp16.enabled):
+                given["dtype"] = parse_dtype(config.dtype_table().param_dtype)
+        super().__init__(**{name: value for name, value in given.items() if name != "self"})
+
+
+Init.__init__.__signature__ = _INIT_SIGNATURE  # type: ignore[attr-defined]
+
+
+def register_external_parameter(module: torch.nn.Module, parameter: torch.nn.Parameter) -> None:
+    """Say that `module` uses a parameter of another module. Windlass finds that out by itself; it is remembered for who
+    asks `ds_external_parameters`.
+
+    Raises:
+        RuntimeError: it is no parameter.
+    """
+    if not isinstance(parameter, torch.nn.Parameter):
+        raise RuntimeError(f"register_external_parameter takes a Parameter, not a {type(parameter).__name__}")
+    parameter_attributes.install_parameter_attributes()
+    parameter_attributes.external_parameters_of(module)[
+        f"external_{len(parameter_attributes.external_parameters_of(module))}"
+    ] = parameter
+
+
+def unregister_external_parameter(module: torch.nn.Module, parameter: torch.nn.Parameter) -> None:
+    """Forget what `register_external_parameter` was told.
+
+    Raises:
+        RuntimeError: it is not registered.
+    """
+    known = parameter_attributes.external_parameters_of(module)
+    name = next((name for name, other in known.items() if other is parameter), None)
+    if name is None:
+        raise RuntimeError("unregister_external_parameter: the parameter is not registered with this module")
+    del known[name]
+
+
+def is_zero_param(parameter: Any) -> bool:
+    """Whether a parameter is under stage 3."""
+    return isinstance(parameter, torch.nn.Parameter) and parameter_attributes.is_stage_3_parameter(parameter)

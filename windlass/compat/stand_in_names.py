@@ -1,0 +1,36 @@
+"""All tables as one: every old dotted name that is known, what is a module among them, and what lies below it."""
+
+from __future__ import annotations
+
+from windlass.compat.stand_in_entry import StandInEntry
+from windlass.compat.tables import TABLES
+
+STAND_IN_NAMES: dict[str, StandInEntry] = {}
+for _table in TABLES:
+    for _name, _entry in _table.items():
+        if _name in STAND_IN_NAMES:
+            raise ValueError(f"{_name} is in two tables")
+        STAND_IN_NAMES[_name] = _entry
+
+_children: dict[str, set[str]] = {}
+for _name in STAND_IN_NAMES:
+    while "." in _name:
+        _parent, _, _own = _name.rpartition(".")
+        _children.setdefault(_parent, set()).add(_own)
+        _name = _parent
+
+
+def names_below(module: str) -> frozenset[str]:
+    """The names right below a dotted name."""
+    return frozenset(_children.get(module, ()))
+
+
+def is_module(name: str) -> bool:
+    """Whether a dotted name is a module: it has names below it, or its home is a whole module."""
+    return name in _children or is_whole_module(name)
+
+
+def is_whole_module(name: str) -> bool:
+    """Whether a name's home is a whole module."""
+    entry = STAND_IN_NAMES.get(name)
+    return entry is not None and bool(entry.target) and ":" not in entry.target

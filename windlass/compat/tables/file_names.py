@@ -1,0 +1,72 @@
+"""Checkpoints, the scripts beside them, and the programs that a shell finds."""
+
+from windlass.compat.stand_in_entry import StandInEntry, differs, refused, works
+
+_WHOLE = "windlass.checkpoint.consolidated"
+_NAMES = (
+    "get_fp32_state_dict_from_zero_checkpoint",
+    "convert_zero_checkpoint_to_fp32_state_dict",
+    "load_state_dict_from_zero_checkpoint",
+    "get_model_state_file",
+    "get_optim_files",
+    "get_model_state_files",
+)
+
+_FILES = "windlass.compat.checkpoint_constants"
+_LAYOUT = "windlass.compat.checkpoint_layout"
+_FILE_NAMES = ("get_model_ckpt_name_for_rank", "get_zero_ckpt_name_for_rank", "get_layer_ckpt_name_for_rank")
+_READER = refused("DeepSpeed's reader of its own files is not here; load_checkpoint and zero_to_fp32 read them")
+
+_HOSTS = ("fetch_hostfile", "parse_resource_filter", "parse_inclusion_exclusion", "encode_world_info")
+_RUNNERS = (
+    "MultiNodeRunner",
+    "PDSHRunner",
+    "OpenMPIRunner",
+    "MPICHRunner",
+    "IMPIRunner",
+    "SlurmRunner",
+    "MVAPICHRunner",
+)
+_BACK_ENDS = "makes DeepSpeed's command line; --launcher makes another one, which hands on windlass's plan of the run"
+
+TABLE: dict[str, StandInEntry] = {
+    "deepspeed.checkpoint.utils.clone_tensors_for_torch_save": works(
+        "windlass.checkpoint.clones:clone_tensors_for_torch_save"
+    ),
+    **{f"deepspeed.checkpoint.utils.{name}": works(f"{_FILES}:{name}") for name in _FILE_NAMES},
+    **{f"deepspeed.checkpoint.{name}": works(f"{_FILES}:{name}") for name in _FILE_NAMES},
+    "deepspeed.checkpoint.constants": works(_FILES),
+    "deepspeed.checkpoint.UNIVERSAL_CHECKPOINT_INFO": works(f"{_FILES}:UNIVERSAL_CHECKPOINT_INFO"),
+    "deepspeed.checkpoint.model_3d_desc": works("windlass.compat.checkpoint_reshape:model_3d_desc"),
+    "deepspeed.runtime.swap_tensor.MIN_SWAPPABLE_BYTES": works(
+        "windlass.compat.launcher_constants:MIN_SWAPPABLE_BYTES"
+    ),
+    "deepspeed.checkpoint.DeepSpeedCheckpoint": _READER,
+    "deepspeed.checkpoint.ZeROCheckpoint": differs(
+        f"{_LAYOUT}:ZeROCheckpoint", "names the files of each rank, and reads no states: load_checkpoint does"
+    ),
+    "deepspeed.checkpoint.get_model_3d_descriptor": works(f"{_LAYOUT}:get_model_3d_descriptor"),
+    "deepspeed.checkpoint.ds_to_universal": differs(
+        "windlass.checkpoint.to_windlass", "writes a windlass checkpoint, which loads anywhere as it is"
+    ),
+    "deepspeed.launcher.runner": works("windlass.compat.deepspeed_command"),
+    "deepspeed.launcher.runner.main": works("windlass.compat.deepspeed_command:run"),
+    "deepspeed.launcher.runner.DEEPSPEED_ENVIRONMENT_NAME": works(
+        "windlass.launch.exported_environment:DEEPSPEED_ENVIRONMENT_NAME"
+    ),
+    **{f"deepspeed.launcher.runner.{name}": works(f"windlass.launch.hostfile:{name}") for name in _HOSTS},
+    "deepspeed.launcher.runner._parse_hostfile": works("windlass.launch.hostfile:parse_hostfile"),
+    "deepspeed.launcher.runner.apply_num_nodes_and_gpus": works("windlass.launch.hostfile:limit_hosts"),
+    **{
+        f"deepspeed.launcher.multinode_runner.{name}": differs(f"windlass.compat.multinode_runners:{name}", _BACK_ENDS)
+        for name in _RUNNERS
+    },
+    "deepspeed.launcher.launch": works("windlass.compat.deepspeed_node_command"),
+    "deepspeed.env_report": works("windlass.cli.environment.ds_report"),
+    "deepspeed.utils.zero_to_fp32": works(_WHOLE),
+    "deepspeed.utils.zero_to_torch": works("windlass.compat.zero_to_torch"),
+    **{f"deepspeed.utils.zero_to_fp32.{name}": works(f"{_WHOLE}:{name}") for name in _NAMES},
+    "deepspeed.utils.zero_to_torch.convert_zero_checkpoint_to_state_dict": works(
+        f"{_WHOLE}:convert_zero_checkpoint_to_state_dict"
+    ),
+}

@@ -1,0 +1,171 @@
+"""What is not built in windlass: importable, and one sentence where it is used."""
+
+from windlass.compat.stand_in_entry import StandInEntry, refused
+
+
+def _refused_names(reason: str, names: str) -> dict[str, StandInEntry]:
+    """One row for each dotted name below `deepspeed`."""
+    return {f"deepspeed.{name}": refused(reason) for name in names.split()}
+
+
+_SERVING = "serving is not built yet; use model.generate, which works at stage 3 too"
+_INJECT = "layers stay the model's own, and their matrices are cut in place; set tensor_parallel.autotp_size"
+_LAYER = "layers stay your own; use torch.nn.TransformerEncoderLayer, or a model of transformers"
+_HYBRID = "the hybrid engine is not built yet; use engine.module.generate, which works at stage 3 too"
+_COMPRESSION = "compression is not built yet; prune or quantise after training, with torchao or torch.nn.utils.prune"
+_SPARSE = "block-sparse attention is not built; use torch.nn.attention.flex_attention with a block mask"
+_DATA = "the data pipeline of DeepSpeed is not built yet; use windlass.data, or a torch DataLoader"
+_LTD = "random layer-token dropping is not built; train on all tokens"
+_CURRICULUM = "batches of varying size are not built yet; use a torch batch sampler and pass the loader's batches"
+_DOMINO = "Domino is not built; train with ZeRO, whose collectives overlap the computation"
+_DEEP_COMPILE = "DeepCompile's passes are not built; use engine.compile or torch.compile"
+_LINEAR = "OptimizedLinear is not built; use peft's LoRA on a model that windlass shards"
+_TUNING = "autotuning is not built yet; use windlass check, which tells what a configuration needs"
+_PROFILER = "the FLOPS profiler is not built yet; use torch.utils.flop_counter.FlopCounterMode"
+_STATES = "DataStates checkpoints are not built; use the checkpoint section with async saving"
+_INSIDE = "this is part of DeepSpeed's own optimizers, which are not here; use safe_get_full_* and the engine"
+_QUANTIZED = "quantized gathers and reductions are not built; leave zero_quantized_* out"
+_ROUTES = "experts are chosen by TopKGate, which answers experts and weights, not a mask of all pairs; use MoE"
+_CHUNKS = "attention in chunks that wait on the host is not built; set parallel.sp_mode to ring, or parallel.recompute"
+_READER = "DeepSpeed's reader of its own files is not here; load_checkpoint and zero_to_fp32 read them"
+_GONE = "this was taken out of DeepSpeed itself and is not built here; leave it out of the configuration"
+
+TABLE: dict[str, StandInEntry] = {
+    **_refused_names(
+        _SERVING,
+        "init_inference default_inference_config InferenceEngine DeepSpeedInferenceConfig "
+        "inference.DeepSpeedTPConfig inference.RaggedInferenceEngineConfig inference.engine.InferenceEngine "
+        "inference.config.DeepSpeedInferenceConfig inference.config.DeepSpeedTPConfig inference.InferenceEngineV2 "
+        "inference.build_hf_engine inference.v2.ragged.DSStateManagerConfig "
+        "inference.v2.config_v2.RaggedInferenceEngineConfig inference.v2.engine_v2.InferenceEngineV2 "
+        "inference.v2.engine_factory.build_hf_engine model_implementations.DeepSpeedTransformerInference "
+        "model_implementations.DeepSpeedInferenceConfig",
+    ),
+    **_refused_names(
+        _INJECT,
+        "replace_transformer_layer module_inject.replace_transformer_layer module_inject.revert_transformer_layer "
+        "module_inject.ReplaceWithTensorSlicing module_inject.LinearLayer module_inject.LinearAllreduce "
+        "module_inject.replace_module.replace_transformer_layer module_inject.layers.LinearLayer "
+        "module_inject.layers.LinearAllreduce "
+        "module_inject.replace_policy.HFGPT2LayerPolicy module_inject.replace_policy.HFBertLayerPolicy "
+        "module_inject.HFGPT2LayerPolicy module_inject.HFBertLayerPolicy module_inject.auto_tp.AutoTP",
+    ),
+    **_refused_names(_LAYER, "DeepSpeedTransformerLayer DeepSpeedTransformerConfig"),
+    **_refused_names(_HYBRID, "DeepSpeedHybridEngine runtime.hybrid_engine.DeepSpeedHybridEngine"),
+    **_refused_names(
+        _COMPRESSION,
+        "compression.compress.init_compression compression.compress.redundancy_clean "
+        "compression.compress.student_initialization compression.scheduler.compression_scheduler "
+        "compression.helper.module_replacement compression.helper.compression_preparation "
+        "compression.helper.fix_compression compression.basic_layer.LinearLayer_Compress",
+    ),
+    **_refused_names(
+        _SPARSE,
+        " ".join(
+            f"ops.sparse_attention.{name}"
+            for name in [
+                "SparsityConfig",
+                "DenseSparsityConfig",
+                "FixedSparsityConfig",
+                "VariableSparsityConfig",
+                "BigBirdSparsityConfig",
+                "BSLongformerSparsityConfig",
+                "LocalSlidingWindowSparsityConfig",
+                "SparseSelfAttention",
+                "BertSparseSelfAttention",
+                "SparseAttentionUtils",
+                "MatMul",
+                "Softmax",
+            ]
+        ),
+    ),
+    **_refused_names(
+        _DATA,
+        "runtime.data_pipeline.data_sampling.data_analyzer.DataAnalyzer "
+        "runtime.data_pipeline.data_sampling.data_analyzer.DistributedDataAnalyzer "
+        "runtime.data_pipeline.data_sampling.data_sampler.DeepSpeedDataSampler "
+        "runtime.data_pipeline.data_sampling.indexed_dataset.MMapIndexedDataset "
+        "runtime.data_pipeline.data_sampling.indexed_dataset.MMapIndexedDatasetBuilder "
+        "runtime.data_pipeline.data_sampling.indexed_dataset.make_dataset "
+        "runtime.data_pipeline.data_sampling.indexed_dataset.make_builder "
+        "runtime.data_pipeline.curriculum_scheduler.CurriculumScheduler",
+    ),
+    **_refused_names(
+        _LTD,
+        "runtime.data_pipeline.data_routing.helper.convert_to_random_ltd "
+        "runtime.data_pipeline.data_routing.helper.save_without_random_ltd "
+        "runtime.data_pipeline.data_routing.basic_layer.RandomLayerTokenDrop "
+        "runtime.data_pipeline.data_routing.scheduler.RandomLTDScheduler",
+    ),
+    **_refused_names(
+        _CURRICULUM,
+        "runtime.data_pipeline.data_sampling.variable_batch_size_and_lr."
+        "get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed "
+        "runtime.data_pipeline.data_sampling.variable_batch_size_and_lr.batch_by_seqlens",
+    ),
+    **_refused_names(
+        _DOMINO, "runtime.domino.transformer.DominoTransformer runtime.domino.transformer.DominoTransformerLayer"
+    ),
+    **_refused_names(
+        _DEEP_COMPILE,
+        "compile.passes.zero3_compile.add_z3_gather_release compile.passes.offload_adam_states.move_opt_states "
+        "compile.passes.offload_adam_states.move_opt_states_sync "
+        "compile.passes.offload_adam_states.offload_adam_states_for_init "
+        "compile.passes.sp_compile.prepare_autosp_inputs compile.passes.prefetch.schedule_prefetch "
+        "compile.passes.selective_gather.selective_gather compile.backend.make_backend compile.init_z3.init_z3",
+    ),
+    **_refused_names(
+        _LINEAR,
+        "linear.OptimizedLinear linear.LoRAConfig linear.QuantizationConfig linear.Init linear.LoRAOptimizedLinear "
+        "linear.QuantizedParameter linear.QuantizedLinear",
+    ),
+    **_refused_names(
+        _TUNING, "autotuning.Autotuner autotuning.autotuner.Autotuner autotuning.config.DeepSpeedAutotuningConfig"
+    ),
+    **_refused_names(
+        _PROFILER,
+        "profiling.flops_profiler.FlopsProfiler profiling.flops_profiler.get_model_profile "
+        "profiling.flops_profiler.profiler.FlopsProfiler profiling.flops_profiler.profiler.get_model_profile "
+        "profiling.config.DeepSpeedFlopsProfilerConfig",
+    ),
+    **_refused_names(_STATES, "datastates.config.DeepSpeedDataStatesConfig datastates.DeepSpeedDataStatesConfig"),
+    **_refused_names(
+        _INSIDE,
+        "utils.tensor_fragment utils.get_full_hp_param utils.get_full_hp_grad utils.set_full_hp_param "
+        "utils.set_full_hp_grad utils.get_hp_fragment_mapping utils.lazy_init_hp_params_optimizer_state "
+        "utils.link_hp_params utils.map_to_flat_opt_states runtime.utils.all_gather_dp_groups "
+        "runtime.utils.all_gather_into_tensor_dp_groups runtime.utils.register_output_backward_hooks "
+        "runtime.utils.OutputBackwardHookManager "
+        "runtime.utils.offload_adam_states runtime.utils.reload_adam_states runtime.utils.get_norm_with_moe_layers "
+        "runtime.utils.TLinear",
+    ),
+    **_refused_names(
+        _INSIDE,
+        "runtime.zero.stage_1_and_2.IPGBucket "
+        "runtime.zero.partition_parameters.InsertPostInitMethodToModuleSubClasses "
+        "runtime.zero.partition_parameters.get_allgather_dtype runtime.zero.offload_states.get_state_devices "
+        "runtime.engine._checkpoint_parallel_metadata",
+    ),
+    **_refused_names(
+        _QUANTIZED,
+        "runtime.zero.partition_parameters.CUDAQuantizer runtime.comm.coalesced_collectives.all_to_all_quant_reduce",
+    ),
+    **_refused_names(
+        _ROUTES,
+        "moe.sharded_moe._AllToAll moe.sharded_moe._route_slots moe.sharded_moe._sparse_decode "
+        "moe.sharded_moe._sparse_encode",
+    ),
+    **_refused_names(
+        _CHUNKS, "sequence.fpdt_layer.FPDT_InputConstruct sequence.fpdt_layer._FPDTGPUOffloadingAttentionImpl_"
+    ),
+    **_refused_names(
+        _READER,
+        "checkpoint.ds_to_universal._aggregate_autoep_zero12_metadata",
+    ),
+    **_refused_names(
+        _GONE,
+        "elasticity.compute_elastic_config elasticity.elasticity_enabled nebula.config.DeepSpeedNebulaConfig "
+        "runtime.eigenvalue.Eigenvalue runtime.progressive_layer_drop.ProgressiveLayerDrop "
+        "runtime.quantize.Quantizer",
+    ),
+}

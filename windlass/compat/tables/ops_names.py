@@ -1,0 +1,89 @@
+"""`deepspeed.ops`: optimizers, and builders of what is built already; `deepspeed.io`."""
+
+from windlass.compat.stand_in_entry import StandInEntry, differs, refused, works
+
+_STEPS = "windlass.compat.optimizers"
+_ADAM = "steps are torch's AdamW or Adam; amsgrad and bias_correction=False are refused"
+_FUSED_ADAM = differs(f"{_STEPS}.fused_optimizers:FusedAdam", _ADAM)
+_CPU_ADAM = differs(f"{_STEPS}.deepspeed_cpu_optimizers:DeepSpeedCPUAdam", f"{_ADAM}; states in 16 bits are bf16")
+_FUSED_LION = works(f"{_STEPS}.fused_optimizers:FusedLion")
+_CPU_LION = works(f"{_STEPS}.deepspeed_cpu_optimizers:DeepSpeedCPULion")
+_CPU_ADAGRAD = differs(f"{_STEPS}.deepspeed_cpu_optimizers:DeepSpeedCPUAdagrad", "amsgrad is refused")
+_FUSED_LAMB = differs(f"{_STEPS}.fused_optimizers:FusedLamb", "max_grad_norm is refused: set gradient_clipping")
+_ZENFLOW = refused(
+    "ZenFlow's late updates are not offered, see zero_optimization.zenflow; use FusedAdam or DeepSpeedCPUAdam with "
+    "delayed_update in the configuration"
+)
+_ONE_BIT = refused("1-bit optimizers are not built: they reduce compressed gradients themselves; use Adam or Lamb")
+_ITERATION = "orthogonalised by Newton and Schulz's iteration alone"
+_LAYER = refused("layers stay your own; use torch.nn.TransformerEncoderLayer, or a model of transformers")
+_BUILDERS = (
+    "AsyncIOBuilder CCLCommBuilder CPUAdagradBuilder CPUAdamBuilder CPULionBuilder DeepCompileBuilder "
+    "EvoformerAttnBuilder FPQuantizerBuilder FlashAttentionBuilder FusedAdamBuilder FusedLambBuilder FusedLionBuilder "
+    "GDSBuilder InferenceBuilder InferenceCoreBuilder InferenceCutlassBuilder NotImplementedBuilder PinMemoryBuilder "
+    "QuantizerBuilder RaggedOpsBuilder RaggedUtilsBuilder RandomLTDBuilder ShareMemCommBuilder SparseAttnBuilder "
+    "SpatialInferenceBuilder StochasticTransformerBuilder TransformerBuilder UtilsBuilder"
+)
+_BUILDER = "nothing is compiled at run time: load() gives what is there, or says in one sentence what to use instead"
+_WRITERS = "windlass.compat.file_writers"
+
+TABLE: dict[str, StandInEntry] = {
+    "deepspeed.ops.adam.FusedAdam": _FUSED_ADAM,
+    "deepspeed.ops.adam.fused_adam.FusedAdam": _FUSED_ADAM,
+    "deepspeed.ops.adam.DeepSpeedCPUAdam": _CPU_ADAM,
+    "deepspeed.ops.adam.cpu_adam.DeepSpeedCPUAdam": _CPU_ADAM,
+    **{
+        f"deepspeed.ops.adam.{name}": _ZENFLOW
+        for name in ("ZenFlowCPUAdam", "ZenFlowSelectiveAdamW", "ZenFlowSelectiveAdamW_stage3")
+    },
+    "deepspeed.ops.adagrad.DeepSpeedCPUAdagrad": _CPU_ADAGRAD,
+    "deepspeed.ops.adagrad.cpu_adagrad.DeepSpeedCPUAdagrad": _CPU_ADAGRAD,
+    "deepspeed.ops.lion.DeepSpeedCPULion": _CPU_LION,
+    "deepspeed.ops.lion.cpu_lion.DeepSpeedCPULion": _CPU_LION,
+    "deepspeed.ops.lion.FusedLion": _FUSED_LION,
+    "deepspeed.ops.lion.fused_lion.FusedLion": _FUSED_LION,
+    "deepspeed.ops.lamb.FusedLamb": _FUSED_LAMB,
+    "deepspeed.ops.lamb.fused_lamb.FusedLamb": _FUSED_LAMB,
+    **{
+        f"deepspeed.runtime.zero.muon.original_muon.{name}": differs(f"{_STEPS}.deepspeed_muon:{name}", _ITERATION)
+        for name in ("Muon", "SingleDeviceMuon", "MuonWithAuxAdam", "SingleDeviceMuonWithAuxAdam")
+    },
+    "deepspeed.runtime.zero.muon.muon_optimizer.MuonWithAuxAdam": differs(
+        f"{_STEPS}.deepspeed_muon:MuonWithAuxAdam", f"{_ITERATION}; AdamW's arguments are those of the groups"
+    ),
+    **{
+        f"deepspeed.runtime.fp16.onebit.{name}": _ONE_BIT
+        for name in (
+            "OnebitAdam",
+            "OnebitLamb",
+            "ZeroOneAdam",
+            "adam.OnebitAdam",
+            "lamb.OnebitLamb",
+            "zoadam.ZeroOneAdam",
+        )
+    },
+    **{
+        f"deepspeed.ops.op_builder.{name}": differs(f"windlass.compat.op_builders:{name}", _BUILDER)
+        for name in _BUILDERS.split()
+    },
+    "deepspeed.ops.op_builder.builder.OpBuilder": differs("windlass.compat.op_builders:OpBuilder", _BUILDER),
+    "deepspeed.ops.op_builder.OpBuilder": differs("windlass.compat.op_builders:OpBuilder", _BUILDER),
+    "deepspeed.ops.op_builder.all_ops.ALL_OPS": works("windlass.compat.op_builders:ALL_OPS"),
+    "deepspeed.ops.op_builder.ALL_OPS": works("windlass.compat.op_builders:ALL_OPS"),
+    "deepspeed.ops.__compatible_ops__": works("windlass.compat.op_builders:COMPATIBLE_OPS"),
+    "deepspeed.ops.aio.AsyncIOBuilder": differs("windlass.compat.op_builders:AsyncIOBuilder", _BUILDER),
+    "deepspeed.ops.aio.aio_handle": differs(
+        "windlass.compat.aio_handle:aio_handle", "threads go through the page cache; what the tier uses is its own"
+    ),
+    "deepspeed.ops.DeepSpeedTransformerLayer": _LAYER,
+    "deepspeed.ops.DeepSpeedTransformerConfig": _LAYER,
+    "deepspeed.ops.transformer.DeepSpeedTransformerLayer": _LAYER,
+    "deepspeed.ops.transformer.DeepSpeedTransformerConfig": _LAYER,
+    "deepspeed.ops.transformer.inference.DeepSpeedTransformerInference": _LAYER,
+    "deepspeed.io.PyFileWriter": works(f"{_WRITERS}:PyFileWriter"),
+    "deepspeed.io.MockFileWriter": works(f"{_WRITERS}:MockFileWriter"),
+    "deepspeed.io.FastFileWriterConfig": works(f"{_WRITERS}:FastFileWriterConfig"),
+    "deepspeed.io.FastFileWriter": differs(
+        f"{_WRITERS}:FastFileWriter", "each writer writes its whole file, through the page cache"
+    ),
+}

@@ -1,0 +1,162 @@
+"""Experts, sequences, matrices and layers over ranks."""
+
+from windlass.compat.stand_in_entry import StandInEntry, differs, refused, works
+
+_EXPERTS = "windlass.compat.expert_parameters"
+_MOE = {
+    "deepspeed.moe.layer.MoE": differs(
+        "windlass.compat.moe_layer:MoE",
+        "built with all experts, of which initialize leaves each rank its own; with top2_2nd_expert_sampling the "
+        "second expert is drawn in training alone; use_tutel has no effect",
+    ),
+    "deepspeed.moe.experts.Experts": differs(
+        "windlass.parallel.experts.expert_list:Experts",
+        "made by MoE; called with tokens, the numbers of their experts and weights, not with tokens sorted by expert",
+    ),
+    "deepspeed.moe.sharded_moe.TopKGate": differs(
+        "windlass.parallel.experts.top_k_gate:TopKGate",
+        "made by MoE; it answers which experts each token goes to and with which weights, not with a mask of all pairs",
+    ),
+    **{
+        f"deepspeed.moe.sharded_moe.{name}": differs(
+            f"windlass.compat.mask_gating:{name}",
+            "computes the same routes; MoE has its own router and does not call it",
+        )
+        for name in ("top1gating", "top2gating", "topkgating")
+    },
+    "deepspeed.moe.sharded_moe.dist": works("torch.distributed"),
+    "deepspeed.moe.sharded_moe.TUTEL_INSTALLED": works("windlass.compat.mask_gating:TUTEL_INSTALLED"),
+    "deepspeed.moe.sharded_moe.MOELayer": refused(
+        "gate and experts are put together by MoE; use deepspeed.moe.layer.MoE, whose deepspeed_moe has both"
+    ),
+    **{
+        f"deepspeed.moe.utils.{name}": works(f"{_EXPERTS}:{name}")
+        for name in (
+            "configure_moe_param_groups",
+            "has_moe_layers",
+            "is_autoep_expert_param",
+            "is_moe_param",
+            "is_moe_param_group",
+            "split_params_grads_into_shared_and_expert_params",
+            "split_params_into_shared_and_expert_params",
+            "split_params_into_different_moe_groups_for_optimizer",
+        )
+    },
+}
+
+_SEQUENCE = "windlass.parallel.sequence"
+_ULYSSES = "deepspeed.runtime.sequence_parallel.ulysses_sp"
+_SEQUENCES = {
+    "deepspeed.sequence.layer.DistributedAttention": differs(
+        f"{_SEQUENCE}.distributed_attention:DistributedAttention",
+        "heads lie along dimension 2, tokens along 0 or 1, in any numbers; rotary_pos_emb is refused: apply it before",
+    ),
+    "deepspeed.sequence.cross_entropy.vocab_sequence_parallel_cross_entropy": works(
+        f"{_SEQUENCE}.distributed_attention:vocab_sequence_parallel_cross_entropy"
+    ),
+    "deepspeed.sequence.layer._SeqAllToAll": differs(
+        "windlass.compat.sequence_exchange:SequenceAllToAll", "not overlapped; handle and num_kv_heads are refused"
+    ),
+    "deepspeed.sequence.fpdt_layer.FPDT_Attention": refused(
+        "attention in chunks that wait on the host is not built; set parallel.sp_mode to ring, or parallel.recompute"
+    ),
+    f"{_ULYSSES}.UlyssesSPAttentionHF": differs(
+        f"{_SEQUENCE}.ulysses_sp:UlyssesSPAttentionHF",
+        "the model's loss is that of whole sequences, on every rank; any lengths, heads and masks of windows; eager "
+        "attention is refused",
+    ),
+    f"{_ULYSSES}.UlyssesSPDataLoaderAdapter": works(f"{_SEQUENCE}.ulysses_sp:UlyssesSPDataLoaderAdapter"),
+    **{
+        f"{_ULYSSES}.{name}": works(f"{_SEQUENCE}.tiled_compute:{name}")
+        for name in ("SequenceTiledCompute", "TiledFusedLogitsLoss", "TiledMLP", "sequence_tiled_compute")
+    },
+    "deepspeed.runtime.sequence_parallel.parallel_state_sp": differs(
+        "windlass.compat.parallel_state_sp",
+        "only of initialize_sequence_parallel; register_with_transformers makes groups of its own, and returns them",
+    ),
+}
+
+_TENSOR = "windlass.compat.tp_model_init"
+_CUT = "initialize cuts the model, over neighbours; a group of other ranks is refused"
+_TENSORS = {
+    "deepspeed.tp_model_init": differs(f"{_TENSOR}:tp_model_init", _CUT),
+    "deepspeed.record_tp_model_init_args": differs(f"{_TENSOR}:record_tp_model_init_args", _CUT),
+    "deepspeed.runtime.tensor_parallel.init_utils.record_tp_model_init_args": differs(
+        f"{_TENSOR}:record_tp_model_init_args", _CUT
+    ),
+    "deepspeed.merge_tp_model_init_into_config": works(f"{_TENSOR}:merge_tp_model_init_into_config"),
+    "deepspeed.runtime.tensor_parallel.init_utils.merge_tp_model_init_into_config": works(
+        f"{_TENSOR}:merge_tp_model_init_into_config"
+    ),
+    **{
+        f"deepspeed.{name}": differs(
+            f"{_TENSOR}:set_autotp_mode", "nothing to do: the configuration says whether a model is cut"
+        )
+        for name in ("set_autotp_mode", "module_inject.set_autotp_mode", "module_inject.layers.set_autotp_mode")
+    },
+    "deepspeed.module_inject.tp_shard.get_shard_size_list": refused(
+        "initialize cuts matrices as evenly as their heads allow; set tensor_parallel.autotp_size"
+    ),
+    "deepspeed.runtime.tensor_parallel.TpTrainingManager": refused(
+        "deepspeed.initialize cuts matrices; set tensor_parallel.autotp_size in the configuration"
+    ),
+    "deepspeed.resolve_per_head_muon_after_sharding": refused(
+        "Muon of single heads is not built; Muon orthogonalises whole matrices, on ranks that have them whole"
+    ),
+}
+
+_MODULE = differs(
+    "windlass.compat.deepspeed_pipeline:PipelineModule",
+    "micro-batches may be dicts or tuples of any tensors; every rank of a pipeline reads them, not the first and last "
+    "stage alone; without num_stages and topology `initialize` cuts it by the configuration",
+)
+_ENGINE = differs(
+    "windlass.engine.pipeline_engine:PipelineEngine",
+    "ZeRO stages 2 and 3 and offload inside stages, too; activations between stages are sent whole",
+)
+_TOPOLOGY = "windlass.comm.topology"
+_SCHEDULES = (
+    "PipeSchedule InferenceSchedule TrainSchedule DataParallelSchedule PipeInstruction BufferOpInstruction "
+    "OptimizerStep ReduceGrads ReduceTiedGrads LoadMicroBatch ForwardPass BackwardPass SendActivation RecvActivation "
+    "SendGrad RecvGrad CommitP2P"
+)
+_STAGES: dict[str, StandInEntry] = {}
+for _prefix in ("deepspeed.pipe", "deepspeed.runtime.pipe"):
+    _STAGES |= {
+        f"{_prefix}.PipelineModule": _MODULE,
+        f"{_prefix}.LayerSpec": works("windlass.parallel.pipeline.layer_specs:LayerSpec"),
+        f"{_prefix}.TiedLayerSpec": works("windlass.parallel.pipeline.layer_specs:TiedLayerSpec"),
+        f"{_prefix}.ProcessTopology": works(f"{_TOPOLOGY}:ProcessTopology"),
+    }
+_STAGES |= {
+    **{
+        f"deepspeed.runtime.pipe.schedule.{name}": differs(
+            f"windlass.compat.pipe_schedule:{name}", "lists DeepSpeed's instructions; the engine runs its own schedules"
+        )
+        for name in _SCHEDULES.split()
+    },
+    "deepspeed.PipelineModule": _MODULE,
+    "deepspeed.PipelineEngine": _ENGINE,
+    "deepspeed.pipe.PipelineEngine": _ENGINE,
+    "deepspeed.runtime.pipe.engine.PipelineEngine": _ENGINE,
+    "deepspeed.runtime.pipe.module.PipelineModule": _MODULE,
+    "deepspeed.runtime.pipe.module.LayerSpec": works("windlass.parallel.pipeline.layer_specs:LayerSpec"),
+    "deepspeed.runtime.pipe.module.TiedLayerSpec": works("windlass.parallel.pipeline.layer_specs:TiedLayerSpec"),
+    **{
+        f"deepspeed.runtime.pipe.topology.{name}": works(f"{_TOPOLOGY}:{name}")
+        for name in ("ProcessTopology", "PipeDataParallelTopology", "PipeModelDataParallelTopology")
+    },
+    "deepspeed.runtime.pipe.topology._prime_factors": works("windlass.comm.pipeline_grid:prime_factors"),
+    "deepspeed.runtime.pipe.topology.PipelineParallelGrid": works("windlass.comm.pipeline_grid:PipelineParallelGrid"),
+    **{
+        f"deepspeed.{name}": refused(
+            "the schedule DualPipeV is not built; use PipelineModule with pipeline.schedule zero-bubble or interleaved"
+        )
+        for name in ("DualPipeVEngine", "DualPipeVModule")
+    },
+    "deepspeed.runtime.utils.PartitionedTensor": refused(
+        "what stages of a pipeline send each other is whole; use torch.distributed.tensor for tensors cut over ranks"
+    ),
+}
+
+TABLE: dict[str, StandInEntry] = {**_MOE, **_SEQUENCES, **_TENSORS, **_STAGES}

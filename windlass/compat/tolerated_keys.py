@@ -1,0 +1,168 @@
+"""What DeepSpeed takes and windlass's own reader refuses: left out or settled as DeepSpeed does, and said once.
+
+DeepSpeed looks only for the top-level keys that it knows (trl sends dotted ones), and reads `aio`, `pipeline`,
+`activation_checkpointing`, `optimizer` and `scheduler` key by key (but for the `params` of the last two, which are
+arguments); in its other sections a key that is not known is an error, as here. Of two keys
+that contradict each other one wins there, and some keys only concern parallelism that a run does not have.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+from windlass.base.log import logger
+from windlass.config.config_loading import validate_config
+from windlass.config.config_problems import ProblemKind
+
+_LENIENT_SECTIONS = ("aio", "activation_checkpointing", "pipeline")
+_logged_paths: set[str] = set()
+
+
+def resolve_tolerated_keys(source: Any) -> Any:
+    """`source`, or a changed copy of its data.
+
+    Raises:
+        ConfigError: the source cannot be read at all.
+    """
+    found = validate_config(source)
+    top = found.source.data
+    unknown = [problem.path for problem in found.problems if problem.kind is ProblemKind.UNKNOWN]
+    strange = [path for path in unknown if path in top or _is_ignored_key(path)]
+    settled = [problem.path for problem in found.problems if problem.kind is ProblemKind.CONTRADICTION]
+    settled = [path for path in settled if path in _RESOLVED_CONTRADICTIONS]
+    idle = [key for key, is_idle in _IGNORED_KEYS.items() if key in top and is_idle(top[key])]
+    decay, coupled = _implicit_weight_decay(top.get("optimizer")), _is_coupled_adamw(top.get("optimizer"))
+    moot = _meaningless_keys(top.get("zero_optimization")) | _unknown_warmup(top.get("scheduler"))
+    if not (strange or settled or idle or coupled or moot) and decay is None:
+        return source
+    data = copy.deepcopy(top)
+    if coupled:
+        del data["optimizer"]["params"]["adam_w_mode"]
+    if decay is not None:
+        data["optimizer"]["params"] = {**(data["optimizer"].get("params") or {}), "weight_decay": decay}
+    for path in [*strange, *idle, *moot]:
+        _remove_key(data, path)
+    for path in settled:
+        _RESOLVED_CONTRADICTIONS[path][0](data)
+    name = found.source.name
+    if new := _not_logged_yet(strange):
+        logger.warning("%s: DeepSpeed has no such keys, they are passed over: %s", name, ", ".join(new))
+    if coupled and _not_logged_yet(["optimizer.params.adam_w_mode"]):
+        logger.warning(
+            "%s: optimizer.params.adam_w_mode: passed over, AdamW decouples its decay; name Adam for it", name
+        )
+    for path in _not_logged_yet(settled):
+        logger.warning("%s: %s: %s", name, path, _RESOLVED_CONTRADICTIONS[path][1])
+    for path in _not_logged_yet(list(moot)):
+        logger.warning("%s: %s: passed over, since %s", name, path, moot[path])
+    return data
+
+
+def _is_ignored_key(path: str) -> bool:
+    section, _, name = path.partition(".")
+    return section in _LENIENT_SECTIONS or (section in ("optimizer", "scheduler") and "." not in name)
+
+
+def _meaningless_keys(section: Any) -> dict[str, str]:
+    """Keys of `zero_optimization` that DeepSpeed takes and that mean nothing there, and why."""
+    if not isinstance(section, dict):
+        return {}
+    found = {
+        name: "0 asks for the smallest size that there is, and gains nothing"
+        for name in ("reduce_bucket_size", "allgather_bucket_size", "sub_group_size")
+        if section.get(name) == 0 and section[name] is not False
+    }
+    if section.get("stage", 0) == 0:  # as trl sets it, for a model that is only run, in a copy of the trained one's
+        away = section.get("offload_optimizer")
+        asks = {
+            "offload_optimizer": isinstance(away, dict) and away.get("device", "none") not in (None, "none"),
+            "cpu_offload": section.get("cpu_offload"),
+        }
+        found |= {name: "stage 0 keeps all states on every rank" for name, asked in asks.items() if asked}
+    return {f"zero_optimization.{name}": why for name, why in found.items()}
+
+
+def _unknown_warmup(scheduler: Any) -> dict[str, str]:
+    """The kind of warm-up where DeepSpeed has no such kind, and what it does then."""
+    params = scheduler.get("params") if isinstance(scheduler, dict) else None
+    kind = params.get("warmup_type", "log") if isinstance(params, dict) else "log"
+    if kind in ("log", "linear"):
+        return {}
+    return {"scheduler.params.warmup_type": f"{kind!r} is neither log nor linear; the rate is warmed up by log"}
+
+
+def _implicit_weight_decay(optimizer: Any) -> float | None:
+    """What DeepSpeed's Adam decays by where nobody says it, if windlass's own would by something else: nothing, but in
+    torch's AdamW, which `torch_adam` asks for."""
+    if not isinstance(optimizer, dict) or not isinstance(optimizer.get("params") or {}, dict):
+        return None
+    params, name = optimizer.get("params") or {}, str(optimizer.get("type")).lower()
+    if name not in ("adam", "adamw") or "weight_decay" in params:
+        return None
+    decouples = name == "adamw" or params.get("adam_w_mode", True)
+    theirs = 0.01 if params.get("torch_adam") and decouples else 0.0
+    return theirs if theirs != (0.01 if name == "adamw" else 0.0) else None
+
+
+def _is_coupled_adamw(optimizer: Any) -> bool:
+    """Whether AdamW is asked to be Adam, which DeepSpeed's does not hear."""
+    if not isinstance(optimizer, dict) or not isinstance(optimizer.get("params"), dict):
+        return False
+    return str(optimizer.get("type")).lower() == "adamw" and optimizer["params"].get("adam_w_mode") is False
+
+
+def _not_logged_yet(paths: list[str]) -> list[str]:
+    found = [path for path in paths if path not in _logged_paths]
+    _logged_paths.update(found)
+    return found
+
+
+def _remove_key(data: dict[str, Any], path: str) -> None:
+    if path in data:
+        del data[path]
+        return
+    *sections, name = path.split(".")
+    for section in sections:
+        data = data[section]
+    data.pop(name)
+
+
+def _drop_offload_param(data: dict[str, Any]) -> None:
+    for name in ("offload_param", "cpu_offload_param"):
+        data["zero_optimization"].pop(name, None)
+
+
+def _drop_predivide_factor(data: dict[str, Any]) -> None:
+    del data["gradient_predivide_factor"]
+
+
+def _use_scheduler_lr(data: dict[str, Any]) -> None:
+    data["optimizer"]["params"]["lr"] = data["scheduler"]["params"]["warmup_max_lr"]
+
+
+def _extend_total_steps(data: dict[str, Any]) -> None:
+    params = data["scheduler"]["params"]
+    params["total_num_steps"] = params["warmup_num_steps"]
+
+
+_RESOLVED_CONTRADICTIONS: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
+    "zero_optimization.offload_param": (
+        _drop_offload_param,
+        "passed over, since parameters are released, and so can live elsewhere, only at stage 3",
+    ),
+    "gradient_predivide_factor": (_drop_predivide_factor, "passed over, since prescale_gradients divides by all ranks"),
+    "scheduler.params.warmup_max_lr": (_use_scheduler_lr, "not optimizer.params.lr: the schedule sets the rate"),
+    "scheduler.params.warmup_num_steps": (
+        _extend_total_steps,
+        "more than total_num_steps: the rate is 0 when it has warmed",
+    ),
+}
+"""Contradictions that DeepSpeed settles by itself: how, and what to say of it."""
+
+_IGNORED_KEYS: dict[str, Callable[[Any], bool]] = {
+    "use_data_before_expert_parallelism": lambda value: True,  # which ranks hold which experts, no value
+    "sequence_parallel_size": lambda value: value == 1,
+}
+"""Top-level keys that ask for nothing that shows in what is computed."""

@@ -1,0 +1,137 @@
+"""Values that transformers' Trainer and accelerate write where a configuration says "auto"."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from windlass.config.batch_sizes import KEYS
+from windlass.config.config_problems import ConfigRefusal
+from windlass.config.config_refusals import REQUIRED_AUTO_KEYS
+from windlass.config.root_config import Config
+
+
+class Client(StrEnum):
+    """The program that reads the file before `initialize` does."""
+
+    TRAINER = "trainer"
+    ACCELERATE = "accelerate"
+    NONE = "none"
+
+
+@dataclass(frozen=True)
+class AutoValues:
+    """The keys at "auto" by what becomes of them under one client."""
+
+    client: Client
+    filled: Mapping[str, str]
+    """Dotted key: the value that the client writes there, in words."""
+    defaulted: tuple[str, ...]
+    """Keys that nobody fills in and whose default holds."""
+    refused: tuple[ConfigRefusal, ...]
+    """Keys that nobody fills in and that have no default, or at which the client itself fails."""
+
+    @property
+    def fill_batch(self) -> bool:
+        """True if the client fills in at least one of the three batch numbers."""
+        return any(key in self.filled for key in KEYS)
+
+
+CLIENT_NAMES = {Client.TRAINER: "transformers' Trainer", Client.ACCELERATE: "accelerate", Client.NONE: "nobody"}
+_FROM_HIDDEN_SIZE = {
+    "zero_optimization.reduce_bucket_size": "hidden_size x hidden_size of the model",
+    "zero_optimization.stage3_prefetch_bucket_size": "0.9 x hidden_size x hidden_size of the model",
+    "zero_optimization.stage3_param_persistence_threshold": "10 x hidden_size of the model",
+}
+_PLUGIN = "of the DeepSpeedPlugin or of accelerate's own configuration"
+VALUES_BY_CLIENT: dict[Client, dict[str, str]] = {
+    Client.TRAINER: {
+        "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
+        "gradient_accumulation_steps": "gradient_accumulation_steps",
+        "train_batch_size": "ranks x per_device_train_batch_size x gradient_accumulation_steps",
+        "gradient_clipping": "max_grad_norm",
+        "optimizer.params.lr": "learning_rate",
+        "optimizer.params.betas": "[adam_beta1, adam_beta2]",
+        "optimizer.params.eps": "adam_epsilon",
+        "optimizer.params.weight_decay": "weight_decay",
+        "scheduler.params.warmup_min_lr": "0",
+        "scheduler.params.warmup_max_lr": "learning_rate",
+        "scheduler.params.total_num_steps": "the number of training steps (max_steps)",
+        "scheduler.params.warmup_num_steps": "warmup steps (warmup_steps), at least 1",
+        "fp16.enabled": "fp16 or fp16_full_eval",
+        "bf16.enabled": "bf16 or bf16_full_eval",
+        **_FROM_HIDDEN_SIZE,
+    },
+    Client.ACCELERATE: {
+        "train_micro_batch_size_per_gpu": "batch_size of the smallest DataLoader given to prepare()",
+        "gradient_accumulation_steps": f"gradient_accumulation_steps {_PLUGIN}",
+        "train_batch_size": "micro-batch x gradient_accumulation_steps x ranks / sp",
+        "gradient_clipping": f"gradient_clipping {_PLUGIN}, else 1.0",
+        "optimizer.params.lr": "lr of DummyOptim",
+        "optimizer.params.weight_decay": "weight_decay of DummyOptim",
+        "scheduler.params.warmup_min_lr": "0, with DummyScheduler",
+        "scheduler.params.warmup_max_lr": "lr of DummyOptim, with DummyScheduler",
+        "scheduler.params.warmup_num_steps": "warmup_num_steps of DummyScheduler, at least 1",
+        "scheduler.params.total_num_steps": "total_num_steps of DummyScheduler / ranks",
+        "zero_optimization.stage": f"zero_stage {_PLUGIN}",
+        "zero_optimization.offload_optimizer.device": f"offload_optimizer_device {_PLUGIN}",
+        "zero_optimization.offload_optimizer.nvme_path": f"offload_optimizer_nvme_path {_PLUGIN}",
+        "zero_optimization.offload_param.device": f"offload_param_device {_PLUGIN}",
+        "zero_optimization.offload_param.nvme_path": f"offload_param_nvme_path {_PLUGIN}",
+        "zero_optimization.stage3_gather_16bit_weights_on_model_save": f"zero3_save_16bit_model {_PLUGIN}",
+        "fp16.enabled": 'mixed_precision is "fp16"',
+        "bf16.enabled": 'mixed_precision is "bf16"',
+        **_FROM_HIDDEN_SIZE,
+    },
+    Client.NONE: {},
+}
+"""What each client fills in, by dotted key. An "auto" elsewhere stays."""
+_MIN_AUTO_KEYS = 3
+"""So many keys at "auto" are a file that was written for a client."""
+
+
+def auto_keys_of(config: Config) -> list[str]:
+    """Every dotted key at "auto", parameters of optimizer and schedule included, in alphabetical order."""
+    found = set(config.auto_keys)
+    for name in ("optimizer", "scheduler"):
+        section = getattr(config, name)
+        if section is not None:
+            found |= {f"{name}.params.{key}" for key, value in section.params.items() if value == "auto"}
+    return sorted(found)
+
+
+def guess_client(auto_keys: Collection[str]) -> Client:
+    """The client that a file was written for, by its keys at "auto": one key alone says nothing, unless nobody but a
+    client can fill it in."""
+    needed = any(".params." in key or key in REQUIRED_AUTO_KEYS for key in auto_keys)
+    if len(auto_keys) < _MIN_AUTO_KEYS and not needed:
+        return Client.NONE
+    only = VALUES_BY_CLIENT[Client.ACCELERATE].keys() - VALUES_BY_CLIENT[Client.TRAINER].keys()
+    return Client.ACCELERATE if any(key in only for key in auto_keys) else Client.TRAINER
+
+
+def classify_auto_keys(config: Config, client: Client) -> AutoValues:
+    """Sort the keys at "auto" in `config` by what becomes of them under `client`."""
+    table = VALUES_BY_CLIENT[client]
+    autos = auto_keys_of(config)
+    refused = list(_refused_keys(config, autos, client))
+    missing = {refusal.path for refusal in refused}
+    left = [key for key in autos if key not in table and key not in missing]
+    return AutoValues(client, {key: table[key] for key in autos if key in table}, tuple(left), tuple(refused))
+
+
+def _refused_keys(config: Config, auto_keys: Collection[str], client: Client) -> Iterator[ConfigRefusal]:
+    table = VALUES_BY_CLIENT[client]
+    if client is Client.ACCELERATE:  # it raises ValueError at every "auto" that it has no value for
+        because = "accelerate fails here: it has no value for this key; write one, or delete the key"
+        yield from (ConfigRefusal(key, "auto", because) for key in auto_keys if key not in table)
+        return
+    for refusal in config.refusals():
+        if refusal.value != "auto" or refusal.path in table:
+            continue
+        if client is Client.NONE:
+            yield refusal
+        else:
+            because = f"{CLIENT_NAMES[client]} does not fill it in; write a value or delete the key"
+            yield ConfigRefusal(refusal.path, "auto", because)

@@ -1,0 +1,245 @@
+"""How many ranks lie along each axis: from every key that says so, and the number of ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from windlass.base.errors import ConfigError
+
+if TYPE_CHECKING:
+    from windlass.config.root_config import Config
+
+OtherAxisSizes = Mapping[str, Mapping[str, int]]
+"""Sizes of axes that something besides the configuration says (an `mpu`, a pipeline module), by its name."""
+
+_DECLARED_AXES = ("pp", "ep", "sp", "tp")  # not the data axes: what is left is theirs
+
+
+@dataclass(frozen=True)
+class Axes:
+    """Ranks along each axis, outermost first; `regather` is the number of ranks from which backward gathers stage-3
+    parameters again, or None for all that cut them."""
+
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    ep: int = 1
+    sp: int = 1
+    tp: int = 1
+    secondary_size: int | None = None
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """By axis, outermost first: what `comm.grid.Grid` takes."""
+        return {axis: getattr(self, axis) for axis in ("pp", "dp_replicate", "dp_shard", "ep", "sp", "tp")}
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in all."""
+        return math.prod(self.sizes.values())
+
+    @property
+    def data_loading_size(self) -> int:
+        """Ranks that read samples of their own."""
+        return self.dp_replicate * self.dp_shard * self.ep
+
+    @property
+    def dense_data_size(self) -> int:
+        """Ranks over which a parameter that is no expert's is reduced."""
+        return self.data_loading_size * self.sp
+
+    @property
+    def dense_shard_size(self) -> int:
+        """Ranks over which state of a parameter that is no expert's is cut."""
+        return self.dp_shard * self.ep * self.sp
+
+    def __str__(self) -> str:
+        return " x ".join(f"{axis} {size}" for axis, size in self.sizes.items())
+
+
+@dataclass(frozen=True)
+class _DeclaredSize:
+    """A size, and the key that says it."""
+
+    size: int
+    key: str
+
+
+def axis_size(config: Config, axis: str) -> int:
+    """Ranks along pp, ep, sp or tp as the configuration has them."""
+    said = _declared_sizes(config)[axis]
+    return said[0].size if said else 1
+
+
+def conflicting_sizes(config: Config) -> Iterator[tuple[str, str]]:
+    """(key, sentence) for each axis of which two keys say different sizes."""
+    for axis, said in _declared_sizes(config).items():
+        for other in said[1:]:
+            if other.size != said[0].size:
+                yield (
+                    other.key,
+                    f"{other.size}, but {said[0].key} {said[0].size} is the size of the same axis, {axis}; "
+                    "delete one, or make them equal",
+                )
+
+
+def _declared_sizes(config: Config) -> dict[str, list[_DeclaredSize]]:
+    """What keys say of each axis. DeepSpeed's keys say nothing by the values that they have when they are absent."""
+    own, tensor = config.parallel, config.tensor_parallel
+    found = {
+        axis: [_DeclaredSize(getattr(own, axis), f"parallel.{axis}")]
+        for axis in _DECLARED_AXES
+        if axis in own.model_fields_set
+    }
+    said = {axis: found.get(axis, []) for axis in _DECLARED_AXES}
+    if isinstance(config.pipeline.stages, int):
+        said["pp"].append(_DeclaredSize(config.pipeline.stages, "pipeline.stages"))
+    if config.expert_parallel.enabled:
+        said["ep"].append(_DeclaredSize(config.expert_parallel.autoep_size, "expert_parallel.autoep_size"))
+    if config.sequence_parallel_size is not None:
+        said["sp"].append(_DeclaredSize(config.sequence_parallel_size, "sequence_parallel_size"))
+    if tensor.autotp_size > 1:
+        said["tp"].append(_DeclaredSize(tensor.autotp_size, "tensor_parallel.autotp_size"))
+    if tensor.tp.tp_size > 1:
+        said["tp"].append(_DeclaredSize(tensor.tp.tp_size, "tensor_parallel.tp.tp_size"))
+    return said
+
+
+def resolve_axes(config: Config, world_size: int, world_size_source: str, other_sizes: OtherAxisSizes) -> Axes:
+    """The axes on `world` ranks.
+
+    Raises:
+        ConfigError: two say different sizes of one axis, or sizes don't multiply to the world; the text has all the
+            numbers, and what would fit.
+    """
+    sizes = _model_axis_sizes(config, world_size, world_size_source, other_sizes)
+    model = sizes["pp"] * sizes["tp"]
+    data = world_size // model
+    where = "world size" if model == 1 else f"world size {world_size} / (pp {sizes['pp']} x tp {sizes['tp']}) ="
+    replicate = _replicate_size(config, data, sizes["ep"] * sizes["sp"], where)
+    hpz = config.zero_optimization.zero_hpz_partition_size
+    if hpz > 0 and data % hpz:
+        raise _not_a_divisor("zero_hpz_partition_size", hpz, data, where)
+    axes = Axes(
+        dp_replicate=replicate,
+        dp_shard=data // (replicate * sizes["ep"] * sizes["sp"]),
+        secondary_size=hpz if hpz > 1 and config.zero_optimization.stage == 3 else None,
+        **sizes,
+    )
+    readers = config.data_parallel_size
+    if config.sequence_parallel_size is not None and readers is not None and readers != axes.data_loading_size:
+        raise ConfigError(
+            f"data_parallel_size = {readers}, but of the world size {world_size} ({world_size_source}) the axes {axes} leave "
+            f"{axes.data_loading_size} ranks that read samples of their own; write {axes.data_loading_size}, or delete the key"
+        )
+    degree = config.parallel.ulysses_size(axes.sp)
+    if degree is not None and axes.sp % degree:
+        raise ConfigError(
+            f"parallel.ulysses_degree = {degree} does not divide the {axes.sp} ranks of parallel.sp; write one of "
+            f"{_join_with_or(_divisors(axes.sp))}"
+        )
+    return axes
+
+
+def data_loading_size_of(config: Config, world_size: int, world_size_source: str) -> int:
+    """Of `world` ranks, those that read samples of their own, however the data ranks are arranged.
+
+    Raises:
+        ConfigError: as `axes_of`, of the sizes alone.
+    """
+    sizes = _model_axis_sizes(config, world_size, world_size_source, {})
+    return world_size // (sizes["pp"] * sizes["sp"] * sizes["tp"])
+
+
+def axes_from_data_loading_size(config: Config, data_loading_size: int) -> Axes:
+    """The axes that leave so many readers, which are in no groups but those of `parallel.dp_replicate`."""
+    sizes = {axis: axis_size(config, axis) for axis in _DECLARED_AXES}
+    replicate = config.parallel.dp_replicate
+    return Axes(dp_replicate=replicate, dp_shard=data_loading_size // (replicate * sizes["ep"]), **sizes)
+
+
+def _model_axis_sizes(config: Config, world: int, source: str, other_sizes: OtherAxisSizes) -> dict[str, int]:
+    """Ranks along pp, ep, sp and tp, which leave a whole number of others."""
+    if world < 1:
+        raise ConfigError(f"the world size {world} is not positive; it is the number of ranks, at least 1")
+    sizes = {axis: _agreed_size(axis, said, other_sizes) for axis, said in _declared_sizes(config).items()}
+    _require_divisor_of_world({**sizes, "dp_replicate": config.parallel.dp_replicate}, world, source)
+    return sizes
+
+
+def _agreed_size(axis: str, declared: list[_DeclaredSize], other_sizes: OtherAxisSizes) -> int:
+    known = [
+        *declared,
+        *(_DeclaredSize(sizes[axis], f"{name} ({axis})") for name, sizes in other_sizes.items() if axis in sizes),
+    ]
+    for other in known[1:]:
+        if other.size != known[0].size:
+            raise ConfigError(
+                f"{known[0].key} = {known[0].size} and {other.key} = {other.size} are two sizes of one axis, {axis}; "
+                "make them equal, or leave one out"
+            )
+    return known[0].size if known else 1
+
+
+def _require_divisor_of_world(sizes: Mapping[str, int], world: int, source: str) -> None:
+    """Raise unless the axes with given sizes leave a whole number of ranks for dp_shard."""
+    fixed = math.prod(sizes.values())
+    if world % fixed == 0:
+        return
+    product = " x ".join(f"{axis} {sizes[axis]}" for axis in ("pp", "dp_replicate", "ep", "sp", "tp"))
+    below = world // fixed * fixed
+    ways = [f"start {_join_with_or([count for count in (below, below + fixed) if count])} ranks"]
+    for axis, size in sizes.items():
+        left, rest = divmod(world, fixed // size)
+        if size > 1 and not rest:
+            ways.append(f"{axis} {_join_with_or(_nearest_divisors(size, left))} with the others as they are")
+    raise ConfigError(
+        f"the axes do not multiply to the world: {product} = {fixed} ranks do not divide the world size {world} "
+        f"({source}), so nothing whole is left for dp_shard; what would fit: {'; '.join(ways)}"
+    )
+
+
+def _replicate_size(config: Config, data_size: int, inner_size: int, where: str) -> int:
+    """dp_replicate, which `mics_shard_size` may say too: everything is cut over so many of the data ranks."""
+    mics, given = config.zero_optimization.mics_shard_size, config.parallel.dp_replicate
+    if mics == -1:
+        return given
+    if data_size % mics:
+        raise _not_a_divisor("mics_shard_size", mics, data_size, where)
+    if mics % inner_size:
+        raise ConfigError(
+            f"zero_optimization.mics_shard_size = {mics} is no multiple of ep x sp = {inner_size}, whose ranks cut state "
+            f"too; write one of {_join_with_or([n for n in _divisors(data_size) if n % inner_size == 0])}, or delete the key"
+        )
+    if "dp_replicate" in config.parallel.model_fields_set and given != data_size // mics:
+        raise ConfigError(
+            f"zero_optimization.mics_shard_size = {mics} makes {data_size // mics} groups of the {data_size} data ranks, but "
+            f"parallel.dp_replicate = {given} says how many groups there are; delete one"
+        )
+    return data_size // mics
+
+
+def _not_a_divisor(key: str, size: int, data: int, where: str) -> ConfigError:
+    return ConfigError(
+        f"zero_optimization.{key} = {size} does not divide the {where} {data}; write a divisor of {data}, or delete "
+        "the key"
+    )
+
+
+def _divisors(number: int) -> list[int]:
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
+
+
+def _nearest_divisors(size: int, left: int) -> list[int]:
+    """The divisors of `left` next to `size`, below and above."""
+    near = [max((n for n in _divisors(left) if n < size), default=None)]
+    near.append(min((n for n in _divisors(left) if n > size), default=None))
+    return [n for n in near if n is not None]
+
+
+def _join_with_or(numbers: list[int]) -> str:
+    return " or ".join(str(number) for number in numbers)

@@ -1,0 +1,193 @@
+"""From a source to a configuration, or to every reason at once why it cannot be read."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+from pydantic import ValidationError
+
+from windlass.base.errors import ConfigError
+from windlass.base.text import nearest_name, one_line, plural
+from windlass.config import optimizer_section, scheduler_section
+from windlass.config.config_problems import ConfigProblem, ProblemKind, format_value, numbered_list
+from windlass.config.config_section import ConfigSection, nested_section
+from windlass.config.config_source import ConfigSource, read_source
+from windlass.config.contradictions import find_contradictions
+from windlass.config.key_normalization import KeyNormalizer, canonical_names
+from windlass.config.root_config import Config
+from windlass.config.type_descriptions import describe_field
+
+_MAX_PASSES = 8
+"""Faulty keys are taken out and the rest is read again; a missing key may only show once its neighbours are right."""
+
+MAX_HINTS = 50
+"""Unknown keys for which the nearest known one is looked up: comparing names takes about a millisecond a key."""
+
+
+@dataclass(frozen=True)
+class ValidationResult:
+    """What `examine` found: the configuration with faulty keys left out, and everything that is wrong with it."""
+
+    source: ConfigSource
+    config: Config
+    problems: list[ConfigProblem]
+
+
+def load_config(source: object) -> Config:
+    """Read a configuration from a dict, a path, or url-safe base64 of JSON.
+
+    A key that is understood but not supported does not fail here: see `Config.refusals`.
+
+    Raises:
+        ConfigError: the source cannot be read, or has unknown keys, wrong types or contradictions; the text lists all.
+    """
+    found = validate_config(source)
+    if found.problems:
+        head = f"{found.source.name} cannot be used: {plural(len(found.problems), 'problem')}"
+        raise ConfigError(f"{head}\n{numbered_list(found.problems)}")
+    return found.config
+
+
+def validate_config(source: object) -> ValidationResult:
+    """Read a configuration and list every unknown key, wrong type and contradiction in it.
+
+    Raises:
+        ConfigError: the source cannot be read at all.
+    """
+    where = read_source(source)
+    normaliser = KeyNormalizer()
+    data = normaliser(where.data)
+    problems = list(normaliser.problems)
+    config, faults = _validate(data)
+    problems += faults
+    config.set_origin(where.data, where.name, where.lines, frozenset(normaliser.auto_keys), tuple(normaliser.comments))
+    wrong: list[ConfigProblem] = []
+    if config.optimizer:
+        wrong = list(optimizer_section.find_parameter_problems(config.optimizer))
+        problems += wrong
+    if config.scheduler:
+        problems += scheduler_section.find_parameter_problems(config.scheduler, None if wrong else config.optimizer)
+    problems += find_contradictions(config)
+    order = list(ProblemKind)
+    problems.sort(key=lambda problem: order.index(problem.kind))
+    return ValidationResult(where, config, [_with_line(problem, where) for problem in problems])
+
+
+def _with_line(problem: ConfigProblem, source: ConfigSource) -> ConfigProblem:
+    return replace(problem, line=source.lines.get(problem.path))
+
+
+def _validate(data: dict[str, Any]) -> tuple[Config, list[ConfigProblem]]:
+    problems: list[ConfigProblem] = []
+    remaining = copy.deepcopy(data)
+    for _ in range(_MAX_PASSES):
+        try:
+            return Config.model_validate(remaining), problems
+        except ValidationError as error:
+            faults = {_path_in_data(fault["loc"], remaining): fault for fault in reversed(error.errors())}
+            if () in faults:  # not of one key: nothing can be taken out
+                problems.append(ConfigProblem(ProblemKind.TYPE, "", str(faults[()]["msg"])))
+                break
+            for loc, fault in reversed(faults.items()):
+                problems.append(_make_problem(loc, fault, hint=len(problems) < MAX_HINTS))
+            for loc in faults:
+                _remove_at(loc, remaining)
+    return Config(), problems
+
+
+def _path_in_data(loc: tuple[Any, ...], data: Any) -> tuple[Any, ...]:
+    """The part of pydantic's location that is a path into the data; the rest names members of unions."""
+    path: list[Any] = []
+    for step in loc:
+        inside = (isinstance(data, dict) and step in data) or (
+            isinstance(data, list) and isinstance(step, int) and step < len(data)
+        )
+        if not inside:
+            return (*path, step) if isinstance(data, dict) and step == loc[-1] else tuple(path)
+        path.append(step)
+        data = data[step]
+    return tuple(path)
+
+
+def _remove_at(loc: tuple[Any, ...], data: Any) -> None:
+    """Remove what stands at `loc`; where nothing does (a missing key), remove what should have held it."""
+    for step in loc[:-1]:
+        data = data[step]
+        if isinstance(data, list):
+            break
+    holder = data
+    if isinstance(holder, dict) and loc[-1] in holder:
+        del holder[loc[-1]]
+    elif isinstance(holder, list | dict):
+        holder.clear()
+
+
+def _make_problem(loc: tuple[Any, ...], fault: Any, hint: bool) -> ConfigProblem:
+    path = dotted_path(loc)
+    if fault["type"] == "extra_forbidden":
+        return ConfigProblem(ProblemKind.UNKNOWN, path, f"unknown key; {_hint(loc) if hint else 'delete it'}")
+    if fault["type"] == "missing":
+        return ConfigProblem(ProblemKind.TYPE, path, "absent, but needed; add it")
+    message = f": {fault['msg'][0].lower()}{fault['msg'][1:]}" if fault["type"] != "literal_error" else ""
+    field = _field_at(loc)
+    write = f"; write {describe_field(field)}" if field else ""
+    return ConfigProblem(ProblemKind.TYPE, path, f"{format_value(fault['input'])} does not fit{message}{write}")
+
+
+def dotted_path(loc: tuple[Any, ...]) -> str:
+    """A location as a dotted path: `a.b[0].c`."""
+    return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in loc).lstrip(".")
+
+
+def _section_at(loc: tuple[Any, ...]) -> type[ConfigSection] | None:
+    section: type[ConfigSection] | None = Config
+    for step in loc:
+        if isinstance(step, int):
+            continue
+        if section is None:
+            return None
+        field = section.model_fields.get(str(step))
+        nested = nested_section(field.annotation) if field else None
+        section = nested.section if nested else (section if field is None else None)
+    return section
+
+
+def _field_at(loc: tuple[Any, ...]) -> Any:
+    names = [step for step in loc if not isinstance(step, int)]
+    holder = _section_at(tuple(names[:-1])) if names else None
+    return holder.model_fields.get(str(names[-1])) if holder else None
+
+
+def _hint(loc: tuple[Any, ...]) -> str:
+    name = str(loc[-1])
+    if len(loc) == 1 and "." in name:
+        return f'a key is not a path: write {{"{one_line(name.split(".")[0], 80)}": {{...}}}} and put it inside'
+    holder = _section_at(loc[:-1])
+    prefix = dotted_path(loc[:-1])
+    near = nearest_name(name, canonical_names(holder)) if holder else None
+    if near:
+        return f"nearest is {prefix}.{near}".replace("is .", "is ")
+    elsewhere = _first_paths().get(name)
+    return f"it belongs at {elsewhere}" if elsewhere else "nothing is like it; delete it"
+
+
+@cache
+def _first_paths() -> dict[str, str]:
+    """The first path of each key name."""
+    places: dict[str, str] = {}
+    for path in _all_keys(Config, ""):
+        places.setdefault(path.split(".")[-1], path)
+    return places
+
+
+def _all_keys(section: type[ConfigSection], path: str) -> Iterator[str]:
+    for spelling, name in canonical_names(section).items():
+        inner = f"{path}.{spelling}".lstrip(".")
+        yield inner
+        nested = nested_section(section.model_fields[name].annotation)
+        if nested and nested.shape == "alone":
+            yield from _all_keys(nested.section, inner)

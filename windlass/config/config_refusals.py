@@ -1,0 +1,56 @@
+"""What a configuration asks for that is not done here: one list of sentences, gathered from the whole schema."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from windlass.config import feature_matrix, optimizer_section, scheduler_section
+from windlass.config.config_problems import ConfigRefusal
+from windlass.config.config_section import ConfigSection
+from windlass.config.key_status import KeyStatus, key_facts
+
+if TYPE_CHECKING:
+    from windlass.config.root_config import Config
+
+REQUIRED_AUTO_KEYS = ("fp16.enabled", "bf16.enabled", "torch_autocast.enabled")
+
+
+def find_refusals(config: Config) -> list[ConfigRefusal]:
+    """Every refusal in `config`, in the order of the schema."""
+    found = list(_walk_section(config, ""))
+    if config.optimizer:
+        found += optimizer_section.find_parameter_refusals(config.optimizer)
+    if config.scheduler:
+        found += scheduler_section.find_parameter_refusals(config.scheduler)
+    for key in REQUIRED_AUTO_KEYS:
+        if key in config.auto_keys:
+            found.append(ConfigRefusal(key, "auto", "nobody filled it in; write true or false"))
+    for pair in feature_matrix.unsupported_pairs(feature_matrix.describe_features(config)):
+        axes, values = zip(pair.first, pair.second, strict=True)
+        found.append(ConfigRefusal(" with ".join(axes), " with ".join(values), pair.reason))
+    return found
+
+
+def _walk_section(section: ConfigSection, path: str) -> Iterator[ConfigRefusal]:
+    if section.refusal:
+        asked = section.requested_key()
+        if asked is not None:
+            yield ConfigRefusal(
+                ".".join(part for part in (path, asked) if part), section.value_at(asked), section.refusal
+            )
+        return
+    if section.enable_key and section.requested_key() is None:
+        return
+    for name, field in type(section).model_fields.items():
+        value = getattr(section, name)
+        inner = f"{path}.{name}" if path else name
+        if isinstance(value, ConfigSection):
+            yield from _walk_section(value, inner)
+            continue
+        for index, item in enumerate(value if isinstance(value, list) else ()):
+            if isinstance(item, ConfigSection):
+                yield from _walk_section(item, f"{inner}[{index}]")
+        facts = key_facts(field)
+        if facts["status"] == KeyStatus.REFUSED and value != field.get_default(call_default_factory=True):
+            yield ConfigRefusal(inner, value, facts["reason"])

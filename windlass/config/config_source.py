@@ -1,0 +1,176 @@
+"""Getting at a configuration: a dict, a file of (relaxed) JSON, or base64 of JSON."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import os
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import hjson
+from hjson.decoder import HjsonDecodeError, make_scanner
+
+from windlass.base.bounded_input import read_bounded
+from windlass.base.bounded_json import MAX_JSON_DEPTH, JsonError, exceeds_depth, parse_json
+from windlass.base.errors import ConfigError
+from windlass.base.text import join_abridged, one_line
+from windlass.config.key_lines import find_key_lines
+
+_MAX_BYTES = 16 * 2**20
+_MAX_RELAXED_BYTES = 64 * 2**10
+"""The reader of relaxed JSON takes a time that grows with the square of the text in bad cases."""
+
+
+@dataclass(frozen=True)
+class ConfigSource:
+    """A configuration as it was handed over: its data, a name for messages, and the lines of its dotted keys.
+
+    `not_strict` says why `json.load` would refuse the text; it is empty for strict JSON and for a dict.
+    """
+
+    data: dict[str, Any]
+    name: str = "config"
+    lines: dict[str, int] = field(default_factory=dict)
+    not_strict_reason: str = ""
+
+
+def read_source(source: object) -> ConfigSource:
+    """Read `source`: a dict (kept as it is, never written to), a path, or url-safe base64 of a JSON object.
+
+    Raises:
+        ConfigError: there is no such file, it cannot be read, it is not JSON even by the relaxed rules (comments,
+            trailing and missing commas), a key is written twice, it does not hold an object, or it exceeds a limit
+            (of bytes, of nesting, of the digits of a number).
+    """
+    found = _read_any(source)
+    _check_keys(found.data, found.name)
+    return found
+
+
+def _read_any(source: object) -> ConfigSource:
+    if isinstance(source, dict):
+        if exceeds_depth(source, MAX_JSON_DEPTH):
+            raise ConfigError(f"config is nested more than {MAX_JSON_DEPTH} levels deep, or contains itself")
+        return ConfigSource(source)
+    if not isinstance(source, str | os.PathLike):
+        raise ConfigError(f"a configuration is a dict, a path or a base64 string, not {type(source).__name__}")
+    path = Path(source)
+    if isinstance(source, str) and not _is_file(path):
+        decoded = _from_base64(source)
+        if decoded is not None:
+            return _parse(decoded, "base64 configuration")
+    return _parse(_read_text(path), str(path))
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.exists()
+    except (OSError, ValueError):  # too long for a file name, or holds a zero byte: it can only be base64
+        return False
+
+
+def _from_base64(text: str) -> str | None:
+    try:
+        decoded = base64.urlsafe_b64decode(text.encode("ascii")).decode("utf-8")
+    except (binascii.Error, UnicodeError):
+        return None
+    return decoded if decoded.lstrip().startswith("{") else None
+
+
+def _read_text(path: Path) -> str:
+    shown = one_line(str(path) if len(str(path)) < 200 else f"{str(path)[:80]}...")
+    if not _is_file(path):
+        raise ConfigError(f"there is no configuration file {shown}; give a path that exists, or base64 of JSON")
+    try:
+        data = read_bounded(path, _MAX_BYTES)
+        if data is None:
+            raise ConfigError(f"{shown} has more than {_MAX_BYTES // 2**20} MiB; a configuration is a small text file")
+        return data.decode()
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"cannot read the configuration {shown}: {error}; it must be a UTF-8 text file") from error
+
+
+def _parse(text: str, name: str) -> ConfigSource:
+    name = one_line(name)
+    twice: list[str] = []
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        twice.extend(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+        return dict(pairs)
+
+    bare = text.removeprefix("\ufeff")
+    not_strict = "it begins with a byte order mark" if bare != text else ""
+    if not bare.strip():
+        raise ConfigError(f"{name} is empty; write an object, such as {{}}")
+    try:
+        data = parse_json(bare, unique)
+    except JsonError as strict:
+        twice.clear()
+        not_strict = str(strict)
+        data = _parse_relaxed(bare, name, unique, strict)
+    if not isinstance(data, dict):
+        raise ConfigError(f"{name} holds {type(data).__name__}, not an object; put the keys between {{ and }}")
+    lines = find_key_lines(bare)
+    if twice:
+        shown = [f"{one_line(key, 100)}{_line_numbers(key, lines)}" for key in sorted(set(twice))]
+        raise ConfigError(f"{name}: written twice: {join_abridged(shown)}; delete one of each")
+    return ConfigSource(data, name, {key: found[0] for key, found in lines.items()}, not_strict)
+
+
+class _RelaxedDecoder(hjson.HjsonDecoder):
+    """hjson's decoder without multi-line strings, which it scans back to the line's begin for each of them."""
+
+    def __init__(self, pairs: Any) -> None:
+        super().__init__(object_pairs_hook=pairs)
+        self.parse_mlstring = self._refuse
+        self.scan_once, self.scan_object_once = make_scanner(self)
+
+    @staticmethod
+    def _refuse(text: str, index: int) -> Any:
+        raise HjsonDecodeError("Multi-line strings are not read", text, index)
+
+
+def _parse_relaxed(text: str, name: str, unique: Any, strict: JsonError) -> Any:
+    if len(text) > _MAX_RELAXED_BYTES:
+        limit = f"comments and missing commas are allowed in files of up to {_MAX_RELAXED_BYTES // 2**10} KiB"
+        raise ConfigError(f"{name} is not JSON: {strict} ({limit})")
+    try:
+        data = _RelaxedDecoder(unique).decode(text)
+    except (ValueError, OverflowError, LookupError, RecursionError) as error:
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else one_line(str(error), 300)
+        raise ConfigError(
+            f"{name} is not JSON, even with comments and missing commas allowed: {reason}\n"
+            f"  by the strict rules: {strict}"
+        ) from error
+    if isinstance(data, str) or exceeds_depth(data, MAX_JSON_DEPTH):
+        raise ConfigError(f"{name} is not JSON: {strict}")
+    return data
+
+
+def _check_keys(data: Any, name: str) -> None:
+    items = list(data.items()) if isinstance(data, dict) else list(enumerate(data))
+    for key, value in items:
+        if isinstance(data, dict) and not isinstance(key, str):
+            raise ConfigError(f"{name} has the key {key!r}, a {type(key).__name__}; keys are strings, as in JSON")
+        for text in (key, value):
+            if isinstance(text, str) and not _is_encodable(text):
+                raise ConfigError(f'{name} has half a character in "{one_line(text, 100)}"; it was cut inside one')
+        if isinstance(value, dict | list | tuple):
+            _check_keys(value, name)
+
+
+def _is_encodable(text: str) -> bool:
+    """Return False for text with a lone surrogate, which no encoding has."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _line_numbers(key: str, lines: dict[str, list[int]]) -> str:
+    found = next((at for path, at in lines.items() if path.split(".")[-1] == key and len(at) > 1), None)
+    return f" (lines {', '.join(map(str, found))})" if found else ""

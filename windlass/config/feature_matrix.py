@@ -1,0 +1,274 @@
+"""The composition matrix: which features work together. This file is the only place that says so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import combinations
+from typing import TYPE_CHECKING
+
+from windlass.config.axis_sizes import axis_size
+from windlass.config.offload_section import is_offloaded
+
+if TYPE_CHECKING:
+    from windlass.config.root_config import Config
+
+FeatureChoice = tuple[str, str]
+"""An axis and one of its values, such as `("precision", "bf16")`."""
+
+
+@dataclass(frozen=True)
+class FeatureValue:
+    """A value of an axis: what it means, why it is not offered (empty: it is), and what a test of it needs."""
+
+    meaning: str
+    not_built_reason: str = ""
+    requirement: str = ""
+
+
+@dataclass(frozen=True)
+class FeaturePair:
+    """Two choices on different axes, and whether they work together; `because` says why not."""
+
+    first: FeatureChoice
+    second: FeatureChoice
+    is_supported: bool
+    reason: str = ""
+    requirements: frozenset[str] = frozenset()
+
+
+FEATURES: dict[str, dict[str, FeatureValue]] = {
+    "stage": {
+        "0": FeatureValue("nothing is cut over the ranks"),
+        "1": FeatureValue("optimizer states and master weights are cut"),
+        "2": FeatureValue("gradients are cut too"),
+        "3": FeatureValue("parameters are cut too"),
+    },
+    "param_tier": {
+        "device": FeatureValue("parameters at rest stay on the device"),
+        "host": FeatureValue("parameters at rest are in host memory"),
+        "nvme": FeatureValue("parameters at rest are in files"),
+    },
+    "state_tier": {
+        "device": FeatureValue("master weights and optimizer states stay on the device"),
+        "host": FeatureValue("they are in host memory, and the step runs there"),
+        "nvme": FeatureValue("they are in files"),
+    },
+    "optimizer": {
+        "elementwise": FeatureValue("every element is updated from itself alone: Adam, AdamW, SGD, Adagrad, Lion, ..."),
+        "whole_parameter": FeatureValue(
+            "a parameter is updated as a whole: Lamb, Muon, and every optimizer not known elementwise"
+        ),
+        "onebit": FeatureValue("compressed reductions inside the optimizer", "not yet built: 1-bit optimizers"),
+    },
+    "precision": {
+        "fp32": FeatureValue("everything in fp32"),
+        "bf16": FeatureValue("bf16 parameters, fp32 master weights"),
+        "fp16": FeatureValue("fp16 parameters, fp32 master weights, a loss scale"),
+        "autocast": FeatureValue("fp32 parameters under torch.autocast"),
+    },
+    "accumulation": {
+        "one": FeatureValue("one micro-batch a step"),
+        "many": FeatureValue("several micro-batches a step"),
+    },
+    "parallel": {
+        "data": FeatureValue("one group of data-parallel ranks"),
+        "mics": FeatureValue("cuts inside groups of data ranks (dp_replicate, mics_shard_size), replicas between them"),
+        "hpz": FeatureValue("backward gathers from groups of zero_hpz_partition_size ranks"),
+    },
+    "pp": {
+        "one": FeatureValue("every rank has all layers"),
+        "many": FeatureValue("layers are spread over the stages of a pipeline", requirement="transformer"),
+    },
+    "tp": {
+        "one": FeatureValue("every rank has whole matrices"),
+        "many": FeatureValue("matrices are cut over ranks", requirement="transformer"),
+    },
+    "sp": {
+        "one": FeatureValue("every rank has whole sequences"),
+        "many": FeatureValue("sequences are cut over ranks", requirement="transformer"),
+    },
+    "ep": {
+        "one": FeatureValue("every rank has all experts"),
+        "many": FeatureValue("experts are spread over ranks", requirement="transformer"),
+    },
+    "checkpointing": {
+        "none": FeatureValue("all activations are kept"),
+        "reentrant": FeatureValue("torch's reentrant activation checkpointing"),
+        "nonreentrant": FeatureValue("torch's non-reentrant activation checkpointing"),
+        "host": FeatureValue("windlass.checkpointing.checkpoint keeps its inputs in host memory"),
+        "nvme": FeatureValue("windlass.checkpointing.checkpoint keeps its inputs in files"),
+    },
+    "adapters": {
+        "none": FeatureValue("all parameters train"),
+        "frozen base": FeatureValue("frozen base weights with trainable adapters beside them, as LoRA has"),
+    },
+    "transport": {
+        "shm": FeatureValue("CPU ranks of one host through shared memory"),
+        "gloo": FeatureValue("gloo"),
+        "nccl": FeatureValue("NCCL", requirement="gpu"),
+    },
+    "backward": {
+        "engine": FeatureValue("engine.backward(loss)"),
+        "plain": FeatureValue("loss.backward()"),
+    },
+    "overlap": {
+        "off": FeatureValue("communication after computation"),
+        "on": FeatureValue("communication while computing"),
+    },
+    "update": {
+        "at once": FeatureValue("the next forward computes with what a step made"),
+        "delayed": FeatureValue("a step runs on the host while the next forward and backward do"),
+    },
+}
+
+INCOMPATIBLE_PAIRS: dict[frozenset[FeatureChoice], str] = {
+    frozenset({("stage", "0"), ("parallel", "mics")}): "stage 0 cuts nothing, so there is nothing to cut inside groups",
+    frozenset({("stage", "0"), ("parallel", "hpz")}): "only stage 3 releases parameters and gathers them again",
+    frozenset({("stage", "1"), ("parallel", "hpz")}): "only stage 3 releases parameters and gathers them again",
+    frozenset({("stage", "2"), ("parallel", "hpz")}): "only stage 3 releases parameters and gathers them again",
+    frozenset({("parallel", "hpz"), ("param_tier", "host")}): "a second copy on the device would undo the offload",
+    frozenset({("parallel", "hpz"), ("param_tier", "nvme")}): "a second copy on the device would undo the offload",
+    frozenset({("stage", "0"), ("param_tier", "host")}): "only stage 3 releases parameters",
+    frozenset({("stage", "1"), ("param_tier", "host")}): "only stage 3 releases parameters",
+    frozenset({("stage", "2"), ("param_tier", "host")}): "only stage 3 releases parameters",
+    frozenset({("stage", "0"), ("param_tier", "nvme")}): "only stage 3 releases parameters",
+    frozenset({("stage", "1"), ("param_tier", "nvme")}): "only stage 3 releases parameters",
+    frozenset({("stage", "2"), ("param_tier", "nvme")}): "only stage 3 releases parameters",
+    frozenset({("stage", "0"), ("update", "delayed")}): "stage 0 keeps all states on every rank; use stage 1 or more",
+    frozenset({("state_tier", "device"), ("update", "delayed")}): "a step on the device has nothing to hide behind",
+    frozenset(
+        {("optimizer", "whole_parameter"), ("update", "delayed")}
+    ): "whole parameters need other ranks amid an update",
+    frozenset({("backward", "plain"), ("pp", "many")}): "a pipeline runs its backwards itself, in engine.train_batch",
+}
+"""Pairs that do not work although both halves might; every pair of offered values that is not here works."""
+
+ELEMENTWISE_OPTIMIZERS = frozenset(
+    (
+        *(
+            "Adam",
+            "AdamW",
+            "SGD",
+            "Adagrad",
+            "Lion",
+            "Adadelta",
+            "Adamax",
+            "ASGD",
+            "NAdam",
+            "RAdam",
+            "RMSprop",
+            "Rprop",
+        ),
+        *("MuAdam", "MuAdamW", "MuSGD"),
+        *("CPUAdam", "CPUAdagrad", "CPULion", "CPUSGD"),
+    )
+)
+ONE_BIT_OPTIMIZERS = frozenset(("OneBitAdam", "ZeroOneAdam", "OneBitLamb"))
+
+
+def check_pair(first: FeatureChoice, second: FeatureChoice) -> FeaturePair:
+    """Whether two choices work together.
+
+    Raises:
+        KeyError: an axis or value that the matrix does not have.
+    """
+    values = (FEATURES[first[0]][first[1]], FEATURES[second[0]][second[1]])
+    unbuilt = "; ".join(sorted({value.not_built_reason for value in values if value.not_built_reason}))
+    because = unbuilt or INCOMPATIBLE_PAIRS.get(frozenset((first, second)), "")
+    return FeaturePair(
+        first, second, not because, because, frozenset(value.requirement for value in values if value.requirement)
+    )
+
+
+def all_pairs() -> list[FeaturePair]:
+    """The verdict of every pair of choices on different axes."""
+    choices = {axis: [(axis, value) for value in values] for axis, values in FEATURES.items()}
+    return [check_pair(a, b) for x, y in combinations(FEATURES, 2) for a in choices[x] for b in choices[y]]
+
+
+def supported_pairs(available: Iterable[str] = ()) -> list[FeaturePair]:
+    """The pairs that work and need nothing but what is `available` (such as `"gpu"`)."""
+    at_hand = frozenset(available)
+    return [pair for pair in all_pairs() if pair.is_supported and pair.requirements <= at_hand]
+
+
+def uncovered_pairs(cases: Iterable[Mapping[str, str]], available: Iterable[str] = ()) -> list[FeaturePair]:
+    """The working pairs that none of `cases` (descriptions, as from `describe`) reaches.
+
+    Raises:
+        KeyError: a case names an axis or value that the matrix does not have.
+    """
+    reached: set[frozenset[FeatureChoice]] = set()
+    for case in cases:
+        for choice in case.items():
+            FEATURES[choice[0]][choice[1]]
+        reached.update(frozenset(pair) for pair in combinations(case.items(), 2))
+    return [pair for pair in supported_pairs(available) if frozenset((pair.first, pair.second)) not in reached]
+
+
+def unsupported_pairs(case: Mapping[str, str]) -> list[FeaturePair]:
+    """The pairs of a description that do not work although each half is offered."""
+    offered = [choice for choice in case.items() if not FEATURES[choice[0]][choice[1]].not_built_reason]
+    found = (check_pair(first, second) for first, second in combinations(offered, 2))
+    return [pair for pair in found if not pair.is_supported]
+
+
+def describe_features(config: Config, **facts: str) -> dict[str, str]:
+    """The value of every axis under `config`; `facts` (axis=value) say what a configuration does not tell."""
+    zero = config.zero_optimization
+    case = {
+        "stage": str(zero.stage),
+        "param_tier": _tier(zero.offload_param),
+        "state_tier": _tier(zero.offload_optimizer),
+        "optimizer": _optimizer_kind(config),
+        "precision": _precision(config),
+        "accumulation": "many" if (config.gradient_accumulation_steps or 1) > 1 else "one",
+        "parallel": _parallel(config),
+        **{axis: "many" if axis_size(config, axis) > 1 else "one" for axis in ("pp", "tp", "sp", "ep")},
+        "checkpointing": _checkpointing(config),
+        "adapters": "none",
+        "transport": "shm" if config.comm.transport == "auto" else config.comm.transport,
+        "backward": "engine",
+        "overlap": "on" if zero.overlap_comm_enabled else "off",
+        "update": "delayed" if zero.offload_optimizer and zero.offload_optimizer.delayed_update else "at once",
+    }
+    for axis, value in facts.items():
+        FEATURES[axis][value]
+        case[axis] = value
+    return case
+
+
+def _tier(section: object) -> str:
+    if not is_offloaded(section):
+        return "device"
+    return "host" if getattr(section, "device", "") == "cpu" else "nvme"
+
+
+def _optimizer_kind(config: Config) -> str:
+    if config.optimizer is None or config.optimizer.type.lower() in {name.lower() for name in ELEMENTWISE_OPTIMIZERS}:
+        return "elementwise"
+    return "onebit" if config.optimizer.type in ONE_BIT_OPTIMIZERS else "whole_parameter"
+
+
+def _precision(config: Config) -> str:
+    if config.fp16.enabled:
+        return "fp16"
+    if config.bf16.enabled:
+        return "bf16"
+    return "autocast" if config.torch_autocast.enabled else "fp32"
+
+
+def _checkpointing(config: Config) -> str:
+    section = config.activation_checkpointing
+    if section.nvme_path:
+        return "nvme"
+    return "host" if section.cpu_checkpointing else "none"
+
+
+def _parallel(config: Config) -> str:
+    zero = config.zero_optimization
+    if zero.stage == 3 and zero.zero_hpz_partition_size > 1:
+        return "hpz"
+    groups = zero.mics_shard_size > 0 or config.parallel.dp_replicate > 1
+    return "mics" if zero.stage > 0 and groups else "data"

@@ -1,0 +1,109 @@
+"""One spelling for every key: older names become today's, "auto" becomes "absent", and comments are left out."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from windlass.config.batch_sizes import KEYS
+from windlass.config.config_problems import ConfigProblem, ProblemKind
+from windlass.config.config_section import ConfigSection, NestedSection, nested_section
+from windlass.config.key_status import key_facts
+from windlass.config.root_config import Config
+
+TOP_LEVEL_AUTO_KEYS = (*KEYS, "gradient_clipping")
+
+
+class KeyNormalizer:
+    """A walk over raw data beside the schema; collects the keys left at "auto", the keys spelled twice and the keys
+    that are comments."""
+
+    def __init__(self) -> None:
+        self.auto_keys: set[str] = set()
+        self.comments: list[str] = []
+        self.problems: list[ConfigProblem] = []
+
+    def __call__(self, data: dict[str, Any]) -> dict[str, Any]:
+        """A deep enough copy of `data` with one spelling for every key; `data` itself is not written to."""
+        data = _expand_cpu_offload(_expand_boolean_zero(data))
+        return self._section(data, Config, "")
+
+    def _section(self, data: dict[str, Any], section: type[ConfigSection], path: str) -> dict[str, Any]:
+        names = canonical_names(section)
+        result: dict[str, Any] = {}
+        for key, value in data.items():
+            name = names.get(key, key)
+            inner = f"{path}.{key}" if path else str(key)
+            if name not in section.model_fields and is_comment(key):
+                self.comments.append(inner)
+            elif name in result:
+                sentence = f'"{key}" and "{name}" are two spellings of one key; delete one'
+                self.problems.append(ConfigProblem(ProblemKind.CONTRADICTION, inner, sentence))
+            elif value == "auto" and name in section.model_fields and (path or name in TOP_LEVEL_AUTO_KEYS):
+                self.auto_keys.add(f"{path}.{name}" if path else name)
+            else:
+                result[name] = self._value(value, section, name, inner)
+        return result
+
+    def _value(self, value: Any, section: type[ConfigSection], name: str, path: str) -> Any:
+        field = section.model_fields.get(name)
+        nested = nested_section(field.annotation) if field else None
+        if nested is None:
+            return self._drop_comments(value, path) if isinstance(value, dict) else value
+        return self._nested(value, nested, path)
+
+    def _drop_comments(self, value: dict[str, Any], path: str) -> dict[str, Any]:
+        """Leave comments out of an object whose keys are the user's, such as an optimizer's parameters."""
+        self.comments += [f"{path}.{key}" for key in value if is_comment(key)]
+        return {key: item for key, item in value.items() if not is_comment(key)}
+
+    def _nested(self, value: Any, nested: NestedSection, path: str) -> Any:
+        if nested.shape == "list" and isinstance(value, list):
+            alone = NestedSection(nested.section, "alone")
+            return [self._nested(item, alone, f"{path}[{index}]") for index, item in enumerate(value)]
+        if not isinstance(value, dict):
+            return value
+        if nested.shape == "free keys":
+            alone = NestedSection(nested.section, "alone")
+            return {key: self._nested(item, alone, f"{path}.{key}") for key, item in value.items()}
+        return self._section(value, nested.section, path)
+
+
+def is_comment(key: str) -> bool:
+    """Return True for keys that hold remarks, which JSON lacks: `_comment`, `_anything`, `//`, `comment`, `$schema`."""
+    return key.startswith(("_", "//", "#")) or key.lower() in ("comment", "comments", "$schema")
+
+
+@cache
+def canonical_names(section: type[ConfigSection]) -> dict[str, str]:
+    """Every spelling that `section` knows, and the name of its field."""
+    names = {name: name for name in section.model_fields}
+    for name, field in section.model_fields.items():
+        names.update(dict.fromkeys(key_facts(field)["aliases"], name))
+    return names
+
+
+def _expand_boolean_zero(data: dict[str, Any]) -> dict[str, Any]:
+    zero = data.get("zero_optimization")
+    if not isinstance(zero, bool):
+        return data
+    section: dict[str, Any] = {"stage": int(zero)}
+    if "allgather_size" in data:
+        section["allgather_bucket_size"] = data["allgather_size"]
+    return {**data, "zero_optimization": section}
+
+
+def _expand_cpu_offload(data: dict[str, Any]) -> dict[str, Any]:
+    """`cpu_offload: true` is how `offload_optimizer: {"device": "cpu"}` was written once. Both together stay, to be
+    told of."""
+    zero = data.get("zero_optimization")
+    if not isinstance(zero, dict):
+        return data
+    zero = dict(zero)
+    for old, new in (("cpu_offload", "offload_optimizer"), ("cpu_offload_param", "offload_param")):
+        given = zero.get(old)
+        if isinstance(given, bool) and zero.get(new) is None:
+            del zero[old]
+            if given:
+                zero[new] = {"device": "cpu"}
+    return {**data, "zero_optimization": zero}

@@ -1,0 +1,59 @@
+"""What becomes of a key: honoured, accepted without effect, or refused; and the field makers that record it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import Any, cast
+
+from pydantic import Field
+from pydantic.fields import FieldInfo
+
+
+class KeyStatus(StrEnum):
+    """The three answers to "what does this key do here?"."""
+
+    HONOURED = "honoured"
+    ACCEPTED = "accepted"
+    REFUSED = "refused"
+
+
+def honoured(
+    default: Any = ..., *, aliases: Sequence[str] = (), windlass_only: bool = False, **constraints: Any
+) -> Any:
+    """A field that does what it says. `aliases`: other spellings; `windlass_only`: a key that DeepSpeed does not have."""
+    return _make_field(default, KeyStatus.HONOURED, "", aliases, windlass_only, constraints)
+
+
+def accepted(default: Any, reason: str, *, aliases: Sequence[str] = (), **constraints: Any) -> Any:
+    """A field whose type is checked and whose value changes nothing here; `reason` says why that is right."""
+    return _make_field(default, KeyStatus.ACCEPTED, reason, aliases, False, constraints)
+
+
+def refused(default: Any, reason: str, *, aliases: Sequence[str] = (), **constraints: Any) -> Any:
+    """A field that loads, and is refused by name as soon as its value is not `default`; `reason` says why."""
+    return _make_field(default, KeyStatus.REFUSED, reason, aliases, False, constraints)
+
+
+def _make_field(
+    default: Any,
+    status: KeyStatus,
+    reason: str,
+    aliases: Sequence[str],
+    windlass_only: bool,
+    constraints: dict[str, Any],
+) -> Any:
+    if isinstance(default, type):
+        constraints["default_factory"] = default
+    else:
+        constraints["default"] = default
+    facts = {"status": status.value, "reason": reason, "aliases": list(aliases), "windlass_only": windlass_only}
+    return Field(json_schema_extra={"windlass": cast(Any, facts)}, **constraints)
+
+
+def key_facts(field: FieldInfo) -> dict[str, Any]:
+    """The status, reason, aliases and `windlass_only` that a field maker wrote into `field`."""
+    extra = field.json_schema_extra
+    if not isinstance(extra, dict) or "windlass" not in extra:
+        raise TypeError(f"field {field!r} carries no status; declare it with honoured(), accepted() or refused()")
+    return cast(dict[str, Any], extra["windlass"])

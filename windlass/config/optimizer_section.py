@@ -1,0 +1,274 @@
+"""The `optimizer` section: which update rule, and with which parameters."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import Any, NamedTuple
+
+from pydantic import ValidationInfo, field_validator
+
+from windlass.config import parameter_tables
+from windlass.config.config_problems import ConfigProblem, ConfigRefusal, ProblemKind
+from windlass.config.config_section import ConfigSection
+from windlass.config.key_status import KeyStatus, accepted, honoured
+from windlass.config.parameter_tables import (
+    ParameterSpec,
+    ParameterTable,
+    accepted_parameter,
+    refused_parameter,
+    shape_of_default,
+)
+
+_LR = {"lr": ParameterSpec("float", 1e-3, minimum=0)}
+_BETAS = {"betas": ParameterSpec("floats", [0.9, 0.999], minimum=0, less_than=1)}
+_EPS = {"eps": ParameterSpec("float", 1e-8, minimum=0)}
+_DECAY = {"weight_decay": ParameterSpec("float", 0.0, minimum=0)}
+_GRADS = {"set_grad_none": accepted_parameter("bool", True, "gradients are always released, never filled with zeros")}
+_TORCH_STEP = {
+    "foreach": ParameterSpec("bool", None),
+    "fused": ParameterSpec("bool", None),
+    "maximize": ParameterSpec("bool", False),
+    "differentiable": refused_parameter("bool", False, "not yet built: differentiating through a step; write false"),
+}
+_NO_AMSGRAD = {"amsgrad": refused_parameter("bool", False, "not yet built: amsgrad in this optimizer; write false")}
+_ADAM = {
+    **_LR, **_BETAS, **_EPS, **_DECAY, **_GRADS, **_TORCH_STEP,
+    "amsgrad": ParameterSpec("bool", False),
+    "capturable": ParameterSpec("bool", False),
+    "bias_correction": refused_parameter("bool", True, "not yet built: Adam without bias correction; write true"),
+    "torch_adam": accepted_parameter("bool", False, "Adam is torch's own in any case, fused where torch has a fused step"),
+    "fp32_optimizer_states": refused_parameter("bool", True, "not yet built: optimizer states are fp32; write true"),
+}  # fmt: skip
+_ALWAYS_DECOUPLED = refused_parameter("bool", True, 'AdamW decouples its decay; for coupled decay write type "Adam"')
+_ONE_BIT_ONLY = {
+    "freeze_step": ParameterSpec("int", 100_000),
+    "cuda_aware": ParameterSpec("bool", False),
+    "comm_backend_name": ParameterSpec("str", "nccl"),
+    "var_freeze_step": ParameterSpec("int", 100_000),
+    "var_update_scaler": ParameterSpec("int", 16),
+    "local_step_scaler": ParameterSpec("int", 32_678),
+    "local_step_clipper": ParameterSpec("int", 16),
+    "coeff_beta": ParameterSpec("float", 0.9),
+    "factor_max": ParameterSpec("float", 4.0),
+    "factor_min": ParameterSpec("float", 0.5),
+    "factor_threshold": ParameterSpec("float", 0.1),
+}  # fmt: skip
+_LAMB = {
+    **_LR, **_BETAS, **_EPS, **_DECAY, **_NO_AMSGRAD,
+    "bias_correction": ParameterSpec("bool", True),
+    "max_coeff": ParameterSpec("float", 10.0, minimum=0),
+    "min_coeff": ParameterSpec("float", 0.01, minimum=0),
+    "eps_inside_sqrt": ParameterSpec("bool", False),
+    "max_grad_norm": refused_parameter("float", 0.0, "a norm of all gradients; write gradient_clipping at the top level"),
+}  # fmt: skip
+_SGD = {
+    **_LR, **_DECAY, **_TORCH_STEP,
+    "momentum": ParameterSpec("float", 0.0, minimum=0),
+    "dampening": ParameterSpec("float", 0.0),
+    "nesterov": ParameterSpec("bool", False),
+}  # fmt: skip
+_MUP = {"MuAdam": "Adam", "MuAdamW": "AdamW", "MuSGD": "SGD"}  # the class that steps groups scaled by width
+_ONE_BIT = {**_LAMB, **_GRADS, **_ONE_BIT_ONLY}
+
+OPTIMIZER_PARAMETERS: dict[str, ParameterTable] = {
+    "Adam": {**_ADAM, "adam_w_mode": ParameterSpec("bool", True)},
+    "AdamW": {**_ADAM, "weight_decay": ParameterSpec("float", 0.01, minimum=0), "adam_w_mode": _ALWAYS_DECOUPLED},
+    "SGD": _SGD,
+    "Adagrad": {
+        **_DECAY, **_TORCH_STEP, **_NO_AMSGRAD,
+        "lr": ParameterSpec("float", 1e-2, minimum=0),
+        "lr_decay": ParameterSpec("float", 0.0, minimum=0),
+        "eps": ParameterSpec("float", 1e-10, minimum=0),
+        "initial_accumulator_value": ParameterSpec("float", 0.0, minimum=0),
+    },
+    "Lion": {
+        **_DECAY, **_GRADS,
+        "lr": ParameterSpec("float", 1e-4, minimum=0),
+        "betas": ParameterSpec("floats", [0.9, 0.99], minimum=0, less_than=1),
+    },
+    "Lamb": _LAMB,
+    "Muon": {
+        **_LR, **_BETAS, **_EPS, **_GRADS,
+        "weight_decay": ParameterSpec("float", 0.1, minimum=0),
+        "momentum": ParameterSpec("float", 0.95, minimum=0),
+        "nesterov": ParameterSpec("bool", True),
+        "ns_coefficients": ParameterSpec("floats", [3.4445, -4.775, 2.0315]),
+        "ns_steps": ParameterSpec("int", 5, minimum=0, less_than=100),
+        "ns_eps": ParameterSpec("float", 1e-7),
+        "adjust_lr_fn": ParameterSpec("str", None, choices=("original", "match_rms_adamw")),
+        "muon_lr": ParameterSpec("float", None, minimum=0),
+        "adam_lr": ParameterSpec("float", None, minimum=0),
+        "ns_method": ParameterSpec(
+            "str", "gram", KeyStatus.ACCEPTED, "two orders of the same matrix products; the result is the same",
+            choices=("gram", "standard"),
+        ),
+        "per_head_muon": refused_parameter("bool", False, "not yet built: one orthogonalization a head; write false"),
+        "bias_correction": refused_parameter("bool", True, "not yet built: AdamW without bias correction; write true"),
+        "torch_adam": accepted_parameter("bool", False, "AdamW is torch's own arithmetic in any case"),
+        "adam_w_mode": _ALWAYS_DECOUPLED,
+    },
+    "OneBitAdam": _ONE_BIT,
+    "ZeroOneAdam": _ONE_BIT,
+    "OneBitLamb": _ONE_BIT,
+    "MuAdam": _ADAM,
+    "MuAdamW": _ADAM,
+    "MuSGD": _SGD,
+}  # fmt: skip
+"""Per optimizer, the parameters known without importing torch: DeepSpeed's words, and what every torch has."""
+
+_ONE_BIT_TYPES = ("OneBitAdam", "ZeroOneAdam", "OneBitLamb")
+UNSUPPORTED_OPTIMIZERS = {
+    **dict.fromkeys(_ONE_BIT_TYPES, "not yet built: 1-bit optimizers; write AdamW or Lamb"),
+    "LBFGS": "it evaluates the model again inside step() through a closure, which engine.step() has not; write AdamW",
+    "SparseAdam": "it takes only sparse gradients, and gradients are reduced dense; write Adam",
+}
+"""Optimizers that are known and refused, and why."""
+_FROM_TORCH = ("Adam", "AdamW", "SGD", "Adagrad")
+
+
+class ResolvedOptimizer(NamedTuple):
+    """The class to build (in `torch.optim`, or windlass's Lion, Lamb or Muon) and its keyword arguments."""
+
+    name: str
+    arguments: dict[str, Any]
+
+
+class OptimizerConfig(ConfigSection):
+    """Which optimizer the engine builds when the caller gives none."""
+
+    type: str = honoured(...)
+    """Adam, AdamW, SGD, Adagrad, Lion, Lamb, Muon, MuAdam, MuAdamW, MuSGD (in any case of letters), or a class of
+    torch.optim."""
+    params: dict[str, Any] = honoured(dict)
+    """Its parameters; what is absent has torch's default."""
+    legacy_fusion: bool = accepted(False, "chooses among DeepSpeed's fp16 wrappers; there is one path here")
+
+    @field_validator("type")
+    @classmethod
+    def _canonical(cls, value: str) -> str:
+        return {name.lower(): name for name in (*OPTIMIZER_PARAMETERS, *UNSUPPORTED_OPTIMIZERS)}.get(
+            value.lower(), value
+        )
+
+    @field_validator("params")
+    @classmethod
+    def _integral_params(cls, value: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+        return parameter_tables.convert_integers(value, OPTIMIZER_PARAMETERS.get(info.data.get("type", ""), {}))
+
+    def resolve(self) -> ResolvedOptimizer:
+        """The class and the arguments that remain once DeepSpeed's own words are spelled out.
+
+        `Adam` decays weights apart from the gradient (it is AdamW) unless `adam_w_mode` is false, as in DeepSpeed.
+        """
+        table = OPTIMIZER_PARAMETERS.get(self.type, {})
+        kept = {
+            name: value for name, value in self.params.items() if name not in table or table[name].status == "honoured"
+        }
+        if self.type == "Adam" and kept.pop("adam_w_mode", True):
+            return ResolvedOptimizer("AdamW", {"weight_decay": 0.0, **kept})
+        if self.type in _MUP:
+            return ResolvedOptimizer(_MUP[self.type], {"weight_decay": 0.0, **kept})
+        return ResolvedOptimizer(self.type, kept)
+
+
+def find_parameter_problems(optimizer: OptimizerConfig) -> Iterator[ConfigProblem]:
+    """An unknown type, unknown parameter names, values of the wrong shape or range, and values that exclude each other.
+
+    `windlass check` and `initialize` both ask here, so that what one accepts the other does not refuse.
+    """
+    table = _parameter_table(optimizer)
+    if table is None:
+        yield parameter_tables.unknown_type_problem(
+            "optimizer.type", "optimizer", optimizer.type, (*OPTIMIZER_PARAMETERS, *_torch_classes())
+        )
+        return
+    if optimizer.type in UNSUPPORTED_OPTIMIZERS:
+        return
+    found = list(parameter_tables.table_problems("optimizer.params", optimizer.params, table, optimizer.type))
+    yield from found
+    if found:
+        return
+    for name, sentence in _conflicting_values(optimizer.type, optimizer.params, table):
+        yield ConfigProblem(ProblemKind.CONTRADICTION, f"optimizer.params.{name}", sentence)
+    if optimizer.type not in OPTIMIZER_PARAMETERS:
+        filled = {name: value for name, value in optimizer.params.items() if value != "auto"}
+        yield from parameter_tables.try_construct(
+            "optimizer.params", optimizer.type, lambda: build_trial_optimizer(optimizer.type, filled)
+        )
+
+
+def _conflicting_values(kind: str, params: Mapping[str, Any], table: ParameterTable) -> Iterator[tuple[str, str]]:
+    """(parameter, sentence) for values of several parameters that exclude each other."""
+
+    def value(name: str) -> Any:
+        given = params.get(name, table[name].default) if name in table else None
+        return None if given == "auto" else given
+
+    momentum, dampening = value("momentum"), value("dampening")
+    if kind == "SGD" and value("nesterov") and None not in (momentum, dampening) and (momentum <= 0 or dampening != 0):
+        yield "nesterov", "true needs a momentum above 0 and a dampening of 0; write those, or false"
+    least, most = value("min_coeff"), value("max_coeff")
+    if kind == "Lamb" and None not in (least, most) and least > most:
+        yield "min_coeff", f"{least} is more than max_coeff {most}; exchange them"
+    if kind in _FROM_TORCH and value("fused") and value("foreach"):
+        yield "foreach", "true, and so is fused: they are two implementations of one step; write one true"
+
+
+def build_trial_optimizer(kind: str, params: Mapping[str, Any]) -> Any:
+    """An optimizer of torch of that type over one small matrix, or one with the defaults of windlass's own types.
+
+    Imports torch. Raises whatever the class raises for these parameters.
+    """
+    import torch
+
+    weights = [torch.zeros(2, 2, requires_grad=True)]
+    if kind in OPTIMIZER_PARAMETERS:
+        defaults = {name: parameter.default for name, parameter in OPTIMIZER_PARAMETERS[kind].items()}
+        return torch.optim.Optimizer(weights, {**defaults, **params})
+    return _torch_class(kind)(weights, **params)
+
+
+def find_parameter_refusals(optimizer: OptimizerConfig) -> Iterator[ConfigRefusal]:
+    """A type that is not built, parameters that are not built, and parameters left at "auto"."""
+    if optimizer.type in UNSUPPORTED_OPTIMIZERS:
+        yield ConfigRefusal("optimizer.type", optimizer.type, UNSUPPORTED_OPTIMIZERS[optimizer.type])
+        return
+    yield from parameter_tables.table_refusals("optimizer.params", optimizer.params, _parameter_table(optimizer) or {})
+
+
+def _parameter_table(optimizer: OptimizerConfig) -> ParameterTable | None:
+    known = OPTIMIZER_PARAMETERS.get(optimizer.type)
+    if known is None:
+        by_lower = {name.lower(): name for name in _torch_classes()}
+        name = by_lower.get(optimizer.type.lower())
+        return table_from_signature(_torch_classes()[name], skip=1) if name else None
+    if optimizer.type not in _FROM_TORCH or set(optimizer.params) <= set(known):
+        return known
+    return {**table_from_signature(_torch_classes()[optimizer.type], skip=1), **known}
+
+
+def _torch_class(kind: str) -> type:
+    return {name.lower(): value for name, value in _torch_classes().items()}[kind.lower()]
+
+
+@cache
+def _torch_classes() -> dict[str, type]:
+    """Every optimizer of the installed torch; imports torch, so it is asked last."""
+    import torch
+
+    return {
+        name: value
+        for name, value in vars(torch.optim).items()
+        if isinstance(value, type) and issubclass(value, torch.optim.Optimizer) and value is not torch.optim.Optimizer
+    }
+
+
+def table_from_signature(owner: type, skip: int) -> ParameterTable:
+    """The parameters in the signature of a class, without the first `skip`; shapes are those of the defaults."""
+    names = list(inspect.signature(owner).parameters.values())[skip:]
+    return {
+        one.name: ParameterSpec(shape_of_default(one.default), ... if one.default is one.empty else one.default)
+        for one in names
+    }

@@ -1,0 +1,325 @@
+"""The whole configuration: every section, and the numbers that follow from several of them together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, PrivateAttr
+
+from windlass.base.errors import ConfigError
+from windlass.config import batch_sizes
+from windlass.config.activation_checkpointing_section import ActivationCheckpointing
+from windlass.config.autotuning_section import Autotuning
+from windlass.config.axis_sizes import (
+    Axes,
+    OtherAxisSizes,
+    axes_from_data_loading_size,
+    data_loading_size_of,
+    resolve_axes,
+)
+from windlass.config.batch_sizes import BatchSizes, GivenBatchSize
+from windlass.config.checkpoint_section import CheckpointConfig
+from windlass.config.comm_section import CommConfig, CommsLoggerConfig
+from windlass.config.compile_section import CompileConfig
+from windlass.config.compression_section import CompressionTraining, Eigenvalue, WeightQuantization
+from windlass.config.config_problems import ConfigRefusal, numbered_list
+from windlass.config.config_refusals import find_refusals
+from windlass.config.config_section import NUMBER, ConfigSection, Count, DtypeName, Int, Positive
+from windlass.config.data_sections import CurriculumLearning, DataEfficiency, ProgressiveLayerDrop
+from windlass.config.elastic_batch import solve_elastic_batch
+from windlass.config.elasticity_section import Elasticity
+from windlass.config.expert_parallel_section import ExpertParallel
+from windlass.config.inference_section import HybridEngine
+from windlass.config.key_status import accepted, honoured, refused
+from windlass.config.monitor_section import Comet, CsvMonitor, FlopsProfiler, TensorBoard, TimersConfig, Wandb
+from windlass.config.offload_section import AioConfig
+from windlass.config.optimizer_section import OptimizerConfig
+from windlass.config.parallel_section import ParallelConfig
+from windlass.config.pipeline_section import PipelineConfig
+from windlass.config.precision_section import Bf16, DataTypes, DtypeTable, Fp16, TorchAutocast
+from windlass.config.retired_sections import Amp, InferenceInTrainingConfig, MsAmp, Nebula, QuantizeTraining
+from windlass.config.scheduler_section import SchedulerConfig
+from windlass.config.sparse_attention_section import SparseAttention
+from windlass.config.tensor_parallel_section import TensorParallelConfig, merge_tensor_tables
+from windlass.config.watchdog_section import WatchdogConfig
+from windlass.config.zero_section import ZeroConfig
+
+
+def _to_lower(value: Any) -> Any:
+    return value.lower() if isinstance(value, str) else value
+
+
+def _norm(value: Any) -> Any:
+    return float(value) if isinstance(value, bool) else value
+
+
+LogLevel = Annotated[Literal["debug", "info", "warning", "error", "critical"], BeforeValidator(_to_lower)]
+GradientReduction = Annotated[Literal["mean", "sum"], BeforeValidator(_to_lower)]
+
+
+class Config(ConfigSection):
+    """A training configuration in the words of `ds_config.json`."""
+
+    train_batch_size: Positive | None = honoured(None)
+    """Samples in one optimizer step, over all ranks and micro-batches."""
+    train_micro_batch_size_per_gpu: Positive | None = honoured(None)
+    """Samples in one forward pass on one rank."""
+    gradient_accumulation_steps: Positive | None = honoured(None)
+    """Micro-batches in one optimizer step; 1 when it does not follow from the others."""
+    gradient_clipping: Annotated[float, Field(ge=0, allow_inf_nan=False), BeforeValidator(_norm)] = honoured(1.0)
+    """Largest norm of the whole gradient; 0 turns clipping off. `true` is 1.0, as DeepSpeed takes it, `false` is 0."""
+    steps_per_print: Annotated[float, Field(gt=0), NUMBER] | None = honoured(None)
+    """Log a line every so many steps; null or infinity is never."""
+    wall_clock_breakdown: bool = honoured(False)
+    """Log the time of forward, backward and step."""
+    memory_breakdown: bool = honoured(False)
+    """Log memory beside the times."""
+    fingerprint_interval: Count = honoured(0, windlass_only=True)
+    """Log the fingerprint of parameters and optimizer states every so many steps; 0 is never."""
+    dump_state: bool = honoured(False)
+    """Log the configuration as it was understood."""
+    log_level: LogLevel | None = honoured(None)
+    """Log nothing below this level; the variable WINDLASS_LOG_LEVEL goes before it."""
+    disable_python_gc: bool = honoured(False)
+    """Keep Python's garbage collector off in this process until `engine.destroy()`."""
+    dataloader_drop_last: bool = honoured(False)
+    """Leave out a last batch that is not full."""
+    prescale_gradients: bool = honoured(False)
+    """Divide gradients by the world size before they are summed, not after."""
+    gradient_predivide_factor: Annotated[float, Field(gt=0, allow_inf_nan=False), NUMBER] = honoured(1.0)
+    """Divide gradients by this before they are summed and by the rest of the world size after."""
+    communication_data_type: DtypeName | None = honoured(None)
+    """Dtype in which gradients travel; the accumulation dtype when absent."""
+    allgather_size: Count = honoured(500_000_000)
+    """Older name of zero_optimization.allgather_bucket_size, read only beside `"zero_optimization": true`."""
+    sequence_parallel_size: Positive | None = honoured(None)
+    """As parallel.sp."""
+    data_parallel_size: Positive | None = honoured(None)
+    """Ranks that read samples of their own, held against what the axes leave; read only beside
+    sequence_parallel_size."""
+
+    managed_gradient_accumulation: bool = honoured(True)
+    """false: every `engine.step()` ends a step, after however many backwards; each is still divided by
+    gradient_accumulation_steps."""
+    gradient_allreduce_op: GradientReduction = honoured("mean")
+    """`sum`: gradients are summed over the ranks that read samples of their own, at every stage; `mean`: averaged."""
+    seq_parallel_communication_data_type: DtypeName = accepted(
+        "fp32", "gradients travel along sp as along the data axes, in communication_data_type"
+    )
+    use_data_before_expert_parallelism: bool = refused(
+        False, "ranks along ep are always neighbours, whose tokens stay inside a node; write false"
+    )
+    sparse_gradients: bool = accepted(
+        False, "gradients of embeddings, sparse=True included, are added into one flat buffer; the sums are the same"
+    )
+    graph_harvesting: bool = refused(False, "retired: CUDA graphs of the step; write false")
+    datastates_ckpt: Any = refused(False, "retired: the DataStates checkpoint service; delete the key")
+    vocabulary_size: Int | None = accepted(None, "DeepSpeed only warns when it is no multiple of 8")
+    disable_allgather: bool = accepted(False, "DeepSpeed itself reads it nowhere")
+    zero_allow_untested_optimizer: bool = accepted(False, "every optimizer is allowed; there is no list to override")
+    zero_force_ds_cpu_optimizer: bool = accepted(True, "there is no separate class of CPU optimizers to insist on")
+
+    optimizer: OptimizerConfig | None = honoured(None)
+    """Which optimizer the engine builds when the caller gives none."""
+    scheduler: SchedulerConfig | None = honoured(None)
+    """Which schedule the engine builds when the caller gives none."""
+    fp16: Fp16 = honoured(Fp16)
+    """fp16 with a loss scale."""
+    bf16: Bf16 = honoured(Bf16, aliases=("bfloat16",))
+    """bf16 with fp32 master weights."""
+    torch_autocast: TorchAutocast = honoured(TorchAutocast)
+    """`torch.autocast` around the forward pass."""
+    data_types: DataTypes = honoured(DataTypes)
+    """Dtypes that do not follow from the sections above."""
+    zero_optimization: ZeroConfig = honoured(ZeroConfig)
+    """What is cut over the ranks; `true` is an older spelling of stage 1."""
+    parallel: ParallelConfig = honoured(ParallelConfig, windlass_only=True)
+    """Ranks along each axis besides those that read data."""
+    pipeline: PipelineConfig = honoured(PipelineConfig)
+    """Layers spread over ranks."""
+    tensor_parallel: TensorParallelConfig = honoured(TensorParallelConfig)
+    """DeepSpeed's keys for matrices that are cut over ranks."""
+    expert_parallel: ExpertParallel = honoured(ExpertParallel)
+    """DeepSpeed's keys for experts that are spread over ranks."""
+    comm: CommConfig = honoured(CommConfig, windlass_only=True)
+    """The transport of the collectives."""
+    elasticity: Elasticity = honoured(Elasticity)
+    """A batch that fits many numbers of ranks."""
+    watchdog: WatchdogConfig = honoured(WatchdogConfig, windlass_only=True)
+    """Reports of hangs."""
+    tensorboard: TensorBoard = honoured(TensorBoard)
+    """Event files."""
+    csv_monitor: CsvMonitor = honoured(CsvMonitor)
+    """CSV files."""
+    wandb: Wandb = honoured(Wandb)
+    """Weights & Biases."""
+    comet: Comet = honoured(Comet)
+    """Comet."""
+    timers: TimersConfig = honoured(TimersConfig)
+    """Timers that can be set one by one."""
+    checkpoint: CheckpointConfig = honoured(CheckpointConfig)
+    """Saving and loading."""
+    activation_checkpointing: ActivationCheckpointing = honoured(ActivationCheckpointing)
+    """Options of recomputation."""
+    aio: AioConfig = honoured(AioConfig)
+    """Tuning of file I/O."""
+
+    comms_logger: CommsLoggerConfig = honoured(CommsLoggerConfig)
+    """A log of collectives."""
+    flops_profiler: FlopsProfiler = refused(FlopsProfiler, "")
+    compile: CompileConfig = refused(CompileConfig, "")
+    hybrid_engine: HybridEngine = refused(HybridEngine, "")
+    weight_quantization: WeightQuantization = refused(WeightQuantization, "")
+    compression_training: CompressionTraining = refused(CompressionTraining, "")
+    eigenvalue: Eigenvalue = refused(Eigenvalue, "")
+    quantize_training: QuantizeTraining | None = refused(None, "")
+    data_efficiency: DataEfficiency = refused(DataEfficiency, "")
+    curriculum_learning: CurriculumLearning = refused(CurriculumLearning, "")
+    progressive_layer_drop: ProgressiveLayerDrop = refused(ProgressiveLayerDrop, "")
+    autotuning: Autotuning = refused(Autotuning, "")
+    sparse_attention: SparseAttention | None = refused(None, "")
+    nebula: Nebula = refused(Nebula, "")
+    amp: Amp = refused(Amp, "")
+    msamp: MsAmp | None = refused(None, "")
+    inference: InferenceInTrainingConfig | None = refused(None, "")
+
+    _raw: dict[str, Any] = PrivateAttr(default_factory=dict)
+    _name: str = PrivateAttr(default="config")
+    _lines: dict[str, int] = PrivateAttr(default_factory=dict)
+    _auto_keys: frozenset[str] = PrivateAttr(default=frozenset())
+    _comments: tuple[str, ...] = PrivateAttr(default=())
+
+    @property
+    def raw(self) -> dict[str, Any]:
+        """The caller's own dict, or what was parsed from the caller's file."""
+        return self._raw
+
+    @property
+    def name(self) -> str:
+        """The file that was read; `config` for a dict."""
+        return self._name
+
+    def set_origin(
+        self,
+        raw: dict[str, Any],
+        name: str,
+        lines: Mapping[str, int],
+        auto_keys: frozenset[str],
+        comments: tuple[str, ...] = (),
+    ) -> None:
+        """Keep where this came from: raw input, its name, lines by dotted key, the keys left at "auto", and those that
+        are comments."""
+        self._raw, self._name, self._lines, self._auto_keys, self._comments = (
+            raw,
+            name,
+            dict(lines),
+            auto_keys,
+            comments,
+        )
+
+    def axes(
+        self, world_size: int, world_size_source: str = "torch.distributed", other_sizes: OtherAxisSizes | None = None
+    ) -> Axes:
+        """How many ranks lie along each axis, of `world_size`.
+
+        Args:
+            others: sizes that something else says too, by its name: `{"mpu": {"tp": 2}}`.
+
+        Raises:
+            ConfigError: two say different sizes of one axis, or sizes don't multiply to the world; the text has every
+                number and what would fit.
+        """
+        return resolve_axes(self, world_size, world_size_source, other_sizes or {})
+
+    def resolve_batch(
+        self, world_size: int, world_size_source: str = "torch.distributed", axes: Axes | None = None
+    ) -> BatchSizes:
+        """The three batch numbers on `world_size` ranks, of which those along pp, sp and tp read the same samples.
+
+        Args:
+            axes: of these ranks; by default what the configuration alone makes of them.
+
+        Raises:
+            ConfigError: they do not fit together; the text has every number, its origin and the line to change.
+        """
+        count = (
+            axes.data_loading_size if axes is not None else data_loading_size_of(self, world_size, world_size_source)
+        )
+        if self.elasticity.enabled:
+            return solve_elastic_batch(self.elasticity, count)
+        ranks = batch_sizes.DataLoadingRanks(count, "world size", world_size_source)
+        if count != world_size:
+            where = axes or axes_from_data_loading_size(self, count)
+            origin = f"dp_replicate x dp_shard x ep of the world size {world_size} ({world_size_source}): {where}"
+            ranks = batch_sizes.DataLoadingRanks(count, "reading ranks", origin)
+        return batch_sizes.solve_batch_sizes({key: self._given_batch_size(key) for key in batch_sizes.KEYS}, ranks)
+
+    def _given_batch_size(self, key: str) -> GivenBatchSize:
+        value = getattr(self, key)
+        if key == batch_sizes.ACCUMULATION and value is None and self.pipeline.micro_batches is not None:
+            key, value = "pipeline.micro_batches", self.pipeline.micro_batches
+        place = f"{self._name} line {self._lines[key]}" if key in self._lines else self._name
+        origin = f'"auto" in {place}' if key in self._auto_keys else "absent" if value is None else place
+        return GivenBatchSize(value, origin, place)
+
+    def dtype_table(self, model_dtype: str = "fp32") -> DtypeTable:
+        """The dtype of everything, by short name, for a model whose parameters arrive as `model_dtype`."""
+        parameter = "fp16" if self.fp16.enabled else "bf16" if self.bf16.enabled else model_dtype
+        autocast = (self.torch_autocast.dtype or "bf16") if self.torch_autocast.enabled else parameter
+        master = (
+            "fp16"
+            if self.fp16.enabled and self.fp16.fp16_master_weights_and_grads
+            else "bf16"
+            if self.bf16.enabled and self.bf16.bf16_master_weights_and_grads
+            else "fp32"
+        )
+        accumulate = self.data_types.grad_accum_dtype or master
+        return DtypeTable(
+            param_dtype=parameter,
+            compute_dtype=autocast,
+            accumulation_dtype=accumulate,
+            reduce_dtype=self.communication_data_type or accumulate,
+            master_dtype=master,
+            state_dtype="bf16" if self.bf16.enabled and self.bf16.bf16_optimizer_states else "fp32",
+        )
+
+    def tensor_table(self, names: Iterable[str], model_type: str | None = None) -> dict[str, str]:
+        """How the user wants matrices cut, by regular expressions of whole names; the last that fits counts.
+
+        Args:
+            names: of the model's linear layers, for DeepSpeed's `partition_config`, which says it by names of weights.
+            model_type: of a model of transformers; what is said of others is left out.
+        """
+        return merge_tensor_tables(self.parallel.tensor_table, self.tensor_parallel, names, model_type)
+
+    @property
+    def tp_overlap_chunks(self) -> int:
+        """In how many parts the output of a row-parallel layer is reduced."""
+        if self.tensor_parallel.tp_overlap_comm and "tp_overlap_chunks" not in self.parallel.model_fields_set:
+            return 2
+        return self.parallel.tp_overlap_chunks
+
+    def refusals(self) -> list[ConfigRefusal]:
+        """Everything this configuration asks for that is not done here; empty means that it can be trained.
+
+        Reading a configuration and being able to do what it says are kept apart: `load` fails on what cannot be
+        understood, `initialize` and `windlass check` fail on what is listed here.
+        """
+        return find_refusals(self)
+
+    def ensure_supported(self) -> None:
+        """Raise one ConfigError that lists every refusal; nothing happens where there is none."""
+        found = self.refusals()
+        if found:
+            raise ConfigError(f"{self._name} asks for what is not supported:\n{numbered_list(found)}")
+
+    @property
+    def comments(self) -> tuple[str, ...]:
+        """Dotted keys that were left out because they are comments."""
+        return self._comments
+
+    @property
+    def auto_keys(self) -> frozenset[str]:
+        """Dotted keys that the caller left at "auto"."""
+        return self._auto_keys

@@ -1,0 +1,149 @@
+"""Finds the files that a corpus names, and reads documents out of each: text, source, JSON lines, Parquet, hub."""
+
+from __future__ import annotations
+
+import glob
+import os
+import sysconfig
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from windlass.base.errors import DataError
+from windlass.base.log import logger
+from windlass.data.document_formats import (
+    KNOWN_SUFFIXES,
+    READ_ERRORS,
+    detect_format,
+    has_records,
+    is_text,
+    read_hub,
+    read_json,
+    read_lines,
+    read_parquet,
+    read_text,
+)
+
+_SKIPPED_FOLDERS = {"__pycache__", "node_modules", "site-packages", "dist-packages"}
+# Tests and generated tables say little about how people write Python, and copies of one another inflate the score.
+_SKIPPED_IN_STDLIB = _SKIPPED_FOLDERS | {"test", "tests", "idle_test", "encodings", "pydoc_data"}
+
+
+@dataclass(frozen=True)
+class CorpusSource:
+    """One file, or one hub dataset, and how documents are read from it."""
+
+    location: str
+    format: str  # one of formats.KINDS
+
+    def documents(self, text_field: str = "text") -> Iterator[str]:
+        """The non-empty documents, in the order in which they stand.
+
+        Raises:
+            DataError: unreadable, not of its kind, or a record without `text_field`.
+        """
+        reader = {"json": read_json, "lines": read_lines, "parquet": read_parquet, "hub": read_hub}.get(self.format)
+        texts = reader(self.location, text_field) if reader else read_text(self.location)
+        try:
+            yield from (text for text in texts if text.strip())
+        except READ_ERRORS as error:
+            reason = getattr(error, "strerror", None) or error
+            raise DataError(
+                f"cannot read {self.location}: {reason}; check the path, its rights and the file"
+            ) from error
+
+
+def find_sources(specs: Sequence[str], exclude_dir: Path | None = None) -> list[CorpusSource]:
+    """The sources that `specs` name, sorted inside each spec and without repeats.
+
+    A spec is a file, a directory (read recursively), a glob, `stdlib` (the sources of the running Python), or
+    `hub:NAME[@CONFIG][:SPLIT]` (a Hugging Face dataset; the split is `train` unless said).
+
+    Args:
+        leave_out: a folder that directories are searched without, if it lies inside one: what a run writes is no data.
+
+    Raises:
+        DataError: a spec that names nothing, or nothing readable.
+    """
+    if not specs:
+        raise DataError("no data given; use --data with files, directories, globs, 'stdlib' or 'hub:NAME'")
+    found: dict[str, CorpusSource] = {}
+    for spec in specs:
+        for source in _expand(spec, exclude_dir and exclude_dir.resolve()):
+            found.setdefault(source.location, source)
+    return list(found.values())
+
+
+def _expand(spec: str, exclude_dir: Path | None) -> list[CorpusSource]:
+    if spec == "stdlib" and not os.path.exists(spec):
+        return _stdlib()
+    if spec.startswith("hub:"):
+        return [CorpusSource(spec.removeprefix("hub:"), "hub")]
+    path = Path(spec).expanduser()
+    if path.is_dir():
+        return _require_sources(spec, _from_directory(path, _SKIPPED_FOLDERS, exclude_dir))
+    if path.is_file():
+        return [_from_named_file(path)]
+    matches = sorted(glob.glob(str(path), recursive=True))
+    if not matches:
+        raise DataError(
+            f"data path {spec!r} does not exist and matches no file; give a file, a directory, a quoted glob, "
+            "'stdlib' or 'hub:NAME'"
+        )
+    sources: list[CorpusSource] = []
+    for match in map(Path, matches):
+        sources += (
+            _from_directory(match, _SKIPPED_FOLDERS, exclude_dir) if match.is_dir() else _readable_sources([match])
+        )
+    return _require_sources(spec, sources)
+
+
+def _stdlib() -> list[CorpusSource]:
+    root = Path(sysconfig.get_paths()["stdlib"])
+    sources = [source for source in _from_directory(root, _SKIPPED_IN_STDLIB) if source.location.endswith(".py")]
+    if not sources:
+        raise DataError(
+            f"this Python keeps no sources of its standard library under {root}; name your own files with --data"
+        )
+    return sources
+
+
+def _from_named_file(path: Path) -> CorpusSource:
+    kind = detect_format(path)
+    if kind == "text" and not is_text(path):
+        raise DataError(f"{path} is not UTF-8 text; readable are text and source files, {', '.join(KNOWN_SUFFIXES)}")
+    return CorpusSource(str(path), kind)
+
+
+def _from_directory(root: Path, skipped: set[str], exclude_dir: Path | None = None) -> list[CorpusSource]:
+    paths: list[Path] = []
+    for folder, folders, names in os.walk(root):
+        visible = (name for name in folders if name not in skipped and not name.startswith("."))
+        folders[:] = sorted(
+            name for name in visible if exclude_dir is None or Path(folder, name).resolve() != exclude_dir
+        )
+        paths += [Path(folder, name) for name in sorted(names) if not name.startswith(".")]
+    return _readable_sources(paths)
+
+
+def _readable_sources(paths: Sequence[Path]) -> list[CorpusSource]:
+    """What is read from files that were not named one by one: binary ones are passed over."""
+    kinds = [(path, _detect_format(path)) for path in paths if path.is_file()]
+    kept = [CorpusSource(str(path), kind) for path, kind in kinds if kind != "text" or is_text(path)]
+    if len(kept) < len(kinds):
+        logger.debug("passed over %d files that are not text", len(kinds) - len(kept))
+    return kept
+
+
+def _detect_format(path: Path) -> str:
+    """As `kind_of`, but a `.json` file that holds settings, not records, is a source like any other."""
+    kind = detect_format(path)
+    return "text" if kind == "json" and not has_records(path) else kind
+
+
+def _require_sources(spec: str, sources: list[CorpusSource]) -> list[CorpusSource]:
+    if not sources:
+        raise DataError(
+            f"data path {spec!r} holds no readable file; text, source, JSON lines and Parquet files are read"
+        )
+    return sources

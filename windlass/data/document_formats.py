@@ -1,0 +1,186 @@
+"""Reads the documents of one file, by its format."""
+
+from __future__ import annotations
+
+import gzip
+import logging
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any, cast
+
+from windlass.base.bounded_json import JsonError, parse_json
+from windlass.base.errors import DataError
+
+_FORMAT_BY_SUFFIX = {".jsonl": "lines", ".ndjson": "lines", ".json": "json", ".parquet": "parquet"}
+KNOWN_SUFFIXES = tuple(_FORMAT_BY_SUFFIX)
+_PIECE_BYTES = 2**20
+# What a file that cannot be read raises; a damaged .gz ends too early, or is no gzip stream at all.
+READ_ERRORS = (OSError, EOFError, zlib.error)
+
+
+def detect_format(path: Path) -> str:
+    """`lines`, `json`, `parquet` or `text`, by the suffix; a trailing `.gz` is looked through."""
+    name = path.name.lower().removesuffix(".gz")
+    return _FORMAT_BY_SUFFIX.get(Path(name).suffix, "text")
+
+
+def is_text(path: Path) -> bool:
+    """Whether the first 8 KiB are UTF-8 without a zero byte (an unreadable file is left for the reader to report)."""
+    try:
+        with _open(str(path)) as stream:
+            head = stream.read(8192)
+    except READ_ERRORS:
+        return True
+    if b"\0" in head:
+        return False
+    try:
+        head.decode()
+    except UnicodeDecodeError as error:
+        return error.start >= len(head) - 3 and len(head) == 8192  # a character cut by the end of the window
+    return True
+
+
+def has_records(path: Path) -> bool:
+    """Whether a `.json` file is an array, or has one object or string a line; a written-out object is neither."""
+    try:
+        with _open(str(path)) as stream:
+            first = next((line for line in stream if line.strip()), b"")
+    except READ_ERRORS:
+        return True  # left for the reader to report
+    if first.lstrip().startswith(b"["):
+        return True
+    try:
+        return isinstance(parse_json(first), dict | str)
+    except JsonError:
+        return False
+
+
+def read_text(location: str) -> Iterator[str]:
+    """The whole file as one document; one longer than a MiB in pieces of whole lines, so that any size fits memory."""
+    with _open(location) as stream:
+        while lines := stream.readlines(_PIECE_BYTES):
+            yield _decode(b"".join(lines), location)
+
+
+def read_lines(location: str, field: str) -> Iterator[str]:
+    """One document a line: the text of `field` in each JSON object."""
+    with _open(location) as stream:
+        for number, line in enumerate(stream, 1):
+            if line.strip():
+                where = f"{location}, line {number}"
+                yield _record_text(_parse(_decode(line, where), where), field, where)
+
+
+def read_json(location: str, field: str) -> Iterator[str]:
+    """A JSON array of objects, or JSON lines under the name `.json`."""
+    with _open(location) as stream:
+        start = stream.read(64).lstrip()[:1]
+    if start != b"[":
+        yield from read_lines(location, field)
+        return
+    with _open(location) as stream:
+        records = _parse(_decode(stream.read(), location), location)
+    for index, record in enumerate(records):
+        where = f"{location}, element {index}"
+        yield _record_text(record, field, where)
+
+
+def read_parquet(location: str, field: str) -> Iterator[str]:
+    """The string column `field`, row by row."""
+    try:
+        import pyarrow
+        import pyarrow.parquet as parquet
+    except ImportError as error:
+        raise DataError(f"reading {location} needs pyarrow: pip install 'windlass[hf]'") from error
+    try:
+        with parquet.ParquetFile(location) as file:
+            schema = file.schema_arrow
+            if field not in schema.names:
+                raise DataError(_missing_field_text(field, schema.names, location))
+            if not _is_string_type(schema.field(field).type):
+                raise DataError(
+                    f"{location}: the column {field!r} holds {schema.field(field).type}, not strings; name another one "
+                    "with --text-field"
+                )
+            for batch in file.iter_batches(columns=[field]):
+                yield from (text for text in batch.column(0).to_pylist() if text is not None)
+    except (pyarrow.ArrowException, UnicodeDecodeError) as error:
+        raise DataError(f"{location} is not a readable Parquet file ({error})") from error
+
+
+def _is_string_type(kind: Any) -> bool:
+    from pyarrow import types
+
+    inner = kind.value_type if types.is_dictionary(kind) else kind
+    return bool(types.is_string(inner) or types.is_large_string(inner) or types.is_null(inner))
+
+
+def read_hub(location: str, field: str) -> Iterator[str]:
+    """The string column `field` of a Hugging Face dataset `NAME[@CONFIG][:SPLIT]`."""
+    try:
+        import datasets
+    except ImportError as error:
+        raise DataError(f"reading hub:{location} needs datasets: pip install 'windlass[hf]'") from error
+    # Its client tells of each try; one message of ours follows the last.
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+    name, _, split = location.partition(":")
+    name, _, config = name.partition("@")
+    try:
+        dataset = datasets.load_dataset(name, config or None, split=split or "train", trust_remote_code=False)
+    except Exception as error:  # the library raises what its file systems and HTTP clients raise
+        reason = str(error).strip().split("\n")[0]
+        raise DataError(f"cannot load hub:{location}: {reason}; check the name, the split and the network") from error
+    if field not in dataset.column_names:
+        raise DataError(_missing_field_text(field, dataset.column_names, f"hub:{location}"))
+    for row in dataset.select_columns([field]):
+        if row[field] is not None:
+            yield str(row[field])
+
+
+def _open(location: str) -> IO[bytes]:
+    if location.lower().endswith(".gz"):
+        return cast(IO[bytes], gzip.open(location, "rb"))
+    return open(location, "rb")
+
+
+def _decode(data: bytes, where: str) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{where} is not UTF-8 (byte {error.start} is {data[error.start]:#04x}); convert it first"
+        ) from error
+
+
+def _parse(text: str, where: str) -> Any:
+    try:
+        return parse_json(text)
+    except JsonError as error:
+        raise DataError(f"{where} is not JSON ({error}); one object a line is read") from error
+
+
+def _record_text(record: Any, field: str, where: str) -> str:
+    if isinstance(record, str):
+        return _check_surrogates(record, where)
+    if not isinstance(record, dict) or not isinstance(record.get(field), str):
+        fields = list(record) if isinstance(record, dict) else []
+        raise DataError(_missing_field_text(field, fields, where))
+    return _check_surrogates(str(record[field]), where)
+
+
+def _check_surrogates(text: str, where: str) -> str:
+    """The text, unless a \\u escape left half a character in it, which no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{where} has half a surrogate pair, {text[error.start]!r} at character {error.start}; it was cut inside "
+            "a character, so drop that record"
+        ) from error
+    return text
+
+
+def _missing_field_text(field: str, fields: list[str], where: str) -> str:
+    offered = ", ".join(map(repr, fields[:12])) or "none"
+    return f"{where} has no text field {field!r} (fields: {offered}); name the right one with --text-field"

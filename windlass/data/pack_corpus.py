@@ -1,0 +1,218 @@
+"""Builds the token file of a corpus: survey, split, tokenizer, tokens; or takes the one that is already right."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from windlass.base.errors import DataError
+from windlass.base.log import logger
+from windlass.data.corpus_sources import CorpusSource, find_sources
+from windlass.data.held_out import choose_held_out
+from windlass.data.token_file import TokenFileHeader, TokenWriter, open_tokens, read_header
+from windlass.data.tokenizer import TextTokenizer, load_tokenizer, train_tokenizer
+
+_ENCODE_BYTES = 2**22  # text that is tokenized at a time, on all cores
+_SAMPLE_BYTES = 2**24  # text from which a tokenizer learns
+_MIN_DOCUMENTS = 64
+
+
+@dataclass(frozen=True)
+class PackedCorpus:
+    """Where the packed corpus lies and how it was tokenized."""
+
+    tokens: Path
+    tokenizer_dir: Path
+    tokenizer: TextTokenizer
+    header: TokenFileHeader
+    is_reused: bool
+    documents: int  # before few long ones were cut into pieces
+
+
+class Corpus:
+    """The documents of some sources in a fixed order, each with its hash and size; read again at every pass."""
+
+    def __init__(self, sources: Sequence[CorpusSource], text_field: str) -> None:
+        self._sources, self._text_field = sources, text_field
+        self._split_bytes: int | None = None
+        self._scan()
+        self.documents = len(self.sizes)
+        if 0 < len(self.sizes) < _MIN_DOCUMENTS:
+            self._split_bytes = max(int(self.sizes.sum()) // _MIN_DOCUMENTS, 1)
+            self._scan()
+
+    def __iter__(self) -> Iterator[str]:
+        """The surveyed documents once more.
+
+        Raises:
+            DataError: there are more or fewer than there were.
+        """
+        count = 0
+        for text in self._read():
+            count += 1
+            if count > len(self.sizes):
+                break
+            yield text
+        if count != len(self.sizes):
+            raise DataError(
+                f"the corpus changed while it was read: it had {len(self.sizes)} documents; wait until nothing writes "
+                "to it, or pack a copy"
+            )
+
+    def _read(self) -> Iterator[str]:
+        for source in self._sources:
+            for text in source.documents(self._text_field):
+                yield from [text] if self._split_bytes is None else _split_text(text, self._split_bytes)
+
+    def _scan(self) -> None:
+        digests, sizes, whole = [], [], hashlib.blake2b(digest_size=16)
+        for text in self._read():
+            data = text.encode()
+            digest = hashlib.blake2b(data, digest_size=8).digest()
+            whole.update(digest)
+            digests.append(int.from_bytes(digest, "little"))
+            sizes.append(len(data))
+        self.digests = np.array(digests, dtype=np.uint64)  # [documents]
+        self.sizes = np.array(sizes, dtype=np.int64)  # [documents], bytes
+        self.digest = whole.hexdigest()
+
+
+def pack_corpus(
+    specs: Sequence[str],
+    directory: Path,
+    *,
+    tokenizer_dir: Path | None = None,
+    vocab_size: int = 4096,
+    text_field: str = "text",
+    eval_bytes: int = 2**17,
+) -> PackedCorpus:
+    """The token file of the corpus in `directory/tokens.bin`, built unless the one there is whole and of the same text.
+
+    Args:
+        specs: what `corpus.find_sources` takes.
+        tokenizer_dir: a tokenizer to use; without one a BPE is learned from the training documents and kept in
+            `directory/tokenizer`.
+        vocab_size: of the BPE that is learned.
+        eval_bytes: text to hold out, in bytes; never more than a tenth of the corpus.
+
+    Raises:
+        DataError: no readable text, a bad tokenizer, or a full disk.
+    """
+    corpus = Corpus(find_sources(specs, exclude_dir=directory), text_field)
+    if len(corpus.sizes) < 2:
+        raise DataError(
+            f"the corpus {', '.join(specs)} is empty or a single line; give at least some lines of text to train on "
+            "and to hold out"
+        )
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        return _build_or_reuse(corpus, directory, tokenizer_dir, vocab_size, eval_bytes)
+    except OSError as error:
+        hint = "free some space" if error.errno == errno.ENOSPC else "check the path and its rights"
+        raise DataError(f"cannot write the packed corpus to {directory}: {error.strerror or error}; {hint}") from error
+
+
+def _build_or_reuse(
+    corpus: Corpus, directory: Path, tokenizer_dir: Path | None, vocab_size: int, eval_bytes: int
+) -> PackedCorpus:
+    tokens = directory / "tokens.bin"
+    folder = tokenizer_dir or directory / "tokenizer"
+    recipe: dict[str, str | int | None] = {
+        "documents": corpus.digest,
+        "eval_bytes": eval_bytes,
+        "vocab_size": None if tokenizer_dir else vocab_size,
+    }
+    if tokenizer_dir is not None or (folder / "tokenizer.json").is_file() and tokens.is_file():
+        tokenizer = load_tokenizer(folder)
+        if _is_up_to_date(tokens, _build_key(recipe, tokenizer)):
+            return PackedCorpus(tokens, folder, tokenizer, read_header(tokens), True, corpus.documents)
+    held_out = choose_held_out(corpus.digests, corpus.sizes, eval_bytes)
+    if tokenizer_dir is None:
+        tokenizer = train_tokenizer(_tokenizer_sample(corpus, held_out), vocab_size, folder)
+    _write_token_file(corpus, held_out, tokenizer, tokens, _build_key(recipe, tokenizer))
+    return PackedCorpus(tokens, folder, tokenizer, read_header(tokens), False, corpus.documents)
+
+
+def _is_up_to_date(tokens: Path, key: str) -> bool:
+    if not tokens.is_file():
+        return False
+    try:
+        return open_tokens(tokens, verify=True).header.key == key
+    except DataError as error:
+        logger.warning("%s; building it again", str(error).split(";")[0])
+        return False
+
+
+def _build_key(recipe: dict[str, str | int | None], tokenizer: TextTokenizer) -> str:
+    text = json.dumps(recipe | {"tokenizer": tokenizer.digest}, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _tokenizer_sample(corpus: Corpus, held_out: np.ndarray) -> Iterator[str]:
+    """Training documents of about `_SAMPLE_BYTES`, at least one, drawn evenly by their hashes."""
+    order = np.argsort(corpus.digests, kind="stable")
+    order = order[~held_out[order]]
+    before = np.cumsum(corpus.sizes[order]) - corpus.sizes[order]
+    drawn = np.zeros(len(held_out), dtype=bool)
+    drawn[order[before < _SAMPLE_BYTES]] = True
+    yield from (text for text, wanted in zip(corpus, drawn, strict=True) if wanted)
+
+
+def _write_token_file(corpus: Corpus, held_out: np.ndarray, tokenizer: TextTokenizer, path: Path, key: str) -> None:
+    evaluation: list[np.ndarray] = [np.array([tokenizer.eos])]
+    train_tokens = 0
+    with TokenWriter(path, tokenizer.vocab_size) as writer:
+        for ids, held in zip(_encode_documents(corpus, tokenizer), held_out, strict=True):
+            if held:
+                evaluation.append(ids)
+            else:
+                writer.append(ids)
+                train_tokens += len(ids)
+        last = np.concatenate(evaluation)
+        writer.append(last)
+        writer.finish(
+            eos=tokenizer.eos,
+            train_tokens=train_tokens,
+            eval_tokens=len(last),
+            train_bytes=int(corpus.sizes[~held_out].sum()),
+            eval_bytes=int(corpus.sizes[held_out].sum()),
+            documents=len(held_out),
+            key=key,
+        )
+
+
+def _encode_documents(corpus: Corpus, tokenizer: TextTokenizer) -> Iterator[np.ndarray]:
+    """The ids of each document, its end token last."""
+    batch: list[str] = []
+    waiting = 0
+    for text, size in zip(corpus, corpus.sizes, strict=True):
+        batch.append(text)
+        waiting += int(size)
+        if waiting >= _ENCODE_BYTES:
+            yield from _encode_with_eos(batch, tokenizer)
+            batch, waiting = [], 0
+    yield from _encode_with_eos(batch, tokenizer)
+
+
+def _encode_with_eos(batch: list[str], tokenizer: TextTokenizer) -> Iterator[np.ndarray]:
+    for ids in tokenizer.encode(batch):
+        yield np.append(ids, tokenizer.eos)
+
+
+def _split_text(text: str, size: int) -> Iterator[str]:
+    """Whole lines of about `size` characters; a line longer than that is cut."""
+    piece = ""
+    for line in text.splitlines(keepends=True):
+        for start in range(0, len(line), size):
+            piece += line[start : start + size]
+            if len(piece) >= size:
+                yield piece
+                piece = ""
+    if piece:
+        yield piece

@@ -1,0 +1,163 @@
+"""Values of a checkpoint compared with those they replace, before anything is overwritten."""
+
+from __future__ import annotations
+
+import math
+import random
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from windlass.base.errors import CheckpointError
+from windlass.engine.optimizer_groups import GroupMatch, GroupMetadata
+from windlass.optim.elementwise_optimizers import SCALAR_STATES
+
+if TYPE_CHECKING:
+    from windlass.engine.training_engine import Engine
+
+_LARGEST = 1 << 63
+
+
+def require_compatible(saved: Any, current: Any, where: str) -> None:
+    """Check that a saved value can take the place of one that is there: a number of a number, a list of a list.
+
+    Raises:
+        CheckpointError: it cannot.
+    """
+    if saved is current or current is None:
+        return
+    if isinstance(current, torch.Tensor):
+        fits = isinstance(saved, torch.Tensor) and saved.shape == current.shape
+        fits = fits or (current.numel() == 1 and _is_number(saved))
+    elif isinstance(current, bool):
+        fits = isinstance(saved, bool)
+    elif isinstance(current, (int, float)):
+        one = isinstance(saved, torch.Tensor) and saved.numel() == 1
+        fits = one or (_is_number(saved) and (math.isfinite(saved) or isinstance(current, float) and saved == saved))
+    elif isinstance(current, (list, tuple)):
+        fits = isinstance(saved, (list, tuple))
+        for number, item in enumerate(saved if fits and current else ()):
+            require_compatible(item, current[0], f"{where}[{number}]")
+    elif isinstance(current, Mapping):
+        fits = isinstance(saved, Mapping)
+        for key in saved if fits else ():
+            if key in current:
+                require_compatible(saved[key], current[key], f"{where}[{key!r}]")
+    else:
+        fits = not isinstance(current, str) or saved is None or isinstance(saved, str)
+    if not fits:
+        raise CheckpointError(
+            f"{where} is {saved!r:.100} in the checkpoint, which cannot take the place of {current!r:.100}; nothing was "
+            "loaded. Load another checkpoint"
+        )
+
+
+def check_saved_groups(engine: Engine, match: GroupMatch, saved: GroupMetadata) -> None:
+    """Check the hyper-parameters that `take` will take. Raises CheckpointError where one is of another kind."""
+    assert engine._optimizer is not None
+    for number, (group, source) in enumerate(zip(engine._optimizer.param_groups, match.source, strict=True)):
+        values = {} if source is None else saved[source]["values"]
+        if "params" in values:
+            raise CheckpointError("the hyper-parameters of the checkpoint have the key 'params'; load another one")
+        for key, value in values.items():
+            if key in group:
+                require_compatible(value, group[key], f"the hyper-parameter {key!r} of optimizer group {number}")
+
+
+def check_scalar_states(values: Mapping[str, Mapping[str, Any]]) -> None:
+    """Check the optimizer's counts that are plain values. Raises CheckpointError where one is no count."""
+    for name, found in values.items():
+        for key, value in found.items():
+            if key in SCALAR_STATES and isinstance(value, (bool, int, float)):
+                require_compatible(value, 0, f"the state {key!r} of {name!r}")
+                if key == "step" and not 0 <= value < _LARGEST:
+                    raise CheckpointError(f"the state 'step' of {name!r} is {value!r:.60} in the checkpoint")
+            elif key in SCALAR_STATES and not isinstance(value, torch.Tensor):
+                raise CheckpointError(f"the state {key!r} of {name!r} is {value!r:.60} in the checkpoint, no number")
+
+
+def check_counts(counts: Mapping[str, torch.Tensor]) -> None:
+    """Check the optimizer's counts that are tensors `[]`, by their names in the checkpoint.
+
+    Raises:
+        CheckpointError: one is no number that a rule can count to: every later step would be made with it.
+    """
+    by_device: dict[torch.device, dict[str, torch.Tensor]] = {}
+    for name, value in counts.items():
+        if name.rpartition("/")[2] in SCALAR_STATES:
+            by_device.setdefault(value.device, {})[name] = value
+    for found in by_device.values():
+        # one read of the device for all of them: a model may have as many as parameters
+        numbers = torch.stack([value.detach().double() for value in found.values()]).tolist()
+        for name, number in zip(found, numbers, strict=True):
+            if not math.isfinite(number) or (name.endswith("/step") and not 0 <= number < _LARGEST):
+                raise CheckpointError(
+                    f"the state {name!r} is {number!r:.60} in the checkpoint, which no optimizer counts to; nothing "
+                    "was loaded. Load another checkpoint, or load with load_optimizer_states=False"
+                )
+
+
+def check_lr_scheduler_state(engine: Engine, saved: Mapping[str, Any]) -> None:
+    """Check the state of the learning rate's schedule. Raises CheckpointError where it cannot be loaded."""
+    schedule = engine.lr_scheduler
+    if schedule is None or not hasattr(schedule, "state_dict"):
+        return
+    now = schedule.state_dict()
+    for key, value in saved.items():
+        if key in now:
+            require_compatible(value, now[key], f"{key!r} of the schedule")
+        elif not isinstance(key, str) or callable(getattr(type(schedule), key, None)):
+            raise CheckpointError(
+                f"the schedule of the checkpoint has {key!r:.60}, which is no state; load another one"
+            )
+    if "last_batch_iteration" in now and "last_batch_iteration" not in saved:
+        raise CheckpointError(
+            "the schedule of the checkpoint does not say 'last_batch_iteration'; it is of another kind. Build the same "
+            "schedule, or load with load_lr_scheduler_states=False"
+        )
+
+
+def check_saved_position(engine: Engine, saved: Mapping[str, Any] | None) -> None:
+    """Check the place in the data. Raises CheckpointError where it is none."""
+    loader = engine.training_dataloader
+    if saved is None or not hasattr(loader, "state_dict"):
+        return
+    for key, value in loader.state_dict().items():
+        if key not in saved:
+            raise CheckpointError(f"the place in the data of the checkpoint does not say {key!r}; load another one")
+        require_compatible(saved[key], value, f"{key!r} of the place in the data")
+        if isinstance(value, int) and not 0 <= saved[key] < _LARGEST:
+            raise CheckpointError(f"{key!r} of the place in the data is {saved[key]!r:.60}; load another checkpoint")
+
+
+def check_rng_state(state: Any) -> None:
+    """Set random states in generators that are thrown away. Raises CheckpointError where that cannot be."""
+    try:
+        torch.Generator().set_state(state["torch"])
+        version, numbers, gauss = state["python"]
+        random.Random().setstate((version, tuple(numbers), gauss))
+        for name, one in state.get("named", {}).items():
+            if not isinstance(name, str) or not isinstance(one, torch.Tensor):
+                raise TypeError("a named generator without a state")
+        if "numpy" in state and (numpy := sys.modules.get("numpy")) is not None:
+            kind, words, place, has_gauss, cached = state["numpy"]
+            given = (kind, words.numpy().astype("uint32"), place, has_gauss, cached)
+            numpy.random.RandomState().set_state(given)
+        if "cuda" in state and not isinstance(state["cuda"], torch.Tensor):
+            raise TypeError("the device's generator has no state")
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
+        raise CheckpointError(
+            f"the random states of the checkpoint cannot be set ({type(error).__name__}: {error!s:.200}); load another "
+            "checkpoint"
+        ) from error
+
+
+def _is_number(value: Any) -> bool:
+    return (
+        isinstance(value, (int, float))
+        and not isinstance(value, bool)
+        and -_LARGEST < value < _LARGEST
+        or (isinstance(value, float))
+    )

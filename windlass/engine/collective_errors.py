@@ -1,0 +1,101 @@
+"""Tells all ranks when one of them raises in what they do together, so that none waits for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from windlass.base.collective_activity import WaitScope
+from windlass.base.errors import PeerError
+from windlass.comm.agreement_board import WireBoard
+from windlass.comm.rank_group import RankGroup
+
+_SUCCEEDED, _EXHAUSTED, _FAILED = range(3)
+
+
+class PeerMemoryError(PeerError, torch.OutOfMemoryError):
+    """A `PeerError` because a rank ran out of memory, so that a script that catches that does so on every rank."""
+
+
+class CollectiveErrorCheck:
+    """Exchanges between all ranks whether the part of each succeeded.
+
+    Args:
+        world: all ranks.
+        name: this rank, as messages name it.
+    """
+
+    def __init__(self, world: RankGroup, rank_name: str) -> None:
+        self._world, self._rank_name = world, rank_name
+        self._board = WireBoard(world)
+
+    def run(self, function: Callable[[], Any], action: str, consequence: str) -> Any:
+        """Return `make()` if it succeeds on every rank. Collective.
+
+        Args:
+            what: this rank does, in words.
+            then: what a failure means for the model.
+
+        Raises:
+            StopIteration: `make` raised it on all ranks.
+            PeerError: it raised on another rank; on this one what it raised.
+        """
+        made, error = None, None
+        try:
+            made = function()
+        except Exception as raised:
+            error = raised
+        self.raise_if_any_failed(error, action, consequence)
+        return made
+
+    def any_failed(self, error: Exception | None, action: str) -> bool:
+        """Whether any rank has an error. Collective."""
+        return any(self._exchange_outcomes(error, action))
+
+    def raise_if_any_failed(self, error: Exception | None, action: str, consequence: str) -> None:
+        """Raise if any rank has an error. Collective.
+
+        Args:
+            error: of this rank; it is raised here.
+            what: this rank did, in words.
+            then: what a failure means for the model.
+
+        Raises:
+            StopIteration: that is the error on all ranks.
+            PeerError: another rank has one.
+        """
+        states = self._exchange_outcomes(error, action)
+        if not any(states):
+            return
+        if min(states) == max(states) == _EXHAUSTED:
+            assert error is not None
+            raise error
+        self.raise_on_all_ranks(error, action, consequence)
+
+    def raise_on_all_ranks(self, error: Exception | None, action: str, consequence: str) -> None:
+        """As `check`, where it is known that some rank has an error. Collective."""
+        memory = isinstance(error, torch.OutOfMemoryError)
+        mine = (
+            f"{self._rank_name}: {action} raised {type(error).__name__}: {error}" if error is not None else "",
+            memory,
+        )
+        told = [mine] * self._world.size
+        if self._world.size > 1:
+            with WaitScope("the words of ranks that failed"):
+                dist.all_gather_object(told, mine, group=self._world.process_group)
+        if error is not None and not isinstance(error, StopIteration):
+            error.add_note(f"windlass: {mine[0]}; {consequence}")
+            raise error
+        said = "; ".join(words for words, _ in told if words)
+        kind = PeerMemoryError if all(out for words, out in told if words) else PeerError
+        raise kind(f"{said}. {consequence[:1].upper()}{consequence[1:]}") from error
+
+    def _exchange_outcomes(self, error: Exception | None, action: str) -> list[int]:
+        mine = _SUCCEEDED if error is None else _EXHAUSTED if isinstance(error, StopIteration) else _FAILED
+        if self._world.size == 1:
+            return [mine]
+        with WaitScope(f"all ranks after {action}"):
+            return [state for (state,) in self._board.exchange([mine], action)]

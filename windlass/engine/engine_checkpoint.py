@@ -1,0 +1,529 @@
+"""An engine's state as a checkpoint holds it: by parameter name, each rank its own pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from windlass.base.errors import CheckpointError
+from windlass.base.garbage_collection import held_off
+from windlass.base.log import logger
+from windlass.base.text import plural
+from windlass.checkpoint import (
+    FlatShard,
+    LazyStorage,
+    LoadedState,
+    SavedState,
+    load,
+    read_checkpoint,
+    read_latest,
+)
+from windlass.checkpoint.checkpoint_ranks import CheckpointRanks
+from windlass.checkpoint.checkpoint_save import CheckpointSave
+from windlass.checkpoint.deepspeed_export import write_deepspeed_files
+from windlass.checkpoint.deepspeed_index import ParameterOrder, optimizer_parameter_order
+from windlass.checkpoint.engine_data import require_engine_data
+from windlass.checkpoint.recovery_scripts import write_recovery_scripts
+from windlass.checkpoint.retention import remove_old_checkpoints
+from windlass.checkpoint.stored_checkpoint import StoredCheckpoint
+from windlass.checkpoint.to_windlass import LATEST_UNIVERSAL
+from windlass.comm.mesh_shape import AXES
+from windlass.engine import average_checkpoint
+from windlass.engine.checkpoint_tag import agree_on_tag
+from windlass.engine.checkpoint_validation import (
+    check_counts,
+    check_lr_scheduler_state,
+    check_rng_state,
+    check_saved_groups,
+    check_saved_position,
+    check_scalar_states,
+)
+from windlass.engine.deepspeed_target import build_deepspeed_target
+from windlass.engine.extra_state import collect_plain_extra_states, set_extra_states
+from windlass.engine.frozen_parameters import (
+    check_frozen_parameters,
+    frozen_parameter_hashes,
+    frozen_parameter_names,
+    trains_adapters,
+)
+from windlass.engine.full_weights import load_with_function, require_unchanged_model, weight_metadata
+from windlass.engine.metadata_merge import merge_metadata
+from windlass.engine.model_refresh import has_pending_gradients
+from windlass.engine.offloaded_storage import OffloadedChunkStorage
+from windlass.engine.optimizer_groups import group_metadata, load_hyperparameters, match_groups, require_complete_match
+from windlass.engine.optimizer_state_loading import ChunkLoadStorage, plan_state_loading
+from windlass.engine.optimizer_state_saving import StateFragments, collect_state_fragments, merge_state_metadata
+from windlass.engine.parameter_fragments import ChunkSaveStorage, parameter_fragments
+from windlass.engine.rng_and_data_position import (
+    check_data_position,
+    data_position,
+    rng_state,
+    set_data_position,
+    set_rng_state,
+)
+from windlass.engine.state_fingerprint import StreamedFingerprint, compute_fingerprint
+from windlass.zero.core.disk_health import LOST
+from windlass.zero.update.update_chunk import UpdateChunk
+
+if TYPE_CHECKING:
+    from windlass.engine.training_engine import Engine
+    from windlass.zero.core.unit import Unit
+    from windlass.zero.sharded_model import ShardedModel
+
+
+@held_off()
+def save_engine(
+    engine: Engine,
+    directory: str,
+    tag: str | None,
+    client_state: dict[str, Any],
+    save_latest: bool,
+    exclude_frozen_parameters: bool | None,
+    blocking: bool,
+) -> bool:
+    """See `Engine.save_checkpoint`. Of what rests on disk one chunk is in memory at a time."""
+    model = engine._sharded
+    if not isinstance(client_state, Mapping):
+        raise CheckpointError(f"client_state is a {type(client_state).__name__}; give a dict of plain data")
+    deepspeed = engine._config.checkpoint.format == "deepspeed"
+    if exclude_frozen_parameters is None:  # DeepSpeed's tools look for whole models
+        exclude_frozen_parameters = not deepspeed and trains_adapters(model)
+    require_unchanged_model(model)
+    engine._async_save.finish()
+    model.finish_update()
+    if model.disk_health.loss_reason:
+        raise CheckpointError(
+            f"nothing is saved: {model.disk_health.loss_reason}; what was saved before is whole. {LOST}"
+        )
+    model.reducer.finish()
+    if has_pending_gradients(model):
+        logger.warning(
+            "this checkpoint is saved in the middle of a step: the gradients so far are not in it, and a load begins "
+            "with a whole step; save after step() at the accumulation boundary to lose none"
+        )
+    model.recapture_parameters()
+    if not blocking:  # what is read later from disk has to have them
+        model.masters.copy_all_edits(model.units)
+    drawers: dict[int, LazyStorage] = {}
+
+    def drawer_of(chunk: UpdateChunk) -> LazyStorage:
+        if id(chunk) not in drawers:
+            record = None if blocking else model.masters.state_offload.record_of(chunk)
+            drawers[id(chunk)] = (
+                ChunkSaveStorage(model.masters, chunk) if record is None else OffloadedChunkStorage(record)
+            )
+        return drawers[id(chunk)]
+
+    units = [unit for unit in model.units if unit.trainable or not exclude_frozen_parameters]
+    absent = frozen_parameter_names(model) if exclude_frozen_parameters else frozenset()
+    taken = compute_fingerprint(model, units, "nothing is saved", absent) if blocking else None
+    later: list[StreamedFingerprint] = []
+    shards = list(
+        parameter_fragments(model, units, drawer_of, write_back=False, deferred=not blocking, excluded=absent)
+    )
+    states = StateFragments()
+
+    def look() -> dict[str, Any]:
+        if model.update is not None:
+            collect_state_fragments(model.update, drawer_of, states)
+        if not blocking:
+            later.append(StreamedFingerprint(model, units, absent))
+        return {**states.metadata(), "data": data_position(engine), "tag": name}
+
+    name = tag if tag is not None else f"global_step{engine.global_steps}"
+    ranks = CheckpointRanks.of_group(model.mesh.world.process_group)
+    everywhere = ranks.run_on_all("preparing to save", look)
+    name = agree_on_tag([one["tag"] for one in everywhere], engine._config.checkpoint.tag_validation)
+    places = [one["data"] for one in everywhere]
+    if len({repr(place) for place in places}) > 1:
+        logger.warning(
+            "ranks stand at different places in the data, and a load goes on from that of rank 0: some samples are "
+            "seen again, others never: %s",
+            "; ".join(f"rank {rank}: {place!s:.80}" for rank, place in enumerate(places)),
+        )
+    plain = {
+        "engine": engine.progress.state_dict(),
+        "layout": {
+            "stage": model.policy.stage,
+            "ranks": model.mesh.dense.data.size,
+            "axes": {axis: model.mesh.grid.size(axis) for axis in AXES},
+            "accumulation": engine.progress.batch.accumulation,
+        },
+        "fingerprint": None if taken is None else {"parameters": taken.parameters, "states": taken.states},
+        **merge_state_metadata(everywhere),
+        "groups": merge_metadata(model.mesh, group_metadata(engine)),
+        "loss_scale": engine._scaler.state_dict(),
+        "schedule": _lr_scheduler_state(engine),
+        "data": places[0],
+        "trainable_only": exclude_frozen_parameters,
+        **merge_metadata(model.mesh, weight_metadata(model, absent)),
+        "base": frozen_parameter_hashes(model) if exclude_frozen_parameters else {},
+        "buffers": True,
+        "averages": average_checkpoint.average_metadata(model),
+        "extra": merge_metadata(model.mesh, collect_plain_extra_states(engine.module)),
+        "client": client_state,
+    }
+    require_engine_data(plain, "the state of this engine", require_all=True)  # what is saved must load again
+    # rank 0's count, and others may have their own until the next forward (engine/module_buffers)
+    tensors = states.tensors | (_persistent_buffers(engine) if model.mesh.first_of_stage else {})
+    state = SavedState(
+        [*shards, *states.shards, *average_checkpoint.average_shards(model)],
+        tensors,
+        plain,
+        {"random": rng_state(engine.device)},
+    )
+    keep = engine._config.checkpoint.keep_last
+    written = engine.saved_tags | {name}
+
+    def afterwards() -> None:
+        write_recovery_scripts(Path(directory))
+        if keep is not None:
+            remove_old_checkpoints(directory, keep, name, written)
+
+    target = build_deepspeed_target(engine) if deepspeed else None
+
+    def beside(place: Path) -> None:
+        assert target is not None
+        write_deepspeed_files(place, target, ranks.rank)
+
+    try:
+        begun = CheckpointSave(
+            directory,
+            name,
+            state,
+            ranks,
+            save_latest,
+            afterwards,
+            None if blocking else later[0],
+            None if target is None else beside,
+            engine._config.checkpoint.use_node_local_storage,
+        )
+        if blocking:
+            begun.finish(ranks)
+        else:
+            engine._async_save.start(begun, ranks, pin=model.tiers.pin)
+    except CheckpointError:  # on all ranks
+        model.disk_health.check("nothing is saved, masters and optimizer states could not be read")
+        raise
+    engine.saved_tags.add(name)
+    return True
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """What of a checkpoint is to be loaded.
+
+    Attributes:
+        module_strict, optimizer_strict: all of it has to match; else what does is taken.
+        optimizer: states and hyper-parameters.
+        schedule: the learning rate's.
+        position: the place in the data.
+        progress: counters, loss scale and random states.
+        by: takes parameters and buffers over instead, see `Engine.load_checkpoint`.
+    """
+
+    load_module_strict: bool = True
+    load_optimizer_states: bool = True
+    load_optimizer_strict: bool = True
+    load_lr_scheduler_states: bool = True
+    load_data_position: bool = True
+    load_progress: bool = True
+    custom_load_fn: Callable[..., Any] | None = None
+
+    @property
+    def loads_everything(self) -> bool:
+        """Whether nothing of parameters and optimizer states is left as it is."""
+        return (
+            self.load_module_strict
+            and self.load_optimizer_states
+            and self.load_optimizer_strict
+            and self.custom_load_fn is None
+        )
+
+
+@held_off()
+def load_engine(
+    engine: Engine, directory: str, tag: str | None, options: LoadOptions
+) -> tuple[str | None, dict[str, Any] | None]:
+    """See `Engine.load_checkpoint`."""
+    model = engine._sharded
+    require_unchanged_model(model)
+    engine._async_save.finish()  # it may be the one that is asked for
+    ranks = CheckpointRanks.of_group(model.mesh.world.process_group)
+    if tag is None:  # one word for all: another may be saved meanwhile, and not every rank need see it
+        tag = ranks.run_on_first("looking for the checkpoint", lambda: _tag_to_load(engine, directory))
+    if tag is None:
+        logger.warning(f"no checkpoint in {directory}: there is no file 'latest'; training starts afresh")
+        return None, None
+    opened: list[StoredCheckpoint] = []
+    order = (
+        optimizer_parameter_order(engine.module, engine._optimizer)
+        if options.load_optimizer_states and engine._optimizer is not None
+        else None
+    )
+    ranks.run_on_all("looking at the checkpoint", lambda: opened.append(StoredCheckpoint(directory, tag, order)))
+    plain, saved = opened[0].plain, opened[0].outline()
+    require_engine_data(plain, f"the checkpoint {tag!r} in {directory}", require_all=True)
+    _infer_trainable_only(plain, saved, model)
+    groups_too = options.load_optimizer_states and engine._optimizer is not None and bool(plain["groups"])
+    here = merge_metadata(model.mesh, group_metadata(engine))
+    matched = match_groups(here, plain["groups"])
+    if groups_too and options.load_optimizer_strict:
+        require_complete_match(matched, here, plain["groups"])
+    position = plain.get("data") if options.load_data_position else None
+    ranks.run_on_all("looking at the place in the data", lambda: check_data_position(engine, position))
+
+    def check(shared: dict[str, Any], own: dict[str, Any] | None) -> None:
+        if shared is not plain:  # another checkpoint has taken the name meanwhile
+            require_engine_data(shared, f"the checkpoint {tag!r} in {directory}", require_all=True)
+        if groups_too:
+            check_saved_groups(engine, matched, shared["groups"])
+            check_scalar_states(shared.get("values", {}))
+        if options.load_lr_scheduler_states and shared["schedule"] is not None:
+            check_lr_scheduler_state(engine, shared["schedule"])
+        check_saved_position(engine, position)
+        if options.load_progress and own is not None and own.get("random") is not None:
+            check_rng_state(own["random"])
+
+    trainable_only = bool(plain["trainable_only"])
+    if trainable_only and options.load_module_strict and options.custom_load_fn is None:
+        check_frozen_parameters(model, plain.get("base", {}), saved, f"the checkpoint {tag!r} in {directory}")
+    units = [unit for unit in model.units if unit.trainable or not trainable_only]
+    lost = bool(model.disk_health.loss_reason)
+    if lost and not (options.loads_everything and not trainable_only and (groups_too or engine._optimizer is None)):
+        model.disk_health.require_intact("loading only a part of parameters and optimizer states")
+    with model.replacing_parameters(units):
+        if lost:
+            model.discard_disk_state()
+        found, alike = _load_tensors(engine, directory, opened[0], saved, groups_too, options, order, check)
+    _verify_fingerprint(model, units, found, alike, frozen_parameter_names(model) if trainable_only else frozenset())
+    if lost:
+        model.disk_health.mark_reloaded()
+    if not engine._config.zero_optimization.load_from_fp32_weights:
+        model.masters.round_to_parameters(units)
+    if options.custom_load_fn is not None:
+        load_with_function(model, read_checkpoint(directory, tag).model_state_dict(), options.custom_load_fn)
+    set_extra_states(engine.module, found.plain.get("extra", {}))
+    if groups_too:
+        load_hyperparameters(engine, matched, plain["groups"])
+    elif options.load_optimizer_states and plain["groups"]:
+        logger.info("optimizer states were left alone: this engine has no optimizer")
+    if options.load_progress:
+        model.drop_gradients()
+        engine.progress.load_state_dict(found.plain["engine"], found.plain.get("layout", {}).get("accumulation"))
+        engine._scaler.load_state_dict(found.plain["loss_scale"])
+    if options.load_lr_scheduler_states and engine.lr_scheduler is not None and found.plain["schedule"] is not None:
+        engine.lr_scheduler.load_state_dict(
+            _matching_scheduler_state(found.plain["schedule"], engine.lr_scheduler.state_dict())
+        )
+    _restore_position(engine, found, position, options)
+    return str(found.path), dict(found.plain["client"])
+
+
+def _tag_to_load(engine: Engine, directory: str) -> str | None:
+    """The tag to load where none is given."""
+    universal = read_latest(directory, LATEST_UNIVERSAL) if engine._config.checkpoint.load_universal else None
+    return universal or read_latest(directory)
+
+
+def _restore_position(
+    engine: Engine, loaded: LoadedState, position: dict[str, Any] | None, options: LoadOptions
+) -> None:
+    """Random states and place in the data, and what is said of them."""
+    told = []
+    if options.load_progress:
+        told.append(f"step {engine.global_steps}")
+        random = (loaded.rank_plain or {}).get("random")
+        if loaded.saved_world_size == engine.world_size and random is not None:
+            set_rng_state(random, engine.device)
+            told.append("random states as saved")
+        else:
+            told.append(
+                f"random states as they were here (saved were those of {plural(loaded.saved_world_size, 'rank')})"
+            )
+    if place := set_data_position(engine, position):
+        told.append(f"data at {place}")
+    if told:
+        logger.info(f"goes on at {'; '.join(told)}")
+
+
+def _verify_fingerprint(
+    model: ShardedModel, units: list[Unit], loaded: LoadedState, comparable: tuple[bool, bool], excluded: frozenset[str]
+) -> None:
+    """What was loaded is what was saved, as far as it was to be (`alike`: of parameters, of states). Collective.
+
+    Raises:
+        CheckpointError: it is not.
+    """
+    saved = loaded.plain.get("fingerprint")
+    if saved is None or not any(comparable):
+        return
+    here = compute_fingerprint(model, units, excluded=excluded)
+    pairs = zip(("parameters", "states"), comparable, (here.parameters, here.states), strict=True)
+    for what, same, taken in pairs:
+        if same and saved[what] is not None and taken != saved[what]:
+            raise CheckpointError(
+                f"{loaded.path} was loaded, but {what} are not what was saved: their fingerprint is {taken}, "
+                f"{saved[what]} was written; load another checkpoint, and report this one"
+            )
+    logger.info(
+        f"fingerprint {here}"
+        + ("" if all(comparable) else f", of which only {_comparable_part(comparable)} can be compared")
+    )
+
+
+def _comparable_part(comparable: tuple[bool, bool]) -> str:
+    return "parameters" if comparable[0] else "states"
+
+
+def _load_tensors(
+    engine: Engine,
+    directory: str,
+    opened: StoredCheckpoint,
+    saved: dict[str, torch.Tensor],
+    with_states: bool,
+    options: LoadOptions,
+    parameter_order: ParameterOrder | None,
+    check: Callable[[dict[str, Any], dict[str, Any] | None], None],
+) -> tuple[LoadedState, tuple[bool, bool]]:
+    """Read the checkpoint into where the engine's tensors rest, chunk by chunk.
+
+    Args:
+        saved: every tensor of the checkpoint, without memory.
+
+    Returns:
+        What was found, and whether parameters and states are now, bit by bit, those that were saved.
+    """
+    plain = opened.plain
+    trainable_only = bool(plain["trainable_only"])
+    model = engine._sharded
+    drawers: dict[int, ChunkLoadStorage] = {}
+
+    def drawer_of(chunk: UpdateChunk) -> ChunkLoadStorage:
+        return drawers.setdefault(id(chunk), ChunkLoadStorage(model.masters, chunk))
+
+    units = [unit for unit in model.units if unit.trainable or not trainable_only]
+    absent = frozen_parameter_names(model) if trainable_only else frozenset()
+    shards = list(parameter_fragments(model, units, drawer_of, write_back=True, excluded=absent))
+    tensors = _persistent_buffers(engine) if plain.get("buffers", not trainable_only) else {}
+    ranks = CheckpointRanks.of_group(model.mesh.world.process_group)
+    counts: dict[str, torch.Tensor] = {}
+    if with_states:
+        ranks.run_on_all("preparing to load", lambda: plan_state_loading(model, plain, saved, drawer_of, counts))
+    states = [shard for drawer in drawers.values() for shard in drawer.shards]
+    apart = average_checkpoint.AverageLoader(model, plain.get("averages", {}) if options.load_progress else None, saved)
+    optional = () if options.load_module_strict else ("param/", "buffer/")
+    left = (average_checkpoint.AVERAGE_PREFIX,) if with_states else (average_checkpoint.AVERAGE_PREFIX, "state/")
+    if options.custom_load_fn is not None:
+        shards, left = [], (*left, "param/", "buffer/")
+        tensors = {}
+    found = _load_or_mark_lost(
+        model,
+        directory,
+        opened,
+        SavedState([*shards, *states, *apart.shards], tensors | counts),
+        counts,
+        optional if options.load_optimizer_strict else (*optional, "state/"),
+        left,
+        parameter_order,
+        check,
+    )
+    for drawer in drawers.values():
+        if not drawer.was_opened:  # nothing of it is in the checkpoint, so it has no states either
+            with drawer.open():
+                pass
+    apart.store()
+    model.disk_health.check("what was loaded could not be kept", loses=True)
+    kept = with_states and not any(drawer.converts_states for drawer in drawers.values())
+    own = options.custom_load_fn is None and _same_dtypes(shards, saved), kept and _same_dtypes(states, saved)
+    everywhere = ranks.run_on_all("loading", lambda: own)
+    names = (*found.missing, *found.unexpected)
+    whole = [not any(name.startswith(prefix) for name in names) for prefix in ("param/", "state/")]
+    return found, (
+        whole[0] and all(parameters for parameters, _ in everywhere),
+        whole[1] and all(states for _, states in everywhere),
+    )
+
+
+def _same_dtypes(shards: list[FlatShard], saved: dict[str, torch.Tensor]) -> bool:
+    """Whether nothing had to be converted."""
+    return all(shard.name in saved and saved[shard.name].dtype == shard.dtype for shard in shards)
+
+
+_ADVICE = (
+    "Where that is meant, load what matches: load_module_strict=False for parameters and buffers, "
+    "load_optimizer_strict=False for optimizer states"
+)
+
+
+def _infer_trainable_only(plain: dict[str, Any], saved: dict[str, torch.Tensor], model: ShardedModel) -> None:
+    """DeepSpeed's files do not say whether frozen parameters were left out: then none of them is there."""
+    if plain["trainable_only"] is None:
+        frozen = [name for unit in model.units if not unit.trainable for name in unit.names]
+        plain["trainable_only"] = bool(frozen) and not any(f"param/{name}" in saved for name in frozen)
+
+
+def _load_or_mark_lost(
+    model: ShardedModel,
+    directory: str,
+    opened: StoredCheckpoint,
+    into: SavedState,
+    counts: dict[str, torch.Tensor],
+    optional: tuple[str, ...],
+    ignore: tuple[str, ...],
+    parameter_order: ParameterOrder | None,
+    check: Callable[[dict[str, Any], dict[str, Any] | None], None],
+) -> LoadedState:
+    group = model.mesh.world.process_group
+    try:
+        return load(
+            directory,
+            opened.tag,
+            into,
+            process_group=group,
+            ignore=ignore,
+            optional=optional,
+            cast=True,
+            advice=_ADVICE,
+            parameter_order=parameter_order,
+            check=check,
+            opened=opened,
+            first=counts.keys(),
+            check_first=lambda: check_counts(counts),
+        )
+    except CheckpointError:  # on all ranks
+        model.disk_health.check("a checkpoint was loaded in part", loses=True)
+        raise
+
+
+def _persistent_buffers(engine: Engine) -> dict[str, torch.Tensor]:
+    found = {}
+    for prefix, module in engine.module.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                found[f"buffer/{prefix}.{name}" if prefix else f"buffer/{name}"] = buffer
+    return found
+
+
+def _lr_scheduler_state(engine: Engine) -> dict[str, Any] | None:
+    if engine.lr_scheduler is None or not hasattr(engine.lr_scheduler, "state_dict"):
+        return None
+    state = engine.lr_scheduler.state_dict()
+    return {key: value for key, value in state.items() if not callable(value)}
+
+
+def _matching_scheduler_state(saved: dict[str, Any], current: dict[str, Any]) -> dict[str, Any]:
+    """A schedule's state, but what it says of each optimizer group as now, where there are more or fewer of them."""
+
+    def fits(key: str, value: Any) -> bool:
+        here = current.get(key)
+        return not (isinstance(value, list) and isinstance(here, list) and len(value) != len(here))
+
+    left = [key for key, value in saved.items() if not fits(key, value)]
+    if left:
+        logger.warning(f"of the schedule {', '.join(left)} stay as they are: there are more or fewer groups than saved")
+    return {**saved, **{key: current[key] for key in left}}

@@ -1,0 +1,217 @@
+"""What an engine says: the lines at its start, a line every so many steps, monitors, and the memory report."""
+
+from __future__ import annotations
+
+import math
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from windlass.base.dtypes import dtype_name
+from windlass.base.log import logger
+from windlass.base.text import plural
+from windlass.config import Config
+from windlass.observe.memory_usage import see_memory_usage
+from windlass.observe.monitor_writers import RunMonitor
+from windlass.observe.phase_timers import Timers
+from windlass.storage.io_rates import IoRates
+from windlass.storage.slot import Tier
+from windlass.zero.core.unit import ShardState, Unit
+from windlass.zero.sharded_model import ShardedModel
+
+if TYPE_CHECKING:
+    from windlass.engine.training_engine import Engine
+
+
+class EngineReporter:
+    """Logs and monitors of one engine. Other ranks than 0 stay silent.
+
+    Args:
+        config: says how often, and where to.
+        engine: whose progress is told.
+    """
+
+    def __init__(self, config: Config, engine: Engine) -> None:
+        self._config, self._engine = config, engine
+        self._timers = Timers(engine.device, enabled=config.wall_clock_breakdown)
+        self._monitor = RunMonitor(config, engine.global_rank) if engine._optimizer is not None else None
+        self._loss_sum: torch.Tensor | None = None
+        self._losses = 0
+        self._logged_keys: set[str] = set()
+        self._last_payload: dict[str, int] = {}
+        self._last_bytes_moved: dict[str, int] = {}
+        if config.dump_state:
+            logger.info(f"configuration: {config.model_dump(mode='json', exclude_defaults=True)}")
+
+    @property
+    def monitor(self) -> RunMonitor | None:
+        """What writes values to files and services."""
+        return self._monitor
+
+    def timed(self, name: str) -> AbstractContextManager[None]:
+        """Time a block, if the configuration wants it."""
+        return self._timers(name)
+
+    def log_once(self, key: str, message: str) -> None:
+        """Say something the first time."""
+        if key not in self._logged_keys:
+            self._logged_keys.add(key)
+            logger.info(message)
+
+    def record_loss(self, loss: torch.Tensor) -> None:
+        """Add a micro-batch's loss to the mean of its step; read only when it is shown."""
+        value = loss.detach().float().reshape(())
+        self._loss_sum = value.clone() if self._loss_sum is None else self._loss_sum + value
+        self._losses += 1
+
+    def record_step(self) -> None:
+        """A step ended: write and log what is due."""
+        engine = self._engine
+        step, every = engine.global_steps, self._config.steps_per_print
+        due = every is not None and math.isfinite(every) and step % max(1, int(every)) == 0
+        if due or (self._monitor is not None and self._monitor.enabled):
+            self._write_metrics(step, due)
+        if (pause := self._config.fingerprint_interval) and step % pause == 0:
+            logger.info(f"step {step} | fingerprint {engine.fingerprint()}")
+        self._loss_sum, self._losses = None, 0
+        traffic = engine._sharded.transport.traffic
+        self._last_payload, self._last_bytes_moved = dict(traffic.payload), dict(traffic.bytes_moved)
+        traffic.reset()
+
+    def _write_metrics(self, step: int, log_line: bool) -> None:
+        engine = self._engine
+        loss = (self._loss_sum / self._losses).item() if self._loss_sum is not None else math.nan
+        rates, norm = engine.get_lr(), engine.grad_norm()
+        if self._monitor is not None and self._monitor.enabled:
+            samples = engine.global_samples
+            events = [
+                ("Train/Samples/train_loss", loss, samples),
+                ("Train/Samples/lr", rates[0] if rates else 0.0, samples),
+                ("Train/Samples/grad_norm", norm if norm is not None else math.nan, samples),
+            ]
+            if engine.fp16_enabled():
+                events.append(("Train/Samples/loss_scale", engine.loss_scale(), samples))
+            self._monitor.write_events(events)
+        if log_line:
+            logger.info(
+                f"step {step} | loss {loss:.4f} | lr {', '.join(f'{r:.3g}' for r in rates)} | grad norm {norm:.4g} | "
+                f"skipped {engine.skipped_steps}"
+            )
+            if self._config.wall_clock_breakdown:
+                logger.info(f"time | {self._timers.summary(max(1, int(self._config.steps_per_print or 1)))}")
+            if self._config.memory_breakdown:
+                see_memory_usage(f"step {step}", engine.device)
+
+    def report(self) -> dict[str, Any]:
+        """See `Engine.report`."""
+        found = memory_report(self._engine._sharded)
+        found["payload"] = dict(self._last_payload)
+        found["payload_elements"] = sum(self._last_payload.values())
+        found["bytes_moved"] = dict(self._last_bytes_moved)
+        lines = [f"{slot:>12}: {size / 2**20:10.2f} MiB on {home}" for (slot, home), size in found["slots"].items()]
+        gathered = found["gathered_elements"]
+        logger.info("at rest on this rank:\n" + "\n".join(lines) + f"\n gathered now: {gathered} elements")
+        return found
+
+    def close(self) -> None:
+        """Close the monitors."""
+        if self._monitor is not None:
+            self._monitor.close()
+
+
+def memory_report(model: ShardedModel) -> dict[str, Any]:
+    """Bytes at rest on this rank.
+
+    Returns:
+        `disk`: `Rates` of the disk since the engine was made, all zero without one; `slots`: bytes by (slot, home),
+        slots being `param`, `grad`, `master` and the optimizer's states (`exp_avg`, ...), and where updates are delayed
+        `grad handed over` and `param to come`; `payload_elements`: parameters' elements that entered collectives in the
+        last step, an all-reduce counted twice, `payload`: the same by operation; `transit`: bytes of the ring that
+        gradients pass through; `units`: for each unit its names, elements, and bytes by slot; `gathered_elements` and
+        `gathered`: what is whole now and need not be; `padding_elements`; `delayed_update`: `seconds` that the last
+        finished one took behind the model and `waited`, those of them that a step had to wait for it; None where
+        updates are not delayed.
+    """
+    model.wait_for_update()
+    slots: dict[tuple[str, str], int] = {}
+    units: list[dict[str, Any]] = []
+    by_unit: dict[int, dict[str, int]] = {unit.index: {} for unit in model.units}
+
+    def count(unit: Unit, slot: str, home: Tier, size: int) -> None:
+        slots[slot, home.value] = slots.get((slot, home.value), 0) + size
+        by_unit[unit.index][slot] = by_unit[unit.index].get(slot, 0) + size
+
+    for unit in model.units:
+        if unit.shard_slot is not None:
+            count(unit, "param", unit.shard_slot.tier, unit.shard_slot.nbytes)
+        else:
+            at_rest = unit.local_shard if unit.reshards else unit.full
+            count(unit, "param", Tier.DEVICE, at_rest.numel() * at_rest.element_size())
+        if unit.secondary_shard is not None:
+            count(unit, "secondary", Tier.DEVICE, unit.secondary_shard.numel() * unit.secondary_shard.element_size())
+        if model.masters.is_separate(unit):
+            size = sum(chunk.numel * chunk.dtype.itemsize for chunk in model.masters.chunks_of(unit))
+            count(unit, "master", unit.state_tier, size)
+    itemsize = model.settings.accumulation_dtype.itemsize
+    for slot in model.slots:
+        cut = model.policy.grad and (slot.shard is not None or slot.storage is not None)
+        home = slot.storage.tier if slot.storage is not None else Tier.DEVICE
+        count(slot.unit, "grad", home, (slot.numel if cut else slot.unit.layout.padded) * itemsize)
+        if slot.spare_storage is not None:
+            count(slot.unit, "grad handed over", slot.spare_storage.tier, slot.spare_storage.nbytes)
+    for chunk, key, size in model.masters.state_offload.inventory(model.masters.chunks):
+        count(chunk.unit, key, chunk.tier, size)
+    for chunk in model.masters.chunks if model.delayed_update is not None else ():
+        if chunk.lowered_params is not None:
+            count(chunk.unit, "param to come", Tier.HOST, chunk.lowered_params.nbytes)
+    for unit in model.units:
+        units.append({"names": unit.names, "elements": unit.numel, "released": unit.reshards, **by_unit[unit.index]})
+    gathered = [u for u in model.units if u.reshards and u.shard_state is not ShardState.SHARDED]
+    return {
+        "stage": model.policy.stage,
+        "transport": model.transport.name,
+        "disk": model.tiers.disk.io_rates() if model.tiers.disk is not None else IoRates(),
+        "slots": slots,
+        "units": units,
+        "transit": sum(
+            n.numel * n.dtype.itemsize for family in model.dp_groups for n in model.reducer.buffer_requests(family)
+        )
+        if model.policy.grad
+        else 0,
+        "gathered": [unit.names[0] for unit in gathered],
+        "gathered_elements": sum(unit.numel for unit in gathered),
+        "delayed_update": {"seconds": model.delayed_update.seconds, "waited": model.delayed_update.waited}
+        if model.delayed_update
+        else None,
+        "padding_elements": sum(unit.layout.padded - unit.numel for unit in model.units),
+    }
+
+
+def startup_lines(model: ShardedModel, config: Config, world: int) -> list[str]:
+    """What a run says of itself before it starts."""
+    total = sum(unit.numel for unit in model.units)
+    trained = sum(slot.unit.numel for slot in model.slots)
+    first = next((unit.parameters[0].dtype for unit in model.units), torch.float32)
+    table = config.dtype_table(dtype_name(model.units[0].dtype if model.units else first))
+    released = sum(1 for unit in model.units if unit.reshards)
+    return [
+        f"stage {model.policy.stage} on {plural(world, 'rank')}, {plural(total, 'parameter')} "
+        f"({trained:,} trained) in {plural(len(model.units), 'unit')}, {released} of them released between uses",
+        f"transport {model.transport.name}: {model.dp_groups[0].transport_reason}",
+        f"dtypes: {table}",
+        *_tier_lines(model),
+    ]
+
+
+def _tier_lines(model: ShardedModel) -> list[str]:
+    """A line about homes, where the configuration asks for another than the device."""
+    asked, homes = model.settings.tiers, model.tiers
+    if asked.param is Tier.DEVICE and asked.state is Tier.DEVICE:
+        return []
+    line = f"homes: parameters {asked.param.value}, master weights and optimizer states {asked.state.value}"
+    if homes.state is not asked.state or homes.param is not asked.param:
+        line += "; host memory is the device's own on this machine, so what is asked to rest there costs no copy"
+    if homes.disk is not None:
+        line += f"; disk: {homes.disk.description()}"
+    return [line]

@@ -1,0 +1,250 @@
+"""Whole weights out of an engine, one unit in memory at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from windlass.base.atomic_file import temporary_path_beside
+from windlass.base.errors import CheckpointError, ModelError
+from windlass.checkpoint.checkpoint_directory import disk_errors
+from windlass.checkpoint.pickle_writer import PlannedTensor
+from windlass.checkpoint.safetensors_file import TensorEntry, TensorFileWriter
+from windlass.checkpoint.torch_file_writer import TorchFileWriter
+from windlass.engine.extra_state import collect_extra_states, extra_state_names, set_extra_states
+from windlass.engine.full_parameter_gather import FullParameterGather
+from windlass.parallel.placement import get_global_name, get_placement
+from windlass.zero.access.full_values import set_full_param
+from windlass.zero.access.gathered_parameters import GatheredParameters
+from windlass.zero.sharded_model import ShardedModel
+
+
+def full_state_dict(model: ShardedModel, *, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+    """See `Engine.full_state_dict`. A tied parameter appears under each of its names, as in a plain state dict."""
+    model.finish_update()
+    found: dict[str, torch.Tensor] = {}
+    for names, whole in FullParameterGather(model, model.units, _names_by_parameter(model)).full_parameters():
+        values = whole.to("cpu", dtype if whole.is_floating_point() else None, copy=True)
+        found.update(dict.fromkeys(names, values))
+    others: dict[str, torch.Tensor] = {}
+    if model.mesh.first_of_stage:
+        others = {
+            name: buffer.detach().cpu().clone() for name, buffer in _named_persistent_buffers(model)
+        } | collect_extra_states(model.model)
+    for theirs in model.mesh.of_stages(others):
+        found |= theirs
+    return found if model.mesh.world.index == 0 else {}
+
+
+def weight_metadata(model: ShardedModel, excluded: Collection[str]) -> dict[str, Any]:
+    """What a checkpoint says of weights beside their values, as plain data.
+
+    `tied`: other names of what is stored once, and the name under which it is; `dtypes`: in which dtype the model
+    computes, where that is not float32; `absent`: which parameters are left out, in model order; `frozen`: which of
+    those that are there are not trained.
+    """
+    tied: dict[str, str] = {}
+    first: dict[int, str] = {}
+    for name, tensor in (*model.model.named_parameters(remove_duplicate=False), *_named_persistent_buffers(model)):
+        kept = first.setdefault(id(tensor), name)
+        if isinstance(tensor, nn.Parameter):
+            kept = get_global_name(tensor, kept)
+        if kept != name:
+            tied[name] = kept
+    units = [unit for unit in model.units if unit.dtype is not torch.float32]
+    dtypes = {name: str(unit.dtype).removeprefix("torch.") for unit in units for name in unit.names}
+    left_out = [name for unit in model.units for name in unit.names if name in excluded]
+    frozen = [name for unit in model.units if not unit.trainable for name in unit.names if name not in excluded]
+    return {"tied": tied, "dtypes": dtypes, "absent": left_out, "frozen": frozen}
+
+
+def load_full_state_dict(
+    model: ShardedModel, state: Mapping[str, torch.Tensor], *, strict: bool
+) -> tuple[list[str], list[str]]:
+    """See `Engine.load_module_state_dict`."""
+    names, buffers = _names_by_parameter(model), dict(_named_persistent_buffers(model))
+    extra = extra_state_names(model.model)
+    parameters = {id(p): p for p in model.model.parameters()}
+    here = {name for found in names.values() for name in found} | set(buffers) | set(extra)
+    known = {name for theirs in model.mesh.gather_from_world(here) for name in theirs}
+    known |= {get_global_name(parameter, "") for parameter in parameters.values()}
+    given = {
+        number: next((name for name in (*found, get_global_name(parameters[number], found[0])) if name in state), None)
+        for number, found in names.items()
+    }
+    missing = [names[number][0] for number, name in given.items() if name is None]
+    missing += [name for name in (*buffers, *extra) if name not in state]
+    unexpected = [name for name in state if name not in known]
+    if strict and (missing or unexpected):
+        raise CheckpointError(
+            f"the state dictionary does not fit the model: missing {missing[:8]}, unexpected {unexpected[:8]}; pass "
+            "strict=False to take what matches"
+        )
+    wanted = {name: parameters[number] for number, name in given.items() if name is not None}
+    shapes = {name: get_placement(parameter).global_shape for name, parameter in wanted.items()}
+    shapes |= {name: tuple(buffer.shape) for name, buffer in buffers.items() if name in state}
+    for name, shape in shapes.items():
+        if tuple(state[name].shape) != shape:
+            raise CheckpointError(
+                f"{name!r} has shape {tuple(state[name].shape)} in the state dictionary, {shape} here"
+            )
+    for name, parameter in wanted.items():
+        set_full_param(parameter, state[name])
+    with torch.no_grad():
+        for name, buffer in buffers.items():
+            if name in state:
+                buffer.copy_(state[name])
+    set_extra_states(model.model, state)
+    return missing, unexpected
+
+
+def load_with_function(model: ShardedModel, state: Mapping[str, Any], custom_load_fn: Callable[..., Any]) -> None:
+    """Have `custom(src=state, dst=module)` set parameters, on every rank; what the first does is kept. Collective.
+
+    Needs memory for the whole model on every rank.
+    """
+    with GatheredParameters(list(model.model.parameters()), modifier_rank=model.mesh.world.ranks[0]), torch.no_grad():
+        custom_load_fn(src=state, dst=model.model)
+
+
+def _names_by_parameter(model: ShardedModel) -> dict[int, list[str]]:
+    """All names of each parameter, by its id.
+
+    Raises:
+        ModelError: the engine does not know all of them.
+    """
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    require_unchanged_model(model)
+    return names
+
+
+def _named_persistent_buffers(model: ShardedModel) -> Iterator[tuple[str, torch.Tensor]]:
+    for prefix, module in model.model.named_modules(remove_duplicate=False):
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}" if prefix else name, buffer
+
+
+def require_unchanged_model(model: ShardedModel) -> None:
+    """A module that was exchanged or added after `initialize` trains nowhere, and would be missing from a file.
+
+    Raises:
+        ModelError: there is one.
+    """
+    held = {id(parameter) for unit in model.units for parameter in unit.parameters}
+    present = {id(parameter): name for name, parameter in model.model.named_parameters()}
+    strange = [name for identity, name in present.items() if identity not in held]
+    gone = [n for u in model.units for n, p in zip(u.names, u.parameters, strict=True) if id(p) not in present]
+    if strange or gone:
+        raise ModelError(
+            f"the model changed after initialize: {(strange or gone)[0]!r} is {'new' if strange else 'gone'}, and the "
+            "engine neither trains nor saves what it did not see; call engine.refresh(), with what is gone taken out "
+            "of the optimizer's groups"
+        )
+
+
+def save_16bit_model(model: ShardedModel, directory: str, filename: str, exclude_frozen_parameters: bool) -> bool:
+    """See `Engine.save_16bit_model`; one unit is whole at a time. Collective; all ranks raise if rank 0 can't write."""
+    model.finish_update()
+    names = _names_by_parameter(model)
+    units = [unit for unit in model.units if unit.trainable or not exclude_frozen_parameters]
+    writing = _FullWeightsWriter(Path(directory) / filename) if model.mesh.world.index == 0 else None
+    buffers = {} if exclude_frozen_parameters else dict(_named_persistent_buffers(model))
+    for theirs in model.mesh.of_stages({n: b.detach().cpu() for n, b in buffers.items()}):
+        buffers = {**theirs, **buffers}
+    collecting = FullParameterGather(model, units, names)
+    if writing is not None:
+        # A safetensors file holds each tensor once; loading ties the names again.
+        entries = {told.names[0]: TensorEntry(told.dtype, told.shape) for told in collecting.entries}
+        entries |= {name: TensorEntry(buffer.dtype, tuple(buffer.shape)) for name, buffer in buffers.items()}
+        aliases = ((told.names[0], alias) for told in collecting.entries for alias in told.names[1:])
+        writing.begin(entries, dict((alias, name) for name, alias in aliases))
+        writing.add(buffers)
+    for found, whole in collecting.full_parameters():
+        if writing is not None:
+            writing.add({found[0]: whole})
+    told = [writing.finish() if writing is not None else ""]
+    dist.broadcast_object_list(told, model.mesh.world.ranks[0], group=model.mesh.world.process_group)
+    if told[0]:
+        raise CheckpointError(told[0])
+    return True
+
+
+class _TorchFileTarget:
+    """A file for `torch.load`, written as `TensorFileWriter` writes one of safetensors.
+
+    Args:
+        entries: all that it will hold, by name.
+        tied: other names of some of them.
+    """
+
+    def __init__(self, path: Path, entries: Mapping[str, TensorEntry], tied: Mapping[str, str]) -> None:
+        self._planned = {name: PlannedTensor(one.dtype, one.shape, list) for name, one in entries.items()}
+        self._file = TorchFileWriter(path, self._planned | {alias: self._planned[name] for alias, name in tied.items()})
+
+    def write(self, name: str, tensor: torch.Tensor) -> None:
+        """Its values."""
+        self._file.write(self._planned[name], [tensor.reshape(-1)])
+
+    def __enter__(self) -> _TorchFileTarget:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.__exit__(kind, error, trace)
+
+
+class _FullWeightsWriter:
+    """A file of whole tensors that is being written; what goes wrong is told at the end, since other ranks take part
+    in every gather until then."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._partial = path, temporary_path_beside(path)
+        self._file: TensorFileWriter | _TorchFileTarget | None = None
+        self._problem = ""
+
+    def begin(self, entries: dict[str, TensorEntry], tied: Mapping[str, str]) -> None:
+        """All that it will hold; `tied` are other names, for a file that can hold a tensor under several."""
+        with self._recording_errors(), disk_errors(self._partial, 0):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            if self._path.suffix == ".safetensors":
+                self._file = TensorFileWriter(self._partial, entries)
+            else:
+                self._file = _TorchFileTarget(self._partial, entries, tied)
+
+    def add(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Write these."""
+        with self._recording_errors():
+            if (file := self._file) is not None:
+                for name, tensor in tensors.items():
+                    file.write(name, tensor)
+
+    def finish(self) -> str:
+        """Give the file its name; returns what went wrong, if anything did."""
+        with self._recording_errors(), disk_errors(self._path, 0):
+            if self._file is not None:
+                with self._file:
+                    pass
+                self._partial.replace(self._path)
+        return self._problem
+
+    @contextmanager
+    def _recording_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except CheckpointError as error:
+            self._problem, file, self._file = str(error), self._file, None
+            with suppress(CheckpointError, OSError):  # the first error is the one to tell
+                if file is not None:
+                    file.__exit__(type(error), error, None)
+                self._partial.unlink(missing_ok=True)

@@ -1,0 +1,73 @@
+"""Ranks that compute one sample together were given the same one, or all of them are told."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from windlass.base.collective_activity import WaitScope
+from windlass.base.errors import DataError
+from windlass.base.tensor_tree import iterate_tensors
+from windlass.comm.mesh import Mesh
+from windlass.comm.mesh_axis import MeshAxis
+from windlass.parallel.sequence.batch_sharding import SHARD_KEY
+
+
+class InputConsistencyCheck:
+    """Compares what the ranks along tp and sp are given, in the first forward with gradients and the first without.
+
+    A loader that gives each rank other samples is the easiest mistake to make there, and nothing else would show it:
+    losses fall all the same, of gradients that are those of no sample.
+
+    Args:
+        mesh: says who is along which axis.
+        parts: ranks along sp are given parts of sequences, each its own.
+    """
+
+    def __init__(self, mesh: Mesh, *, sequence_is_sharded: bool = False) -> None:
+        compared = [mesh.tp] if sequence_is_sharded else [mesh.tp, mesh.sp]
+        self._axes = [MeshAxis(axis.name, axis.group) for axis in compared if axis.size > 1]
+        self._data_loading_ranks = mesh.grid.data_loading_size
+        self._checked: set[bool] = set()
+
+    def check(self, inputs: Any) -> None:
+        """Compare `given`, a forward's arguments. Collective along tp and sp where it was not done before.
+
+        Raises:
+            DataError: ranks were given different tensors; on all ranks along the axis.
+        """
+        kind = torch.is_grad_enabled()
+        if not self._axes or kind in self._checked:
+            return
+        self._checked.add(kind)
+        mine = input_digest(inputs)
+        marked = any(
+            isinstance(one, Mapping) and SHARD_KEY in one for one in inputs
+        )  # a loader gave each rank its part
+        for axis in self._axes:
+            if marked and axis.name == "sp":
+                continue
+            with WaitScope(f"the comparison of inputs along {axis.name}"):
+                heard = axis.all_gather_object(mine)
+            if len(set(heard)) > 1:
+                other = next(place for place, said in enumerate(heard) if said != heard[0])
+                raise DataError(
+                    f"ranks {axis.group.ranks[0]} and {axis.group.ranks[other]} are neighbours along {axis.name} and "
+                    f"were given different inputs; they compute the same samples together, so of {self._data_loading_ranks} "
+                    "readers each has to read for all its neighbours: make the sampler with num_replicas, rank = "
+                    "engine.readers, or pass training_data to initialize"
+                )
+
+
+def input_digest(inputs: Any) -> str:
+    """A hash of all tensors in `given`, their shapes and values."""
+    found = hashlib.blake2b(digest_size=16)
+    for tensor in iterate_tensors(inputs):
+        found.update(repr((tuple(tensor.shape), str(tensor.dtype))).encode())
+        if tensor.layout is torch.strided and tensor.device.type != "meta":
+            values = tensor.detach().cpu().contiguous()
+            found.update(values.reshape(-1).view(torch.uint8).numpy().tobytes() if values.numel() else b"")
+    return found.hexdigest()

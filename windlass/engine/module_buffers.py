@@ -1,0 +1,136 @@
+"""Keeps module buffers (running statistics) equal on all ranks, by DistributedDataParallel's rule: rank 0's count."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from windlass.comm.rank_group import RankGroup
+from windlass.parallel.experts import is_router_bias
+
+_NORMS = (nn.modules.batchnorm._NormBase,)
+
+
+class BufferDtypePolicy:
+    """Which dtype each floating-point buffer of a 16-bit model takes.
+
+    Args:
+        model: may name buffers that stay fp32, as models of transformers do.
+        compute: dtype of the parameters.
+        dtype: of all buffers (`data_types.buffer_dtype`). None: buffers of the saved state are cast to `compute` (a
+            norm computes in one dtype), and the others (tables of positions) keep their precision.
+        keep: patterns of names of buffers that are fp32, or "auto" for those that the model names.
+        norms_only: without a `dtype`, cast the running statistics of torch's norms alone: torch computes them in the
+            dtype of their weights and of no other.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        param_dtype: torch.dtype,
+        buffer_dtype: torch.dtype | None,
+        keep_in_fp32_modules: Literal["auto"] | list[str],
+        norms_only: bool = False,
+    ) -> None:
+        self._param_dtype, self._buffer_dtype, self._norms_only = param_dtype, buffer_dtype, norms_only
+        patterns = (
+            [_glob(name) for name in keep_in_fp32_modules]
+            if keep_in_fp32_modules != "auto"
+            else list(_fp32_patterns_of_model(model, param_dtype))
+        )
+        self._fp32_pattern = re.compile("|".join(patterns)) if patterns else None
+
+    def dtype_of(self, prefix: str, module: nn.Module, name: str, buffer: torch.Tensor) -> torch.dtype | None:
+        """The dtype of the buffer `name` of the module at `prefix`; None: as it is."""
+        if not buffer.is_floating_point() or is_router_bias(module, name):
+            return None
+        if self._fp32_pattern is not None and self._fp32_pattern.search(f"{prefix}.{name}" if prefix else name):
+            return torch.float32
+        if self._buffer_dtype is not None or name in module._non_persistent_buffers_set:
+            return self._buffer_dtype
+        if self._norms_only and not isinstance(module, _NORMS):
+            return None
+        return self._param_dtype
+
+
+def _glob(name: str) -> str:
+    return re.escape(name).replace(r"\*", ".*")
+
+
+def _fp32_patterns_of_model(model: nn.Module, param_dtype: torch.dtype) -> Iterator[str]:
+    """Patterns of what models of transformers inside `model` keep in fp32: some in both 16-bit dtypes, some in fp16."""
+    lists = ["_keep_in_fp32_modules_strict"] + (["_keep_in_fp32_modules"] if param_dtype == torch.float16 else [])
+    for prefix, module in model.named_modules():
+        for name in (name for one in lists for name in getattr(module, one, None) or ()):
+            yield rf"^{re.escape(prefix)}\..*{_glob(name)}" if prefix else _glob(name)
+
+
+class BufferSynchronizer:
+    """The buffers of a model. They are sent at the first training forward after a step, if anyone changed one.
+
+    Args:
+        model: whose buffers.
+        data: the ranks that share them.
+        device: where they shall be.
+        casts: the dtypes that floating-point buffers take; None: all keep theirs.
+        meet: waits until all ranks are about to send, and serves those that run a forward alone meanwhile.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        group: RankGroup,
+        device: torch.device,
+        dtype_policy: BufferDtypePolicy | None,
+        sync_point: Callable[[], None],
+    ) -> None:
+        self._model, self._group, self._sync_point = model, group, sync_point
+        for prefix, module in model.named_modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    dtype = dtype_policy.dtype_of(prefix, module, name, buffer) if dtype_policy is not None else None
+                    module._buffers[name] = buffer.to(device=device, dtype=dtype)
+        self._synced_versions: list[tuple[int, int]] = []
+        self._stale = False
+        self.broadcast()
+
+    def has_changed(self) -> bool:
+        """Whether this rank's buffers changed since they were last equal."""
+        return self._versions() != self._synced_versions
+
+    def mark_synchronized(self) -> None:
+        """What changed since `changed` was asked did so on all ranks: there is nothing to send."""
+        self._synced_versions = self._versions()
+
+    def mark_stale(self) -> None:
+        """Some rank's buffers changed: send them before the next training forward."""
+        self._stale = True
+
+    def broadcast_if_stale(self) -> None:
+        """Send rank 0's, if that is due. Collective then, and due on all ranks alike."""
+        if self._stale:
+            self._sync_point()
+            self.broadcast()
+
+    def broadcast(self) -> None:
+        """Make all buffers equal to rank 0's. Collective."""
+        kinds: dict[torch.dtype, list[torch.Tensor]] = {}
+        for buffer in self._model.buffers():
+            kinds.setdefault(buffer.dtype, []).append(buffer)
+        if self._group.size > 1:
+            for buffers in kinds.values():
+                flat = torch.cat([buffer.detach().reshape(-1) for buffer in buffers])
+                dist.broadcast(flat.view(torch.uint8), self._group.ranks[0], group=self._group.process_group)
+                with torch.no_grad():
+                    for buffer, part in zip(buffers, flat.split([b.numel() for b in buffers]), strict=True):
+                        buffer.copy_(part.view(buffer.shape))
+        self._stale = False
+        self._synced_versions = self._versions()
+
+    def _versions(self) -> list[tuple[int, int]]:
+        return [(id(buffer), buffer._version) for buffer in self._model.buffers()]

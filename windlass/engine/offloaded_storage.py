@@ -1,0 +1,84 @@
+"""What rests on disk, as a save that does not block finds it: read by its thread while training goes on.
+
+See [Note: saving while training goes on].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from windlass.checkpoint.checkpoint_state import OffloadedStorage
+from windlass.storage.extent_transfer import Extent
+from windlass.zero.core.unit import Unit
+from windlass.zero.update.optimizer_state_offload import StateRecordOnDisk
+
+
+class OffloadedExtentStorage(OffloadedStorage):
+    """An extent that is not written over until it was copied."""
+
+    def __init__(self, extent: Extent) -> None:
+        super().__init__()
+        self._extent = extent
+
+    def block_writers(self) -> None:
+        self._extent.wait_until_writable = self.wait_until_released
+
+    def release_writers(self) -> None:
+        self._extent.wait_until_writable = None
+        super().release_writers()
+
+
+class OffloadedChunkStorage(OffloadedExtentStorage):
+    """A chunk whose masters and states rest on disk."""
+
+    def __init__(self, record: StateRecordOnDisk) -> None:
+        super().__init__(record.extent)
+        self._record = record
+        self._loaded: dict[tuple[nn.Parameter | None, str], torch.Tensor] = {}
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        self._loaded = self._record.read()
+        try:
+            yield
+        finally:
+            self._loaded = {}
+
+    def master_weights(self) -> torch.Tensor:
+        """`[elements of the chunk]`, while it is open."""
+        return self._loaded[None, ""]
+
+    def state(self, state_key: Any, key: str) -> torch.Tensor:
+        """A state of one of its tenants as a flat tensor, while it is open."""
+        return self._loaded[state_key, key].reshape(-1)
+
+
+class OffloadedShardStorage(OffloadedExtentStorage):
+    """The cut of an untrained unit that rests on disk."""
+
+    def __init__(self, unit: Unit, extent: Extent) -> None:
+        super().__init__(extent)
+        self._unit = unit
+        self._values: torch.Tensor | None = None
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        rests = self._unit.shard_slot
+        assert rests is not None
+        values = torch.empty(rests.numel, dtype=rests.dtype, device="cpu")
+        rests.read_unguarded(values)
+        self._values = values
+        try:
+            yield
+        finally:
+            self._values = None
+
+    def values(self) -> torch.Tensor:
+        """`[elements of the cut]`, while it is open."""
+        assert self._values is not None
+        return self._values

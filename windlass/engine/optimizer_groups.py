@@ -1,0 +1,106 @@
+"""Optimizer groups in a checkpoint: hyper-parameters, and the names of the parameters that they are for.
+
+Groups are matched by these names, not by their numbers: a group takes the hyper-parameters of the saved group that had
+the same parameters, as far as those are trained in both runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from windlass.base.errors import CheckpointError
+from windlass.base.log import logger
+from windlass.base.text import plural
+from windlass.checkpoint.checkpoint_load import count_and_names
+from windlass.parallel.placement import get_global_name
+
+if TYPE_CHECKING:
+    from windlass.engine.training_engine import Engine
+
+GroupMetadata = list[dict[str, Any]]
+
+
+def group_metadata(engine: Engine) -> GroupMetadata:
+    """Hyper-parameters of each group, with the names of its parameters."""
+    if engine._optimizer is None:
+        return []
+    names = {id(p): get_global_name(p, name) for name, p in engine.module.named_parameters()}
+    groups = []
+    for group in engine._optimizer.param_groups:
+        values = {key: value for key, value in group.items() if key != "params"}
+        groups.append({"parameters": [names[id(p)] for p in group["params"]], "values": values})
+    return groups
+
+
+@dataclass(frozen=True)
+class GroupMatch:
+    """How saved groups fit this optimizer's.
+
+    Attributes:
+        source: for each group here the number of the saved one whose hyper-parameters it takes; None: keeps its own.
+        matched: parameters in both.
+        missing: parameters that are here and in no saved group.
+        unexpected: parameters that are in a saved group and not here.
+    """
+
+    source: list[int | None]
+    matched: int
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every group has its like."""
+        return not self.missing and not self.unexpected and None not in self.source
+
+
+def match_groups(current: GroupMetadata, saved: GroupMetadata) -> GroupMatch:
+    """Find the saved group of each group here."""
+    known = {name for group in saved for name in group["parameters"]}
+    mine = {name for group in current for name in group["parameters"]}
+    common = known & mine
+    by_names: dict[frozenset[str], list[int]] = {}
+    for number, group in enumerate(saved):
+        by_names.setdefault(frozenset(group["parameters"]) & common, []).append(number)
+    source: list[int | None] = []
+    for number, group in enumerate(current):
+        names = frozenset(group["parameters"]) & common
+        like = by_names.get(names, [])
+        if not names:  # nothing tells such groups apart but their numbers
+            like = [number] if number in like and len(current) == len(saved) else []
+        source.append(like[0] if like else None)
+    return GroupMatch(source, len(common), tuple(sorted(mine - known)), tuple(sorted(known - mine)))
+
+
+def require_complete_match(match: GroupMatch, current: GroupMetadata, saved: GroupMetadata) -> None:
+    """Raises CheckpointError unless the optimizer is the one that was saved."""
+    if match.is_complete and len(current) == len(saved):
+        return
+    if len(current) != len(saved):
+        what = f"the checkpoint has {len(saved)} optimizer groups, this optimizer has {len(current)}"
+    elif match.missing or match.unexpected:
+        what = "the optimizer has other parameters than the one that was saved"
+    else:
+        what = f"optimizer group {match.source.index(None)} has other parameters than any group of the checkpoint"
+    raise CheckpointError(
+        f"{what}: {count_and_names('missing', match.missing)}, {count_and_names('unexpected', match.unexpected)}. Build it with the same "
+        "groups; or load with load_optimizer_strict=False: what matches by name is taken, new parameters begin without "
+        "states; or with load_optimizer_states=False"
+    )
+
+
+def load_hyperparameters(engine: Engine, match: GroupMatch, saved: GroupMetadata) -> None:
+    """Take the saved hyper-parameters, and say what was matched."""
+    assert engine._optimizer is not None
+    for group, number in zip(engine._optimizer.param_groups, match.source, strict=True):
+        if number is None:
+            continue
+        values = {k: v for k, v in saved[number]["values"].items() if k != "state_dtype"}  # states were converted
+        group.update({key: tuple(v) if isinstance(v, list) else v for key, v in values.items()})
+    own = [str(number) for number, source in enumerate(match.source) if source is None]
+    logger.info(
+        f"optimizer: {plural(match.matched, 'parameter')} matched, {count_and_names('missing', match.missing)}, "
+        f"{count_and_names('unexpected', match.unexpected)}"
+        + (f"; groups that keep their own hyper-parameters: {', '.join(own)}" if own else "")
+    )

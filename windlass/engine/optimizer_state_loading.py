@@ -1,0 +1,291 @@
+"""Optimizer states come back from a checkpoint, in whatever cut and format this optimizer keeps them."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from windlass.base.errors import CheckpointError
+from windlass.checkpoint import FlatShard, LazyFlatTensor, LazyStorage
+from windlass.engine.optimizer_state_saving import Update, flat_state, unsupported_shape_message
+from windlass.kernels.update_tensors import count_scales
+from windlass.optim import quantized_states
+from windlass.optim.cpu_optimizer import StateFormat
+from windlass.parallel.full_parameters import select_local_shard
+from windlass.parallel.placement import Placement
+from windlass.zero.sharded_model import ShardedModel
+from windlass.zero.update.elementwise_update import ElementwiseUpdate
+from windlass.zero.update.master_weights import MasterWeights
+from windlass.zero.update.optimizer_state_offload import is_offloadable
+from windlass.zero.update.update_chunk import StateEntry, UpdateChunk
+
+
+@dataclass
+class _StateConversion:
+    """A state that was saved in another format, or whose codes may have been cut elsewhere.
+
+    Codes of a whole parameter, of which only a part is here, come whole, since their blocks are those of the whole.
+
+    Attributes:
+        came, scales: what was saved of the span, while its chunk is open.
+    """
+
+    entry: StateEntry
+    key: str
+    saved_format: StateFormat
+    target_format: StateFormat
+    spans: list[tuple[int, int]]
+    loaded: torch.Tensor | None = None
+    scales: list[quantized_states.BlockScales] = field(default_factory=list)
+
+    @property
+    def _placement(self) -> Placement:
+        return self.entry.chunk.unit.placements[self.entry.index]
+
+    @property
+    def _loads_full_parameter(self) -> bool:
+        return self.saved_format.is_quantized and not self._placement.is_full
+
+    @property
+    def _element_range(self) -> tuple[int, int]:
+        """Which elements are read: of the part that is here, or of the whole parameter."""
+        if self._loads_full_parameter:
+            return 0, math.prod(self._placement.global_shape)
+        return self.entry.start, self.entry.stop
+
+    def allocate(self) -> None:
+        """Make memory for what was saved."""
+        start, stop = self._element_range
+        self.loaded = torch.empty(stop - start, dtype=self.saved_format.dtype, device="cpu")
+        self.scales = []
+        for first, last in self.spans:
+            lowest, highest = quantized_states.blocks_between(first, last, start, stop)
+            self.scales.append(
+                quantized_states.BlockScales(
+                    first, last, lowest, torch.empty(highest - lowest, dtype=torch.float32, device="cpu")
+                )
+            )
+
+    def flat_shards(self, storage: LazyStorage) -> Iterator[FlatShard]:
+        """What is to be read, of the codes or values and of the scales."""
+        where = f"state/{self.entry.name}/{self.key}"
+        start, stop = self._element_range
+        shape = self._placement.global_shape if self._loads_full_parameter else self._placement.local_shape
+        of = None if self._loads_full_parameter else self._placement
+        yield FlatShard(
+            where, shape, start, LazyFlatTensor(stop - start, self.saved_format.dtype, storage, self._loaded_values), of
+        )
+        for number, (first, last) in enumerate(self.spans):
+            lowest, highest = quantized_states.blocks_between(first, last, start, stop)
+            resting = LazyFlatTensor(highest - lowest, torch.float32, storage, partial(self._scale_values, number))
+            yield FlatShard(f"{where}_scale/{first}", (count_scales(last - first),), lowest, resting)
+
+    def _loaded_values(self) -> torch.Tensor:
+        assert self.loaded is not None
+        return self.loaded
+
+    def _scale_values(self, number: int) -> torch.Tensor:
+        return self.scales[number].values
+
+    def store(self, state: dict[str, Any]) -> None:
+        """Put it into the state as this optimizer keeps it."""
+        assert self.loaded is not None
+        into, signed = state[self.key].view(-1), self.saved_format.is_signed
+        if self._loads_full_parameter:
+            whole = torch.empty(self.loaded.numel(), dtype=torch.float32)
+            quantized_states.dequantize_state(self.loaded, 0, self.scales, signed, whole)
+            part = select_local_shard(whole.view(self._placement.global_shape), self._placement).reshape(-1)
+            values = part[self.entry.start : self.entry.stop]
+            if self.target_format.is_quantized:
+                quantized_states.quantize_state(values, into, state[f"{self.key}_scale"], self.target_format.is_signed)
+            else:
+                into.copy_(values)
+        elif not self.saved_format.is_quantized:
+            quantized_states.quantize_state(self.loaded, into, state[f"{self.key}_scale"], self.target_format.is_signed)
+        elif self.target_format.is_quantized:
+            quantized_states.requantize_state(
+                self.loaded, self.entry.start, self.scales, signed, into, state[f"{self.key}_scale"]
+            )
+        else:
+            quantized_states.dequantize_state(self.loaded, self.entry.start, self.scales, signed, into)
+        self.loaded, self.scales = None, []
+
+
+class ChunkLoadStorage:
+    """A chunk whose masters, and states if there are to be any, are loaded over.
+
+    Attributes:
+        shards: what is read into its states.
+        opened: it was, so that it is as it shall be.
+    """
+
+    def __init__(self, master_weights: MasterWeights, chunk: UpdateChunk) -> None:
+        self._master_weights, self._chunk = master_weights, chunk
+        self._expected: dict[Any, dict[str, torch.Tensor]] = {}
+        self._scalars: dict[Any, dict[str, Any]] = {}  # counts and values, by tenant
+        self._conversions: list[_StateConversion] = []
+        self._loads_states = False
+        self.shards: list[FlatShard] = []
+        self.was_opened = False
+
+    @property
+    def converts_states(self) -> bool:
+        """Whether a state is kept in another format than it was saved in, or may be."""
+        return bool(self._conversions)
+
+    def expect_states(self, entry: StateEntry, scalars: dict[str, Any]) -> None:
+        """A tenant's states shall be those of the checkpoint; `loose` are counts, read before, and plain values."""
+        self._loads_states = True
+        self._expected[entry.state_key], self._scalars[entry.state_key] = {}, scalars
+
+    def add_state(
+        self,
+        entry: StateEntry,
+        key: str,
+        template: torch.Tensor,
+        shape: tuple[int, ...],
+        placement: Placement | None = None,
+    ) -> None:
+        """Read the state `key` straight into a tensor like `like`, which is all or a span of one of `shape`, which is
+        the part `of` the whole one."""
+        residence = self._master_weights.state_offload
+        self._expected[entry.state_key][key] = template
+        resting = LazyFlatTensor(template.numel(), template.dtype, self, partial(flat_state, residence, entry, key))
+        self.shards.append(FlatShard(f"state/{entry.name}/{key}", shape, entry.start, resting, placement))
+
+    def add_conversion(self, conversion: _StateConversion) -> None:
+        """Read a state in the format in which it was saved, to be kept in another."""
+        tenancy, kept = conversion.entry, conversion.target_format
+        likes = self._expected[tenancy.state_key]
+        likes[conversion.key] = torch.empty(tenancy.shape, dtype=kept.dtype, device="meta")
+        if kept.is_quantized:
+            scales = count_scales(tenancy.stop - tenancy.start)
+            likes[f"{conversion.key}_scale"] = torch.empty(scales, dtype=torch.float32, device="meta")
+        self._conversions.append(conversion)
+        self.shards += conversion.flat_shards(self)
+
+    @property
+    def is_resident(self) -> bool:
+        """As `Drawer`."""
+        return False
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """As `Drawer`."""
+        self.was_opened = True
+        residence = self._master_weights.state_offload
+        with self._master_weights.opened(self._chunk, self._expected if self._loads_states else None, changes=True):
+            for tenant, loose in self._scalars.items():
+                _set_scalars(residence.states[tenant], loose)
+            for conversion in self._conversions:
+                conversion.allocate()
+            yield
+            for conversion in self._conversions:
+                conversion.store(residence.states[conversion.entry.state_key])
+
+
+def _set_scalars(state: dict[str, Any], scalars: dict[str, Any]) -> None:
+    """Counts and values as they were saved; a count that is there keeps its dtype and device."""
+    for key in [key for key, value in state.items() if key not in scalars and not is_offloadable(value)]:
+        del state[key]
+    for key, value in scalars.items():
+        now = state.get(key)
+        if isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor) and now.dim() == 0:
+            now.copy_(value)
+        else:
+            state[key] = value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def plan_state_loading(
+    model: ShardedModel,
+    metadata: dict[str, Any],
+    saved_tensors: dict[str, torch.Tensor],
+    storage_of: Callable[[UpdateChunk], ChunkLoadStorage],
+    scalar_tensors: dict[str, torch.Tensor],
+) -> None:
+    """Tell each chunk which states it shall read.
+
+    Args:
+        about: what the checkpoint says of states.
+        saved: every tensor of the checkpoint by name, without memory.
+        counts: takes those that are to be read before, by name.
+
+    Raises:
+        CheckpointError: a state that this optimizer cannot have.
+    """
+    update = model.update
+    assert update is not None
+    formats = update.formats()
+    for tenancy in update.state_entries():
+        drawer = storage_of(tenancy.chunk)
+        values = metadata.get("values", {}).get(tenancy.name, {})
+        loose = {key: copy.deepcopy(value) for key, value in values.items()}
+        drawer.expect_states(tenancy, loose)
+        for key, kind in metadata.get("states", {}).get(tenancy.name, {}).items():
+            where, form = f"state/{tenancy.name}/{key}", kind.split()[0]
+            if form == "value":
+                continue
+            if where not in saved_tensors:
+                raise CheckpointError(f"the checkpoint says that it holds {where!r}, and does not; load another one")
+            if form == "whole" and saved_tensors[where].dim() == 0:
+                count = torch.empty((), dtype=saved_tensors[where].dtype, device=tenancy.chunk.device)
+                loose[key] = scalar_tensors.setdefault(where, count)
+                continue
+            kept = formats.get(id(tenancy.parameter), {}).get(key)
+            _plan_state(update, drawer, tenancy, key, form, saved_tensors[where], kept, metadata.get("spans", {}))
+
+
+def _plan_state(
+    update: Update,
+    storage: ChunkLoadStorage,
+    entry: StateEntry,
+    key: str,
+    form: str,
+    saved: torch.Tensor,
+    target_format: StateFormat | None,
+    spans: dict[str, list[list[int]]],
+) -> None:
+    """Tell a chunk of one state that rests there."""
+    if form == "whole":
+        if isinstance(update, ElementwiseUpdate):
+            raise CheckpointError(unsupported_shape_message(update, entry, key, tuple(saved.shape)))
+        storage.add_state(entry, key, saved, tuple(saved.shape))
+    elif form in ("signed", "unsigned"):
+        placement = entry.chunk.unit.placements[entry.index]
+        start, stop = (entry.start, entry.stop) if placement.is_full else (0, math.prod(placement.global_shape))
+        met = [(a, b) for a, b in spans.get(entry.name, ()) if a < stop and start < b]
+        quantized_states.check_coverage(met, start, stop, f"the state {key!r} of {entry.name!r}")
+        saved_as = StateFormat(saved.dtype, form == "signed")
+        storage.add_conversion(
+            _StateConversion(
+                entry, key, saved_as, target_format or StateFormat(entry.chunk.state_dtype, saved_as.is_signed), met
+            )
+        )
+    elif target_format is not None and target_format.is_quantized:
+        storage.add_conversion(
+            _StateConversion(entry, key, StateFormat(torch.float32, target_format.is_signed), target_format, [])
+        )
+    else:
+        now = update.state_offload.describe_state(entry.chunk, entry.state_key).get(key)
+        like = torch.empty(entry.shape, dtype=_state_dtype(update, entry, now, target_format, saved), device="meta")
+        unit = entry.chunk.unit
+        storage.add_state(entry, key, like, tuple(unit.shapes[entry.index]), unit.placements[entry.index])
+
+
+def _state_dtype(
+    update: Update, entry: StateEntry, current: Any, target_format: StateFormat | None, saved: torch.Tensor
+) -> torch.dtype:
+    """Of a state with one value an element: as the rule keeps it, as it has it now, or as it was saved."""
+    if target_format is not None:
+        return target_format.dtype
+    if isinstance(current, torch.Tensor):
+        return current.dtype
+    wide = isinstance(update, ElementwiseUpdate) and saved.is_floating_point()
+    return entry.chunk.state_dtype if wide else saved.dtype

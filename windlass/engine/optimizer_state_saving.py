@@ -1,0 +1,181 @@
+"""This rank's optimizer states as a checkpoint holds them.
+
+[Note: kinds of states] A checkpoint says of each state of a parameter what it is:
+
+- `pieces DTYPE`: one value an element, cut as the parameter is;
+- `signed uint8`, `unsigned uint8`: likewise, but codes of 8 bits; the scales of the span `[start, stop)` lie beside
+  them under `.../KEY_scale/START` ([Note: codes that are cut elsewhere]). Of a parameter that is cut over tp or ep the
+  blocks are those of its parts, which another layout does not have: what the codes mean is saved, as `pieces float32`;
+- `whole DTYPE`: one tensor for the parameter, a count or what only its rule knows;
+- `value`: a plain Python value (or a tensor of no elements), kept in the index.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from windlass.base.errors import CheckpointError
+from windlass.checkpoint import FlatShard, LazyFlatTensor, LazyStorage
+from windlass.engine.offloaded_storage import OffloadedChunkStorage
+from windlass.optim import quantized_states
+from windlass.optim.cpu_optimizer import StateFormat
+from windlass.zero.update.elementwise_update import ElementwiseUpdate
+from windlass.zero.update.optimizer_state_offload import OptimizerStateOffload
+from windlass.zero.update.update_chunk import StateEntry, UpdateChunk
+from windlass.zero.update.whole_parameter_update import WholeParameterUpdate
+
+Update = ElementwiseUpdate | WholeParameterUpdate
+
+
+@dataclass
+class StateFragments:
+    """What a rank saves of its states: tensors, and by parameter and key their kinds, values and spans."""
+
+    shards: list[FlatShard] = field(default_factory=list)
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    kinds: dict[str, dict[str, str]] = field(default_factory=dict)
+    values: dict[str, dict[str, Any]] = field(default_factory=dict)
+    spans: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
+
+    def metadata(self) -> dict[str, Any]:
+        """The plain data."""
+        return {"states": self.kinds, "values": self.values, "spans": self.spans}
+
+
+def merge_state_metadata(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """What all ranks say about their states, as one."""
+    states: dict[str, dict[str, str]] = {}
+    values: dict[str, dict[str, Any]] = {}
+    spans: dict[str, set[tuple[int, int]]] = {}
+    for part in parts:
+        for name, keys in part["states"].items():
+            states.setdefault(name, {}).update(keys)
+        for name, found in part["values"].items():
+            values.setdefault(name, {}).update(found)
+        for name, cuts in part["spans"].items():
+            spans.setdefault(name, set()).update(cuts)
+    return {"states": states, "values": values, "spans": {name: sorted(cuts) for name, cuts in spans.items()}}
+
+
+def collect_state_fragments(
+    update: Update, storage_of: Callable[[UpdateChunk], LazyStorage], fragments: StateFragments
+) -> None:
+    """Put all states of this rank into `found`.
+
+    Raises:
+        CheckpointError: one is neither of an element nor of a parameter.
+    """
+    formats = update.formats()
+    for tenancy in update.state_entries():
+        drawer = storage_of(tenancy.chunk)
+        state = update.state_offload.describe_state(tenancy.chunk, tenancy.state_key)
+        codes = {key: one for key, one in formats.get(id(tenancy.parameter), {}).items() if is_coded(state, key, one)}
+        scales = {f"{key}_scale" for key in codes}
+        in_part = not tenancy.chunk.unit.placements[tenancy.index].is_full
+        for key, value in state.items():
+            if key in scales:
+                continue
+            if key in codes and in_part:
+                kind = "pieces float32"
+            elif key in codes:
+                kind = "signed uint8" if codes[key].is_signed else "unsigned uint8"
+                _add_scales(fragments, tenancy, key, _lazy_state(update, drawer, tenancy, f"{key}_scale", state))
+            else:
+                kind = state_kind(update, tenancy, key, value)
+            fragments.kinds.setdefault(tenancy.name, {})[key] = kind
+            where = f"state/{tenancy.name}/{key}"
+            if kind == "value":
+                fragments.values.setdefault(tenancy.name, {})[key] = value
+            elif value.dim() == 0:
+                fragments.tensors[where] = value
+            else:
+                whole = kind.startswith("whole")
+                unit = tenancy.chunk.unit
+                shape = tuple(value.shape if whole else unit.shapes[tenancy.index])
+                resting = _lazy_state(update, drawer, tenancy, key, state)
+                if key in codes and in_part:
+                    resting = _decode_lazily(
+                        resting, _lazy_state(update, drawer, tenancy, f"{key}_scale", state), codes[key]
+                    )
+                of = None if whole else unit.placements[tenancy.index]
+                fragments.shards.append(FlatShard(where, shape, 0 if whole else tenancy.start, resting, of))
+
+
+def is_coded(state: dict[str, Any], key: str, state_format: StateFormat) -> bool:
+    """Whether a state that is kept so is there as codes."""
+    return state_format.is_quantized and key in state and f"{key}_scale" in state
+
+
+def state_kind(update: Update, entry: StateEntry, key: str, value: Any) -> str:
+    """What a state that is not coded is; see [Note: kinds of states].
+
+    Raises:
+        CheckpointError: it is neither of an element nor of a parameter.
+    """
+    if not isinstance(value, torch.Tensor) or not value.numel():
+        return "value"
+    dtype = str(value.dtype).removeprefix("torch.")
+    if value.dim() == 0:
+        return f"whole {dtype}"
+    if value.shape == entry.shape:
+        return f"pieces {dtype}"
+    if isinstance(update, ElementwiseUpdate):
+        raise CheckpointError(unsupported_shape_message(update, entry, key, tuple(value.shape)))
+    return f"whole {dtype}"
+
+
+def unsupported_shape_message(update: Update, entry: StateEntry, key: str, shape: tuple[int, ...]) -> str:
+    """What is said of a state that is neither of an element nor of a parameter."""
+    rule = type(update.optimizer).__name__
+    return (
+        f"optimizer state {key!r} of {entry.name!r} has shape {shape}: {rule} is stepped on flat pieces (here of "
+        f"{entry.stop - entry.start} elements), and a checkpoint can cut and join only states with one value an "
+        "element or one for all; pass a subclass of the optimizer, which is stepped on whole parameters"
+    )
+
+
+def _add_scales(fragments: StateFragments, entry: StateEntry, key: str, scales: LazyFlatTensor) -> None:
+    where = f"state/{entry.name}/{key}_scale/{entry.start}"
+    fragments.shards.append(FlatShard(where, (scales.numel,), 0, scales))
+    spans = fragments.spans.setdefault(entry.name, [])
+    if (entry.start, entry.stop) not in spans[-1:]:
+        spans.append((entry.start, entry.stop))
+
+
+def _decode_lazily(codes: LazyFlatTensor, scales: LazyFlatTensor, state_format: StateFormat) -> LazyFlatTensor:
+    """What codes mean, decoded when their drawer is open."""
+    return LazyFlatTensor(
+        codes.numel,
+        torch.float32,
+        codes.storage,
+        lambda: decode_codes(codes.get(), scales.get(), state_format.is_signed),
+    )
+
+
+def decode_codes(codes: torch.Tensor, scales: torch.Tensor, signed: bool) -> torch.Tensor:
+    """What flat codes with scales of their own mean, in float32 on the CPU."""
+    values = torch.empty(codes.numel(), dtype=torch.float32, device="cpu")
+    quantized_states.dequantize_state(
+        codes, 0, [quantized_states.BlockScales(0, codes.numel(), 0, scales)], signed, values
+    )
+    return values
+
+
+def _lazy_state(
+    update: Update, storage: LazyStorage, entry: StateEntry, key: str, state: dict[str, Any]
+) -> LazyFlatTensor:
+    like = state[key]
+    if isinstance(storage, OffloadedChunkStorage):
+        return LazyFlatTensor(like.numel(), like.dtype, storage, partial(storage.state, entry.state_key, key))
+    return LazyFlatTensor(like.numel(), like.dtype, storage, partial(flat_state, update.state_offload, entry, key))
+
+
+def flat_state(offload: OptimizerStateOffload, entry: StateEntry, key: str) -> torch.Tensor:
+    """A state as a flat tensor, while its chunk is at hand."""
+    value: torch.Tensor = offload.states[entry.state_key][key]
+    return value.reshape(-1)

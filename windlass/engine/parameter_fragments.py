@@ -1,0 +1,135 @@
+"""This rank's parameters as a checkpoint holds them: pieces that rest in chunks, or in the cut of an untrained unit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+from windlass.checkpoint import FlatShard, LazyFlatTensor, LazyStorage
+from windlass.engine.offloaded_storage import OffloadedChunkStorage, OffloadedShardStorage
+from windlass.zero.core.unit import Unit
+from windlass.zero.core.unit_layout import LayoutPiece
+from windlass.zero.sharded_model import ShardedModel
+from windlass.zero.update.master_weights import MasterWeights
+from windlass.zero.update.update_chunk import UpdateChunk
+
+
+class ChunkSaveStorage:
+    """A chunk whose masters and states are saved."""
+
+    def __init__(self, master_weights: MasterWeights, chunk: UpdateChunk) -> None:
+        self._master_weights, self._chunk = master_weights, chunk
+
+    @property
+    def is_resident(self) -> bool:
+        """As `Drawer`."""
+        return self._chunk.master is not None
+
+    def open(self) -> AbstractContextManager[Any]:
+        """As `Drawer`."""
+        return self._master_weights.opened(self._chunk, changes=False)
+
+
+class UnitShardStorage:
+    """What this rank keeps of an untrained unit.
+
+    Args:
+        keep: what is changed while it is open goes home.
+    """
+
+    def __init__(self, model: ShardedModel, unit: Unit, *, write_back: bool) -> None:
+        self._unit, self._write_back, self._health = unit, write_back, model.disk_health
+        group = unit.dp_group.group
+        self._span = unit.layout.shard_range(group.index, group.size) if unit.reshards else (0, unit.layout.padded)
+        self._values: torch.Tensor | None = None
+
+    @property
+    def is_resident(self) -> bool:
+        """As `Drawer`."""
+        rests = self._unit.shard_slot
+        return not self._unit.reshards or rests is None or rests.tensor is not None
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """As `Drawer`."""
+        unit = self._unit
+        self._values = unit.read_local_shard() if unit.reshards else unit.full
+        self._health.raise_local_failure()
+        yield
+        if self._write_back and unit.reshards:
+            unit.write_local_shard(self._values)
+        self._values = None
+
+    def fragments(self) -> Iterator[LayoutPiece]:
+        """The parts of parameters in it."""
+        return self._unit.layout.pieces(*self._span)
+
+    def get(self, fragment: LayoutPiece) -> torch.Tensor:
+        """`[piece.numel]`, while it is open."""
+        assert self._values is not None
+        return self._values.narrow(0, fragment.offset, fragment.numel)
+
+
+def parameter_fragments(
+    model: ShardedModel,
+    units: Iterable[Unit],
+    storage_of: Callable[[UpdateChunk], LazyStorage],
+    *,
+    write_back: bool,
+    deferred: bool = False,
+    excluded: Collection[str] = (),
+) -> Iterator[FlatShard]:
+    """This rank's pieces of all parameters of `units`, masters where there are some.
+
+    Args:
+        drawer_of: where a chunk is opened.
+        keep: they are loaded over.
+        later: what rests on disk is read by another thread.
+        without: names of parameters of trained units that are left out.
+    """
+    for unit in units:
+        out = {index for index, name in enumerate(unit.names) if name in excluded}
+        chunks = model.masters.chunks_of(unit)
+        dtype = chunks[0].dtype if chunks else unit.dtype
+        for chunk in chunks:
+            for piece in chunk.pieces():
+                if piece.index in out:
+                    continue
+                drawer = storage_of(chunk)
+                yield _flat_shard(unit, piece, dtype, drawer, partial(_chunk_values, drawer, chunk, piece))
+        if not chunks:
+            cut = UnitShardStorage(model, unit, write_back=write_back)
+            extent = unit.shard_slot.extent if deferred and unit.reshards and unit.shard_slot is not None else None
+            away = OffloadedShardStorage(unit, extent) if extent is not None else None
+            for piece in cut.fragments():
+                if away is None:
+                    yield _flat_shard(unit, piece, dtype, cut, partial(cut.get, piece))
+                else:
+                    yield _flat_shard(unit, piece, dtype, away, partial(_offloaded_shard_values, away, piece))
+        for index, numel in enumerate(unit.layout.numels):
+            if numel == 0 and index not in out:
+                none = torch.empty(0, dtype=dtype)
+                yield FlatShard(
+                    f"param/{unit.names[index]}", tuple(unit.shapes[index]), 0, none, unit.placements[index]
+                )
+
+
+def _flat_shard(
+    unit: Unit, fragment: LayoutPiece, dtype: torch.dtype, storage: LazyStorage, get: Callable[[], torch.Tensor]
+) -> FlatShard:
+    resting = LazyFlatTensor(fragment.numel, dtype, storage, get)
+    name, shape = unit.names[fragment.index], tuple(unit.shapes[fragment.index])
+    return FlatShard(f"param/{name}", shape, fragment.start, resting, unit.placements[fragment.index])
+
+
+def _chunk_values(storage: LazyStorage, chunk: UpdateChunk, fragment: LayoutPiece) -> torch.Tensor:
+    values = storage.master_weights() if isinstance(storage, OffloadedChunkStorage) else chunk.values()
+    return values.narrow(0, fragment.offset, fragment.numel)
+
+
+def _offloaded_shard_values(storage: OffloadedShardStorage, fragment: LayoutPiece) -> torch.Tensor:
+    return storage.values().narrow(0, fragment.offset, fragment.numel)

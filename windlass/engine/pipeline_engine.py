@@ -1,0 +1,420 @@
+"""The engine of a rank of a pipeline: a whole step at a time, since forwards and backwards of stages interleave."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from windlass.base.errors import ConfigError, ModelError
+from windlass.base.log import logger
+from windlass.base.tensor_tree import iterate_tensors, replace_tensors
+from windlass.comm.background_call import BackgroundCall
+from windlass.config import Config
+from windlass.engine.collective_errors import CollectiveErrorCheck
+from windlass.engine.input_consistency import InputConsistencyCheck
+from windlass.engine.micro_batch_reader import MicroBatchReader, repeat_forever
+from windlass.engine.model_refresh import unfrozen_parameters
+from windlass.engine.schedule_unshard import ScheduleUnshardPolicy
+from windlass.engine.training_engine import Engine
+from windlass.engine.training_progress import TrainingProgress
+from windlass.optim.loss_scale import LossScale
+from windlass.parallel.pipeline.apply_pipeline_parallel import get_pipeline_stages
+from windlass.parallel.pipeline.pipeline_action import ActionKind as Action
+from windlass.parallel.pipeline.pipeline_action import RankActions
+from windlass.parallel.pipeline.pipeline_schedules import build_forward_schedule, build_schedule
+from windlass.parallel.pipeline.pipeline_stages import MicroBatchResult
+from windlass.parallel.pipeline.schedule_executor import ExecutorCallbacks, ScheduleFailed, execute_schedule
+from windlass.parallel.pipeline.schedule_simulation import compute_bubble_fraction
+from windlass.parallel.pipeline.stage_transfers import StageTransfers
+from windlass.parallel.pipeline.transfer_order import add_transfers
+from windlass.zero.sharded_model import ShardedModel
+
+PipelineEngineT = TypeVar("PipelineEngineT", bound=Engine)
+
+_WORDS = {
+    Action.FORWARD: "forward",
+    Action.BACKWARD: "backward",
+    Action.BACKWARD_INPUT: "backward",
+    Action.BACKWARD_WEIGHT: "backward of the weights",
+    Action.SEND_ACTIVATION: "sending of the activation",
+    Action.RECEIVE_ACTIVATION: "receiving of the activation",
+    Action.SEND_GRADIENT: "sending of the gradient",
+    Action.RECEIVE_GRADIENT: "receiving of the gradient",
+}
+_NOT_STARTED = "nothing was computed on any rank, and the next batch may follow"
+_BATCH_DROPPED = (
+    "this batch is dropped on all ranks, parameters and optimizer states are as they were, and the next batch may "
+    "follow"
+)
+
+
+class PipelineEngine(Engine):
+    """Trains one rank's stages of a model; every rank of the pipeline reads the same micro-batches.
+
+    `train_batch` makes a step of `gradient_accumulation_steps` micro-batches, `eval_batch` runs some without
+    gradients. `forward`, `backward` and `step` are refused.
+    """
+
+    _is_last_backward = False  # the backward that runs is the last one of the step
+    _is_broken = False  # a schedule was left half-way
+    _can_recover = True  # a rank that fails can make the transfers and collectives that others still need
+    _stage_transfer: StageTransfers | None = None
+
+    def __init__(
+        self,
+        sharded: ShardedModel,
+        optimizer: torch.optim.Optimizer | None,
+        config: Config,
+        progress: TrainingProgress,
+        scaler: LossScale,
+    ) -> None:
+        super().__init__(sharded, optimizer, config, progress, scaler)
+        if not progress.managed_gradient_accumulation:
+            raise ConfigError(
+                "managed_gradient_accumulation is false, but a pipeline runs all micro-batches of a step in one "
+                "train_batch; write true"
+            )
+        stages = get_pipeline_stages(sharded.model)
+        assert stages is not None, "a pipeline's engine is for models that apply_pipeline_parallel has seen"
+        self._stages, self._axis = stages, sharded.mesh.pp
+        self._stages_per_rank = stages.total_stages // self._axis.size
+        self._stage_transfer = StageTransfers(self._axis, self.device, has_dynamic_shapes=stages.has_dynamic_shapes)
+        self._left = "Ctrl-C, or a connection that broke"
+        self._programs: dict[tuple[str, int], RankActions] = {}
+        self._batch_reader = MicroBatchReader(sharded.mesh)
+        self._error_check = CollectiveErrorCheck(sharded.mesh.world, f"rank {self.global_rank}")
+        section, micros = config.pipeline, progress.batch.accumulation
+        idle = compute_bubble_fraction(section.schedule, self._axis.size, micros, self._stages_per_rank)
+        logger.info(
+            f"pipeline: {stages.total_stages} stages on {self._axis.size} ranks, {section.schedule}, {micros} micro-batches a "
+            f"step: {100 * idle:.0f} % idle if stages take equally long; {self._unshard_policy.traffic_summary(micros)}"
+        )
+
+    def _attach(self, sharded: ShardedModel) -> None:
+        super()._attach(sharded)
+        # collectives inside a stage's own forward can't be made by a rank that failed in it
+        self._can_recover = all(axis.size == 1 for axis in (sharded.mesh.tp, sharded.mesh.sp, sharded.mesh.ep))
+        sharded.next_is_step = lambda: self._is_last_backward
+        self._input_check = _NoInputCheck(sharded.mesh)
+        self._unshard_policy = ScheduleUnshardPolicy(sharded, self._config)
+        if self._stage_transfer is not None:
+            self._stage_transfer.forget_layouts()
+
+    # training and evaluation
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
+        """Make one step of `gradient_accumulation_steps` micro-batches. Collective over all ranks.
+
+        Args:
+            data_iter: gives micro-batches, the same ones on every rank of a pipeline; kept for later steps. By default
+                the one that was given before, or else the loader of `initialize(training_data=...)`, again and again.
+
+        Returns:
+            The mean of the losses of all micro-batches and data ranks, a scalar on the device of every rank. Each
+            micro-batch counts as much as any other, whatever its size, as in plain accumulation.
+
+        Raises:
+            StopIteration: there are no more micro-batches, on any rank; nothing happened.
+            DataError: there are fewer than a step needs, or ranks of a pipeline read others; nothing happened.
+            PeerError: reading, a stage or the loss raised on another rank, which the text names with its stage and
+                micro-batch; that rank raises its own error. No rank makes a step, and the next batch may follow.
+            LossError, StorageError, UpdateError: as `Engine.step`.
+        """
+        self._require_ready("train_batch")
+        if unfrozen_parameters(self._sharded):
+            raise ModelError("parameters were unfrozen: call engine.refresh() on every rank of the pipeline first")
+        assert self._optimizer is not None, "train_batch needs an optimizer: pass one to initialize or name one"
+        if data_iter is not None:
+            self.set_dataiterator(data_iter)
+        micros = self.progress.batch.accumulation
+        batches = self._read_micro_batches(micros, "train_batch", loader=self.training_dataloader)
+        self.module.train()
+        ended = self._run_schedule(self._rank_schedule("train", micros), batches, self._build_callbacks())
+        loss: torch.Tensor = self._mean_loss([one.loss for one in ended], True)
+        self._reporter.record_loss(loss)
+        self.progress.micro_steps += micros - 1
+        super().step()
+        return loss
+
+    def eval_batch(
+        self,
+        data_iter: Iterator[Any],
+        return_logits: bool = False,
+        compute_loss: bool = True,
+        reduce_output: str | None = "avg",
+        bcast_loss: bool = True,
+        num_micro_batches: int | None = None,
+    ) -> Any:
+        """Run micro-batches without gradients, in evaluation mode. Collective over all ranks.
+
+        Args:
+            data_iter: gives micro-batches, the same ones on every rank of a pipeline.
+            return_logits: return what the model returned as well, on the last stage.
+            compute_loss: come to losses; else outputs take their place.
+            reduce_output: `"avg"`: the mean over micro-batches and data ranks; None: a list, one a micro-batch.
+            bcast_loss: every rank gets a reduced loss; else the last stage alone.
+            num_micro_batches: how many; `gradient_accumulation_steps` by default.
+
+        Returns:
+            The loss, or a pair of it and of outputs: those of all micro-batches end to end where their shapes allow
+            that, else a list. None where a rank has nothing of it.
+
+        Raises:
+            StopIteration, DataError, PeerError: as `train_batch`.
+        """
+        self._require_ready("eval_batch")
+        if reduce_output not in ("avg", None):
+            raise ModelError(f'eval_batch: reduce_output is {reduce_output!r}; write "avg", or None')
+        micros = num_micro_batches or self.progress.batch.accumulation
+        batches = self._read_micro_batches(micros, "eval_batch", data_iter, loss=compute_loss)
+        training, wanted = self.module.training, return_logits or not compute_loss
+        self.module.eval()
+        try:
+            with torch.no_grad():
+                program = self._rank_schedule("evaluate", micros)
+                ended = self._run_schedule(program, batches, self._build_callbacks(), loss=compute_loss, outputs=wanted)
+        finally:
+            self.module.train(training)
+        outputs = [_logits(one.output) for one in ended] or None
+        result: Any = outputs
+        if compute_loss:
+            losses = [one.loss for one in ended]
+            result = self._mean_loss(losses, bcast_loss) if reduce_output == "avg" else losses or None
+        return (result, _concatenate(outputs)) if return_logits else result
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused."""
+        raise ModelError(_refusal("forward"))
+
+    def backward(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused."""
+        raise ModelError(_refusal("backward"))
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Refused."""
+        raise ModelError(_refusal("step"))
+
+    def no_sync(self) -> Any:
+        """Refused."""
+        raise ModelError(_refusal("no_sync"))
+
+    # data
+
+    def set_dataiterator(self, iterator: Iterator[Any]) -> None:
+        """Read micro-batches from here from now on."""
+        self._batch_reader.set_source(iterator)
+
+    def set_dataloader(self, loader: Iterable[Any]) -> None:
+        """Read micro-batches from this loader, again and again."""
+        self.training_dataloader = loader
+        self._batch_reader.set_source(repeat_forever(loader))
+
+    def set_batch_fn(self, fn: Callable[[Any], Any] | None) -> None:
+        """Change every micro-batch by `fn` before it is used."""
+        self._batch_reader.transform = fn
+
+    # running
+
+    def _rank_schedule(self, mode: str, micro_batches: int) -> RankActions:
+        key = mode, micro_batches
+        if key not in self._programs:
+            ranks, name = self._axis.size, self._config.pipeline.schedule
+            made = build_schedule(name, ranks, micro_batches, self._stages_per_rank) if mode == "train" else None
+            self._programs[key] = add_transfers(
+                made or build_forward_schedule(ranks, micro_batches, self._stages_per_rank)
+            )[self._axis.index]
+        return self._programs[key]
+
+    def _read_micro_batches(
+        self, count: int, purpose: str, data: Any = None, loader: Any = None, *, loss: bool = True
+    ) -> list[Any]:
+        """The micro-batches of a step, read and looked at on every rank before anything is run. Collective."""
+
+        def read() -> list[Any]:
+            found = self._batch_reader.read(count, data, purpose=purpose, loader=loader)
+            for batch in found:
+                self._stages.check_batch(batch, compute_loss=loss)
+            return found
+
+        batches: list[Any] = self._error_check.run(read, "reading micro-batches", _NOT_STARTED)
+        if self._batch_reader.is_first_use(purpose):
+            self._error_check.run(
+                lambda: self._batch_reader.check_same_on_peers(batches), "comparing micro-batches", _NOT_STARTED
+            )
+        return batches
+
+    def _run_schedule(
+        self, schedule: RankActions, batches: list[Any], callbacks: ExecutorCallbacks, **more: bool
+    ) -> list[MicroBatchResult]:
+        assert self._stage_transfer is not None
+        if self._is_broken:
+            raise ModelError(
+                f"a schedule of this pipeline was left half-way ({self._left}), so its stages are no longer at the "
+                "same micro-batch; start the run again from its last checkpoint"
+            )
+        self._is_broken, ended, halted = True, [], None
+        try:
+            with self._failed_call_barrier.guard("schedule"):
+                ended = execute_schedule(schedule, self._stages, self._stage_transfer, batches, callbacks, **more)
+        except ScheduleFailed as raised:
+            halted = raised
+        if halted is not None and not self._can_recover:
+            error = halted.error or halted
+            axes = [name for name in ("tp", "sp", "ep") if self.mesh.axes[name].size > 1]
+            keys = ", ".join(f"parallel.{name}" for name in axes)
+            self._left = f"{type(error).__name__}: {error}; beside {keys} a batch that raises can't be dropped"
+            raise error
+        if self._can_recover:
+            self._finish_schedule(halted)
+        self._is_broken = False
+        return ended
+
+    def _finish_schedule(self, halted: ScheduleFailed | None) -> None:
+        """Raise on every rank if a stage raised on any, with all transfers and collectives done. Collective."""
+        drain = BackgroundCall(halted.drain) if halted is not None else None
+        self._sharded.scheduler.sync("the end of a schedule")  # serves the collectives of ranks that are not there yet
+        if drain is not None:
+            drain.join()
+        if not self._error_check.any_failed(halted, "a schedule"):
+            return
+        self._sharded.scheduler.new_step()
+        self._sharded.drop_gradients()
+        self._is_broken = False
+        action = halted.action if halted is not None else None
+        what = (
+            f"the {_WORDS[action.kind]} of micro-batch {action.micro_batch} in stage {action.stage}" if action else ""
+        )
+        self._error_check.raise_on_all_ranks(halted.error if halted is not None else None, what, _BATCH_DROPPED)
+
+    def _build_callbacks(self) -> ExecutorCallbacks:
+        return ExecutorCallbacks(
+            call_module=super().forward,
+            keep_unsharded=self._hold_unsharded,
+            run_backward=self._run_backward,
+            on_weight_backward=self._on_backward_begin,
+            loss_factor=lambda: self._scaler.scale,
+            to_device=self._move_to_device,
+        )
+
+    def _hold_unsharded(self) -> AbstractContextManager[Any]:
+        units = self._unshard_policy.held_units()
+        return self._sharded.runtime.unsharded(units) if units else nullcontext()
+
+    def _run_backward(self, run: Callable[[], None], is_last: bool) -> None:
+        self._is_last_backward, self._loss_is_scaled = is_last, True
+        try:
+            with self._reporter.timed("backward"):
+                run()
+        finally:
+            self._is_last_backward = False
+            self._on_backward_end()
+
+    def _is_syncing(self) -> bool:
+        return self._is_last_backward or (self._sharded.policy.grad and not self._unshard_policy.unshards_once)
+
+    def _move_to_device(self, batch: Any) -> Any:
+        if not isinstance(batch, torch.Tensor) and hasattr(batch, "to"):  # transformers' BatchEncoding
+            return batch.to(self.device)
+        moved = {id(t): t.to(self.device, non_blocking=True) for t in iterate_tensors(batch) if t.device != self.device}
+        return replace_tensors(batch, moved)
+
+    def _mean_loss(self, losses: list[torch.Tensor | None], broadcast: bool) -> Any:
+        """Of all micro-batches and data ranks."""
+        mine = [loss.float() for loss in losses if loss is not None]
+        mean = torch.stack(mine).mean() if mine else torch.zeros((), device=self.device)
+        if self.is_last_stage():
+            data = self.mesh.dense.data
+            if data.size > 1:
+                dist.all_reduce(mean, group=data.process_group)
+                mean /= data.size
+        if broadcast:
+            return self._axis.broadcast(mean, self._axis.size - 1)
+        return mean if self.is_last_stage() else None
+
+    # questions
+
+    @property
+    def num_stages(self) -> int:
+        """Ranks of the pipeline."""
+        return self._axis.size
+
+    @property
+    def stage_id(self) -> int:
+        """This rank's place in it."""
+        return self._axis.index
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches in a step."""
+        return self.progress.batch.accumulation
+
+    def is_first_stage(self) -> bool:
+        """Whether this rank has the first layers."""
+        return self._axis.index == 0
+
+    def is_last_stage(self) -> bool:
+        """Whether this rank has the last layers, and so the loss."""
+        return self._axis.index == self._axis.size - 1
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the backward that runs is the last one of the step."""
+        return self._is_last_backward
+
+    def reset_activation_shape(self) -> None:
+        """Have stages tell each other anew what they return; on every rank, where that changed though micro-batches
+        have the same shapes."""
+        if self._stage_transfer is not None:
+            self._stage_transfer.forget_layouts()
+
+    def set_has_attention_mask(self, value: bool) -> None:
+        """Accepted: stages tell each other what they return."""
+
+
+class _NoInputCheck(InputConsistencyCheck):
+    """Whole micro-batches were compared before; what a forward of one stage is given may be a part."""
+
+    def check(self, inputs: Any) -> None:
+        return
+
+
+def engine_class_for(engine_class: type[PipelineEngineT], model: torch.nn.Module) -> type[PipelineEngineT]:
+    """The class of the engine for a model: `kind`, or that of a pipeline with all that `kind` has."""
+    if get_pipeline_stages(model) is None or issubclass(engine_class, PipelineEngine):
+        return engine_class
+    if engine_class not in _pipeline_classes:
+        _pipeline_classes[engine_class] = (
+            PipelineEngine
+            if engine_class is Engine
+            else type(f"Pipeline{engine_class.__name__}", (PipelineEngine, engine_class), {})
+        )
+    found: type[PipelineEngineT] = _pipeline_classes[engine_class]
+    return found
+
+
+_pipeline_classes: dict[type[Engine], Any] = {}  # by the class without a pipeline
+
+
+def register_pipeline_engine(engine_class: type[Engine], pipeline_class: type[PipelineEngine]) -> None:
+    """Make engines of the class `own` for pipelines where `kind` is asked for."""
+    _pipeline_classes[engine_class] = pipeline_class
+
+
+def _refusal(what: str) -> str:
+    return (
+        f"engine.{what}() is no call for a pipeline, whose stages have forwards and backwards of several micro-batches "
+        "under way at once; engine.train_batch(data_iter) makes a whole step, engine.eval_batch(data_iter) evaluates"
+    )
+
+
+def _logits(output: Any) -> Any:
+    return output if isinstance(output, torch.Tensor) else getattr(output, "logits", output)
+
+
+def _concatenate(outputs: list[Any] | None) -> Any:
+    if not outputs or not all(isinstance(one, torch.Tensor) and one.dim() for one in outputs):
+        return outputs
+    return torch.cat(outputs) if len({one.shape[1:] for one in outputs}) == 1 else outputs

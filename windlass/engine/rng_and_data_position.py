@@ -1,0 +1,74 @@
+"""Where a run stands besides its tensors and counters: random states, and the place in the data."""
+
+from __future__ import annotations
+
+import random
+import sys
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from windlass.base.errors import CheckpointError, DataError
+from windlass.data.resumable_loaders import CyclingLoader, EpochLoader, SequenceLoader
+from windlass.parallel.rng_tracker import rng_tracker
+
+if TYPE_CHECKING:
+    from windlass.engine.training_engine import Engine
+
+_RESUMABLE = (EpochLoader, SequenceLoader, CyclingLoader)
+
+
+def rng_state(device: torch.device) -> dict[str, Any]:
+    """This rank's generators: torch's, Python's, numpy's where it is in use, the device's, and named ones."""
+    version, numbers, gauss = random.getstate()
+    state: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "python": [version, list(numbers), gauss],
+        "named": rng_tracker.get_states(),
+    }
+    if (numpy := sys.modules.get("numpy")) is not None:
+        kind, words, place, has_gauss, cached = numpy.random.get_state(legacy=True)
+        state["numpy"] = [kind, torch.from_numpy(words.astype("int64")), int(place), int(has_gauss), float(cached)]
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def set_rng_state(state: dict[str, Any], device: torch.device) -> None:
+    """Go on from `random_state`; generators that it does not know stay as they are."""
+    torch.set_rng_state(state["torch"])
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    if "named" in state:
+        rng_tracker.set_states(state["named"])
+    if "numpy" in state and (numpy := sys.modules.get("numpy")) is not None:
+        kind, words, place, has_gauss, cached = state["numpy"]
+        numpy.random.set_state((kind, words.numpy().astype("uint32"), place, has_gauss, cached))
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)
+
+
+def data_position(engine: Engine) -> dict[str, Any] | None:
+    """Where the engine's loader stands, for all ranks alike; None where it has none that could say."""
+    loader = engine.training_dataloader
+    return (loader.state_dict() or None) if isinstance(loader, _RESUMABLE) else None
+
+
+def check_data_position(engine: Engine, state: dict[str, Any] | None) -> None:
+    """Raises CheckpointError where the engine's loader cannot go on from a `data_position`."""
+    loader = engine.training_dataloader
+    if state is None or not isinstance(loader, _RESUMABLE):
+        return
+    try:
+        loader.check(state)
+    except DataError as error:
+        raise CheckpointError(f"{error}; or begin at the first sample: load_data_position=False") from error
+
+
+def set_data_position(engine: Engine, state: dict[str, Any] | None) -> str:
+    """Go on from a `data_position`, after `check_data_position`; says where that is, or nothing."""
+    loader = engine.training_dataloader
+    if state is None or not isinstance(loader, _RESUMABLE):
+        return ""
+    loader.load_state_dict(state)
+    return ", ".join(f"{key} {state[key]}" for key in ("epoch", "consumed") if key in state)

@@ -1,0 +1,93 @@
+"""Whether parameters are gathered and gradients reduced once for a whole schedule, and what that saves."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from windlass.base.device_memory import emulated_device_memory
+from windlass.base.errors import ConfigError
+from windlass.base.log import logger
+from windlass.config import Config
+from windlass.zero.core.unit import Unit
+from windlass.zero.sharded_model import ShardedModel
+
+
+class ScheduleUnshardPolicy:
+    """Once a schedule where the configuration says so and memory allows, else once a micro-batch. Collective over the
+    ranks that share a stage, which decide alike.
+
+    Args:
+        sharded: the rank's stages.
+
+    Attributes:
+        once: parameters are gathered once, and gradients stay whole until the last backward of a step.
+
+    Raises:
+        ConfigError: the schedule needs whole parameters, and there is no room for them.
+    """
+
+    def __init__(self, sharded: ShardedModel, config: Config) -> None:
+        self._sharded = sharded
+        asked = config.pipeline.unshard_per == "step"
+        fits, needed, left = _fits_in_memory(sharded)
+        self.unshards_once = asked and fits
+        if asked and not fits:
+            logger.warning(
+                f"pipeline.unshard_per: whole parameters and gradients of this stage, {needed / 2**20:.1f} MiB, don't fit "
+                f"into the {left / 2**20:.1f} MiB that the device has left; they are gathered and reduced for each "
+                "micro-batch"
+            )
+        if sharded.policy.param and config.pipeline.schedule == "zero-bubble" and not self.unshards_once:
+            raise ConfigError(
+                'pipeline.schedule "zero-bubble" comes back to layers whose parameters stage 3 has let go: write '
+                '"1f1b", a lower stage, or pipeline.unshard_per "step" and leave room for this stage\'s parameters'
+            )
+
+    def held_units(self) -> list[Unit]:
+        """What is held for a schedule."""
+        return [unit for unit in self._sharded.units if unit.reshards] if self.unshards_once else []
+
+    def traffic_summary(self, micro_batches: int) -> str:
+        """What is moved in a step of so many micro-batches, and what would be in the other way, in words."""
+        once, often = self._received_bytes(1, 1), self._received_bytes(micro_batches, 2 * micro_batches)
+        now, other = (once, often) if self.unshards_once else (often, once)
+        how, instead = ("step", "micro-batch") if now is once else ("micro-batch", "step")
+        return (
+            f"gathered and reduced once a {how}: at most {now[0] / 2**20:.1f} and {now[1] / 2**20:.1f} MiB received a "
+            f"step (once a {instead}: {other[0] / 2**20:.1f} and {other[1] / 2**20:.1f})"
+        )
+
+    def _received_bytes(self, reductions: int, gathers: int) -> tuple[float, float]:
+        sharded = self._sharded
+        wire = sharded.settings.reduce_dtype.itemsize
+        gathered = reduced = 0.0
+        for unit in sharded.units:
+            size = unit.dp_group.group.size
+            others = unit.numel * (size - 1) / size
+            if unit.reshards:
+                gathered += others * unit.dtype.itemsize * gathers
+            elif unit.trainable and sharded.policy.state:
+                gathered += others * unit.dtype.itemsize
+            if unit.trainable:
+                reduced += others * wire * (reductions if sharded.policy.grad else 1)
+        return gathered, reduced
+
+
+def _fits_in_memory(sharded: ShardedModel) -> tuple[bool, int, int]:
+    """Whether what a schedule holds fits on every rank that shares the stage, with the bytes here."""
+    needed = sum(unit.layout.padded * unit.dtype.itemsize for unit in sharded.units if unit.reshards)
+    if sharded.policy.grad:
+        wide = sharded.settings.accumulation_dtype.itemsize
+        needed += sum(slot.unit.layout.padded * wide for slot in sharded.slots)
+    place, device = emulated_device_memory(), sharded.device
+    left = 1 << 62
+    if place is not None:
+        left = place.budget - place.used
+    elif device.type == "cuda":
+        left = torch.cuda.mem_get_info(device)[0]
+    fits = torch.tensor([float(needed <= left)], device=device)
+    data = sharded.mesh.dense.data
+    if data.size > 1:
+        dist.all_reduce(fits, dist.ReduceOp.MIN, group=data.process_group)
+    return bool(fits.item()), needed, left

@@ -1,0 +1,124 @@
+"""The optimizer that users see: their own groups, whole states, and no parameters to step behind the engine's back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from windlass.base.errors import ModelError, WindlassError
+from windlass.optim.elementwise_optimizers import enable_fused_step
+from windlass.zero.access.full_values import full_states, set_full_state
+from windlass.zero.access.shard_values import set_plain_state
+from windlass.zero.sharded_model import ShardedModel
+from windlass.zero.update.elementwise_update import check_parameters
+
+_IMPLEMENTATION_KEYS = ("fused", "foreach")  # of a group: how it is computed, which this run decides by itself
+
+
+class ShardedOptimizer(torch.optim.Optimizer):
+    """Stands for the user's optimizer: shares its `param_groups`, so schedulers and callers may change them as ever.
+
+    Args:
+        inner: the optimizer that the user gave or the configuration named.
+        model: whose parameters it steps.
+        step: what `step()` does: the engine's own.
+        refresh: lays the model out anew, for parameters that it did not train before.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        model: ShardedModel,
+        step: Callable[[], None],
+        refresh: Callable[[], None],
+    ) -> None:
+        self.__dict__.update(
+            optimizer.__dict__
+        )  # the same groups and defaults; torch's own constructor would copy them
+        self.__dict__.pop("step", None)
+        self.optimizer = optimizer
+        self._model, self._step, self._refresh = model, step, refresh
+        self.overflow = False
+        self.loss_scale = 1.0
+
+    @property
+    def cur_scale(self) -> float:
+        """The loss scale, by its older name."""
+        return self.loss_scale
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """As `engine.step()`; that of the stand-in for DeepSpeed leaves the learning rate's schedule to the script."""
+        if closure is not None:
+            raise ModelError(
+                "a closure would need a gradient in the middle of a step; call engine.backward, then engine.step"
+            )
+        self._step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's: drop the gradients of this optimizer's parameters; after a step there are none.
+
+        Args:
+            set_to_none: else gradients become zero, and the next step steps with that.
+        """
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        self._model.script_gradients.drop_all(parameters, zero=not set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's; the parameters must be the model's. Collective where any was not trained before."""
+        groups = self.param_groups
+        before = len(groups)
+        self.optimizer.add_param_group(param_group)  # its class may have a way of its own, and make several of it
+        try:
+            check_parameters(self, self._model.model)
+            if not all(self._model.all_trained(group["params"]) for group in groups[before:]):
+                self._refresh()
+        except WindlassError:
+            del groups[before:]
+            raise
+        enable_fused_step(self.optimizer)
+
+    def attach(self, model: ShardedModel) -> None:
+        """The same parameters are stepped by another layout of their model."""
+        self._model = model
+
+    def mark_called(self) -> None:
+        """Tell torch's schedulers that a step was taken, on the user's object too."""
+        self._opt_called = True
+        self.optimizer.__dict__["_opt_called"] = True
+
+    def run_post_hooks(self) -> None:
+        """Call what was registered to run after each step."""
+        for hook in list(self.optimizer._optimizer_step_post_hooks.values()):
+            hook(self.optimizer, (), {})
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a plain torch optimizer's `state_dict()` would be, with whole states. Collective."""
+        groups, state, number = [], {}, 0
+        for group in self.param_groups:
+            numbers = []
+            for parameter in group["params"]:
+                found = full_states(parameter)
+                if found:
+                    state[number] = found
+                numbers.append(number)
+                number += 1
+            groups.append({**{key: value for key, value in group.items() if key != "params"}, "params": numbers})
+        return {"state": state, "param_groups": groups}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take a plain torch optimizer's `state_dict()`; every rank passes the same. How the step is computed (`fused`,
+        `foreach`) stays as it is."""
+        given = state_dict["param_groups"]
+        if [len(g["params"]) for g in given] != [len(g["params"]) for g in self.param_groups]:
+            raise ModelError(
+                f"the saved groups have {[len(g['params']) for g in given]} parameters, this optimizer's have "
+                f"{[len(g['params']) for g in self.param_groups]}; build the optimizer with the same groups"
+            )
+        for group, saved in zip(self.param_groups, given, strict=True):
+            group.update({key: value for key, value in saved.items() if key not in ("params", *_IMPLEMENTATION_KEYS)})
+            for parameter, number in zip(group["params"], saved["params"], strict=True):
+                for key, value in state_dict["state"].get(number, {}).items():
+                    set_state = set_full_state if isinstance(value, torch.Tensor) else set_plain_state
+                    set_state(parameter, key, value)

@@ -1,0 +1,72 @@
+"""How far training has come: micro-batches, steps, samples, and whether this micro-batch ends a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from windlass.config import BatchSizes
+
+
+@dataclass
+class TrainingProgress:
+    """Counters of one engine. A step is an optimizer step, skipped ones included."""
+
+    batch: BatchSizes
+    micro_steps: int = 0
+    global_steps: int = 0
+    global_samples: int = 0
+    skipped_steps: int = 0
+    boundary_override: bool | None = None  # the caller's word on where the boundary is, until the caller changes it
+    managed_gradient_accumulation: bool = True  # False: each call of step ends a step, and nothing else does
+    is_stepping: bool = False  # a call of step is running
+    backward_count: int = 0  # since the last step, where the caller chooses its end
+    last_step_applied: bool = False  # whether the last call of step updated the parameters
+
+    def is_at_boundary(self) -> bool:
+        """Whether the current micro-batch is known to be the last of its step."""
+        return self.would_end_step() and (self.managed_gradient_accumulation or self.is_stepping)
+
+    def would_end_step(self) -> bool:
+        """Whether a call of step would end a step now."""
+        if not self.managed_gradient_accumulation:
+            return True
+        if self.boundary_override is not None:
+            return self.boundary_override
+        return (self.micro_steps + 1) % self.batch.accumulation == 0
+
+    @property
+    def is_step_started(self) -> bool:
+        """Whether micro-batches of an unfinished step were counted."""
+        return self.managed_gradient_accumulation and self.micro_steps % self.batch.accumulation > 0
+
+    def record_step(self, *, applied: bool) -> None:
+        """An optimizer step ended."""
+        self.global_steps += 1
+        if self.managed_gradient_accumulation:
+            self.global_samples += self.batch.train
+        else:
+            self.global_samples += self.batch.train // self.batch.accumulation * self.backward_count
+            self.backward_count = 0
+        self.last_step_applied = applied
+        self.skipped_steps += not applied
+
+    def state_dict(self) -> dict[str, int]:
+        """The counters, as plain numbers."""
+        return {
+            "micro_steps": self.micro_steps,
+            "global_steps": self.global_steps,
+            "global_samples": self.global_samples,
+            "skipped_steps": self.skipped_steps,
+        }
+
+    def load_state_dict(self, state: dict[str, int], accumulation: int | None = None) -> None:
+        """Go on from `state_dict()`, with a step that begins: gradients are not part of it.
+
+        Args:
+            accumulation: micro-batches that a step had then, if that is known. Where it is another number now,
+                micro-batches count as if all steps had had so many.
+        """
+        for name in self.state_dict():
+            setattr(self, name, int(state[name]))
+        if accumulation is not None and self.managed_gradient_accumulation:
+            self.micro_steps = self.micro_steps // accumulation * self.batch.accumulation

@@ -1,0 +1,179 @@
+"""Which path an optimizer update takes, native code or the reference in PyTorch, and why; then takes it."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from types import ModuleType
+
+import torch
+
+from windlass.base.errors import ConfigError, ModelError
+from windlass.base.log import logger
+from windlass.kernels import reference
+from windlass.kernels.update_rules import UpdateRule
+from windlass.kernels.update_tensors import UpdateTensors
+
+NATIVE_RULES = ("Adam", "AdamW", "Lion", "Adagrad", "SGD", "LAMB")
+REFERENCE_PATH = "reference"
+_ENVIRONMENT_VARIABLE = "WINDLASS_KERNELS"
+_FORMAT_CODES: dict[torch.dtype | None, int] = {
+    torch.float32: 0,
+    torch.bfloat16: 1,
+    torch.float16: 2,
+    torch.uint8: 3,
+    None: 4,
+}
+
+
+@dataclass(frozen=True)
+class KernelPath:
+    """How updates are computed here.
+
+    Args:
+        name: an instruction set of the native module ("AVX-512", "AVX2", "NEON", "baseline"), or "reference".
+        why: one clause.
+    """
+
+    name: str
+    reason: str
+
+    @property
+    def is_native(self) -> bool:
+        return self.name != REFERENCE_PATH
+
+    def __str__(self) -> str:
+        return f"{'native ' if self.is_native else ''}{self.name} ({self.reason})"
+
+
+def get_active_kernel_path() -> KernelPath:
+    """The path that `update` takes; `WINDLASS_KERNELS` may name one (reference, baseline, AVX2, ...).
+
+    Raises:
+        ConfigError: it names one that is not there.
+    """
+    return _resolve_path(os.environ.get(_ENVIRONMENT_VARIABLE, ""))
+
+
+def list_kernel_paths() -> list[str]:
+    """Every path that can run here, the reference last."""
+    return [*_instruction_sets(), REFERENCE_PATH]
+
+
+def apply_updates(
+    rule: UpdateRule,
+    updates: Iterable[UpdateTensors],
+    divisor: float = 1.0,
+    *,
+    path: str | None = None,
+    threads: int | None = None,
+) -> None:
+    """Apply `rule` to every piece in one pass over memory: unscale, update, write the 16-bit copy.
+
+    Args:
+        divisor: gradients are divided by it (loss scale over clip coefficient).
+        path: one of `paths()` instead of the one in use.
+        threads: of the native code; torch's own number by default.
+
+    Raises:
+        ModelError: tensors that do not fit together, have no memory, or share some; says which.
+    """
+    groups: dict[tuple[torch.dtype | None, ...], list[UpdateTensors]] = defaultdict(list)
+    for piece in updates:
+        piece.check(len(rule.signed_states))
+        if piece.parameter.numel():
+            groups[piece.dtypes].append(piece)
+    if path is None:
+        path = get_active_kernel_path().name
+        _log_path_once(path)
+    for formats, alike in groups.items():
+        if path == REFERENCE_PATH:
+            for piece in alike:
+                reference.update_with_reference(rule, piece, divisor)
+        else:
+            _run_native(rule, formats, alike, divisor, path, threads or torch.get_num_threads())
+
+
+def prefer_huge_pages(tensor: torch.Tensor) -> None:
+    """Ask for huge pages under a large tensor in host memory that was not written to yet; without effect elsewhere."""
+    module, _ = _native_module()
+    if module is not None and tensor.nbytes >= 4 << 20:
+        module.prefer_huge_pages(tensor.data_ptr(), tensor.nbytes)
+
+
+def _run_native(
+    rule: UpdateRule,
+    formats: tuple[torch.dtype | None, ...],
+    updates: list[UpdateTensors],
+    divisor: float,
+    path: str,
+    threads: int,
+) -> None:
+    module, why = _native_module()
+    if module is None:
+        raise ConfigError(f"the native path {path} was asked for, and {why}")
+    try:
+        module.update(
+            path,
+            rule.kernel_code,
+            rule.flags,
+            rule.coefficients,
+            tuple(_FORMAT_CODES[dtype] for dtype in formats),
+            [_tensor_addresses(piece) for piece in updates],
+            -divisor if rule.maximize else divisor,
+            rule.seed & 0xFFFFFFFF,
+            threads,
+        )
+    except ValueError as error:  # before anything was changed
+        raise ModelError(f"nothing was updated: {error}") from error
+
+
+def _tensor_addresses(tensors: UpdateTensors) -> tuple[int, ...]:
+    states = [state.data_ptr() for state in tensors.states]
+    scales = [scale.data_ptr() for scale in tensors.scales]
+    return (
+        tensors.parameter.numel(),
+        tensors.parameter.data_ptr(),
+        tensors.gradient.data_ptr(),
+        0 if tensors.low_precision_copy is None else tensors.low_precision_copy.data_ptr(),
+        *(states + [0] * (3 - len(states))),
+        *(scales + [0] * (3 - len(scales))),
+    )
+
+
+@lru_cache(maxsize=1)
+def _native_module() -> tuple[ModuleType | None, str]:
+    try:
+        module = importlib.import_module("windlass.kernels._optimizers")
+    except ModuleNotFoundError:
+        return None, "native code was not built when windlass was installed: install a C++20 compiler, then it again"
+    except ImportError as error:
+        return None, f"the native module does not load: {error}"
+    return module, "the best that this processor has"
+
+
+def _instruction_sets() -> list[str]:
+    module, _ = _native_module()
+    return list(module.instruction_sets()) if module is not None else []
+
+
+@lru_cache(maxsize=8)
+def _resolve_path(wanted: str) -> KernelPath:
+    names = _instruction_sets()
+    if not wanted:
+        return KernelPath(names[0] if names else REFERENCE_PATH, _native_module()[1])
+    found = {name.lower(): name for name in [*names, REFERENCE_PATH]}.get(wanted.lower())
+    if found is None:
+        raise ConfigError(
+            f"{_ENVIRONMENT_VARIABLE} is {wanted!r}; on this machine it can be {', '.join(list_kernel_paths())}, or unset"
+        )
+    return KernelPath(found, f"asked for by {_ENVIRONMENT_VARIABLE}")
+
+
+@lru_cache(maxsize=8)
+def _log_path_once(name: str) -> None:
+    logger.info("optimizer kernels: %s", get_active_kernel_path())

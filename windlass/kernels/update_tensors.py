@@ -1,0 +1,80 @@
+"""The tensors of one parameter's update, checked before their addresses are used."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from windlass.base.errors import ModelError
+from windlass.base.native_memory import freed_storage_problem, has_memory
+
+SCALE_BLOCK = 256  # elements that share a scale where a state is coded in 8 bits
+FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+STATE_DTYPES = (torch.float32, torch.bfloat16, torch.uint8)
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateTensors:
+    """One parameter, whole or a span of it: contiguous CPU tensors of `n` elements each, of any shape.
+
+    Args:
+        parameter: fp32, bf16 or fp16; updated in place.
+        gradient: fp32, bf16 or fp16; only read.
+        states: in the order of the rule, all fp32, all bf16 or all 8-bit codes (uint8); updated in place.
+        scales: with 8-bit codes, fp32 of `scales_of(n)` elements for each state; else empty.
+        lowered: bf16 or fp16, receives the new parameter rounded to nearest even; None: nobody wants it.
+    """
+
+    parameter: torch.Tensor
+    gradient: torch.Tensor
+    states: tuple[torch.Tensor, ...] = ()
+    scales: tuple[torch.Tensor, ...] = ()
+    low_precision_copy: torch.Tensor | None = None
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, torch.dtype, torch.dtype | None, torch.dtype | None]:
+        """dtypes of parameter, gradient, states (None without), lowered (None without)."""
+        state = self.states[0].dtype if self.states else None
+        lowered = None if self.low_precision_copy is None else self.low_precision_copy.dtype
+        return self.parameter.dtype, self.gradient.dtype, state, lowered
+
+    def check(self, num_states: int) -> None:
+        """Raise ModelError, naming the tensor, unless all fit together and to a rule with `states` states."""
+        count = self.parameter.numel()
+        if len(self.states) != num_states:
+            raise ModelError(f"an update needs {num_states} states and got {len(self.states)}")
+        _check_tensor("parameter", self.parameter, count, FLOAT_DTYPES)
+        _check_tensor("gradient", self.gradient, count, FLOAT_DTYPES)
+        for number, state in enumerate(self.states):
+            _check_tensor(f"state {number}", state, count, STATE_DTYPES)
+            if state.dtype != self.states[0].dtype:
+                raise ModelError(f"state {number} is {state.dtype} and state 0 {self.states[0].dtype}; make them one")
+        coded = bool(self.states) and self.states[0].dtype == torch.uint8
+        if len(self.scales) != num_states * coded:
+            raise ModelError(f"{num_states} states of {self.dtypes[2]} came with {len(self.scales)} tensors of scales")
+        for number, scale in enumerate(self.scales):
+            _check_tensor(f"scales of state {number}", scale, count_scales(count), (torch.float32,))
+        if self.low_precision_copy is not None:
+            _check_tensor("lowered copy", self.low_precision_copy, count, (torch.bfloat16, torch.float16))
+
+
+def count_scales(count: int) -> int:
+    """How many scales `count` elements have."""
+    return -(-count // SCALE_BLOCK)
+
+
+def _check_tensor(name: str, tensor: torch.Tensor, count: int, dtypes: tuple[torch.dtype, ...]) -> None:
+    if tensor.device.type != "cpu":
+        raise ModelError(
+            f"the {name} is on {tensor.device}; CPU kernels take tensors in host memory: move it to the CPU"
+        )
+    if tensor.dtype not in dtypes:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise ModelError(f"the {name} of shape {tuple(tensor.shape)} is {tensor.dtype}; it must be one of {names}")
+    if tensor.numel() != count:
+        raise ModelError(f"the {name} has {tensor.numel()} elements where {count} are needed")
+    if tensor.layout != torch.strided or not tensor.is_contiguous():
+        raise ModelError(f"the {name} of shape {tuple(tensor.shape)} is not contiguous; pass .contiguous()")
+    if not has_memory(tensor):
+        raise ModelError(f"the {name} of shape {tuple(tensor.shape)} {freed_storage_problem(tensor)}")

@@ -1,0 +1,89 @@
+"""Starts a run again when it lost ranks, with those that remain."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from windlass.base.log import logger
+from windlass.base.text import plural
+from windlass.launch.exit_status import LaunchExitStatus, RankFailure
+from windlass.launch.launch_errors import LaunchError
+from windlass.launch.launch_plan import LaunchPlan
+from windlass.launch.local_launch import start_local_ranks
+from windlass.launch.rank_jobs import RESTARTS as RESTARTS
+from windlass.launch.rank_placement import Host, place_ranks
+from windlass.launch.start_ranks import plan_local_launch
+from windlass.launch.supervisor import RankEvents
+
+
+def start_elastic(
+    entrypoint: list[str],
+    nproc: int,
+    *,
+    max_restarts: int,
+    min_nproc: int = 1,
+    env: Mapping[str, str] | None = None,
+    **options: Any,
+) -> LaunchExitStatus:
+    """Like `launch.run.start`; after a failure all ranks are started again, at most `max_restarts` times.
+
+    Args:
+        max_restarts: 0: never.
+        min_nproc: with fewer ranks it is not started again.
+        env: set in the ranks' environment; `WINDLASS_RESTARTS` is too.
+        options: of `start`.
+
+    Raises:
+        LaunchError: the ranks cannot be started, or the numbers make no sense.
+    """
+    plan = replace(plan_local_launch(entrypoint, nproc, env=env, **options), max_restarts=max_restarts)
+    return run_with_restarts(plan, lambda plan: start_local_ranks(plan, RankEvents(None)), min_nproc)
+
+
+def run_with_restarts(
+    plan: LaunchPlan, start: Callable[[LaunchPlan], LaunchExitStatus], min_nproc: int = 1
+) -> LaunchExitStatus:
+    """`begin(plan)`, and again after a failure, at most `plan.max_restarts` times.
+
+    A rank that a signal ended (`kill -9`, out of memory, a crash) counts as lost with what it ran on, and the run comes
+    back with as many fewer; a host that was lost does not take part any more. Where ranks ended by exit codes of their
+    own, or were ended by their watchdog, as many come back. How a script goes on is its own matter: it calls
+    `engine.load_checkpoint` at its start, which does nothing where there is no checkpoint yet.
+
+    Raises:
+        LaunchError: the numbers make no sense.
+    """
+    nproc = plan.world_size
+    if plan.max_restarts < 0 or not 1 <= min_nproc <= nproc:
+        raise LaunchError(
+            f"--max-restarts {plan.max_restarts} --min-nproc {min_nproc} with {nproc} ranks; write at least 0 "
+            f"restarts, and a number of ranks from 1 to {nproc}"
+        )
+    for restarts in range(plan.max_restarts + 1):
+        outcome = start(plan)
+        if outcome.exit_code == 0 or outcome.interrupted_by is not None or restarts == plan.max_restarts:
+            return outcome
+        told = "; ".join(map(str, outcome.failures))
+        hosts = drop_lost_slots(plan.hosts, outcome.failures)
+        left = sum(len(host.slots) for host in hosts)
+        if left < min_nproc:
+            logger.warning("%s; not started again: ranks left are %d, fewer than %d", told, left, min_nproc)
+            return outcome
+        logger.warning(
+            "%s; started again on %s (restart %d of %d)", told, plural(left, "rank"), restarts + 1, plan.max_restarts
+        )
+        plan = plan.with_hosts(hosts, restarts + 1)
+    raise AssertionError("the last start returns")
+
+
+def drop_lost_slots(hosts: tuple[Host, ...], failures: tuple[RankFailure, ...]) -> tuple[Host, ...]:
+    """The hosts, without the slots of ranks that were lost; a host without slots is left out."""
+    lost = {rank for one in failures if one.is_lost for rank in range(one.rank, one.rank + one.num_ranks)}
+    left = []
+    for host, places in zip(hosts, place_ranks(hosts), strict=True):
+        slots = tuple(slot for slot, place in zip(host.slots, places, strict=True) if place.rank not in lost)
+        if slots:
+            left.append(Host(host.name, slots))
+    return tuple(left)

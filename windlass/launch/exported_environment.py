@@ -1,0 +1,74 @@
+"""Which variables of this environment go along to other hosts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from windlass.base.log import logger
+from windlass.launch.launch_errors import LaunchError
+from windlass.launch.shell_quoting import check_variable_name
+
+DEEPSPEED_ENVIRONMENT_NAME = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
+"""The file of `KEY=VALUE` lines that is looked for in the home directory and then in this one."""
+
+EXPORTED_PREFIXES = ("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL", "WINDLASS", "TORCH_NCCL", "GLOO", "OMP_NUM_THREADS")
+# Where a service sets these on each host by itself, those of this host are not for others.
+_HOST_SPECIFIC_VARIABLES = {"AISC_JOB_NAME": ("NCCL_IB_HCA", "UCX_NET_DEVICES")}
+# Of this process alone.
+_PROCESS_VARIABLES = ("WINDLASS_RESTARTS", "WINDLASS_CORES")
+
+
+def exported_environment(
+    environ: Mapping[str, str], cwd: str, folders: Sequence[str | Path] | None = None
+) -> dict[str, str]:
+    """The variables for all hosts: those of `environ` with a known beginning, then those of the environment's files.
+
+    PYTHONPATH begins with `cwd`, so that a script's own modules are found.
+
+    Args:
+        folders: where the files are looked for, the later over the earlier; by default the home directory and `cwd`.
+
+    Raises:
+        LaunchError: a line of a file that is no `KEY=VALUE`.
+    """
+    excluded = {
+        *_PROCESS_VARIABLES,
+        *(name for key, names in _HOST_SPECIFIC_VARIABLES.items() if key in environ for name in names),
+    }
+    found = {
+        name: value for name, value in environ.items() if name.startswith(EXPORTED_PREFIXES) and name not in excluded
+    }
+    found["PYTHONPATH"] = os.pathsep.join(path for path in (cwd, environ.get("PYTHONPATH", "")) if path)
+    name = environ.get("DS_ENV_FILE") or DEEPSPEED_ENVIRONMENT_NAME
+    places = [Path(environ.get("HOME") or Path.home()), Path(cwd)] if folders is None else list(map(Path, folders))
+    for path in dict.fromkeys(place / name for place in places):  # an absolute name is one file
+        if path.is_file():
+            logger.info("the variables of %s go to every host", path)
+            found.update(parse_environment_file(path.read_text(), str(path)))
+    return found
+
+
+def parse_environment_file(text: str, source: str) -> dict[str, str]:
+    """`KEY=VALUE` lines; empty ones and those that begin with `#` are left out, one pair of quotes around VALUE too.
+
+    Raises:
+        LaunchError: a line of another form.
+    """
+    found = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        line = line.strip()
+        if not line or line.startswith("#"):
+            continue
+        name, equals, value = line.removeprefix("export ").partition("=")
+        if not equals:
+            raise LaunchError(f"{source}, line {number}: {line!r} has no '='; write KEY=VALUE")
+        value = value.strip()
+        if len(value) > 1 and value[0] == value[-1] and value[0] in "'\"":
+            value = value[1:-1]
+        try:
+            found[check_variable_name(name.strip())] = value
+        except LaunchError as error:
+            raise LaunchError(f"{source}, line {number}: {error}") from None
+    return found

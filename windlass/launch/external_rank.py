@@ -1,0 +1,129 @@
+"""A rank that somebody else started (srun, mpirun, torchrun): it reads its place and becomes the user's program.
+
+`python -m windlass.launch.external_rank PLAN`, where PLAN is what `encode` made, is what MPI and Slurm start for a plan of
+`windlass run`.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import sys
+import zlib
+from collections.abc import Mapping
+from typing import NoReturn
+
+from windlass.base.errors import WindlassError
+from windlass.comm.rank_environment import HERE, SLURM, RankEnvironment, rank_environment
+from windlass.comm.slurm import is_step
+from windlass.launch import core_binding as own_cores
+from windlass.launch.launch_errors import LaunchError
+from windlass.launch.launch_plan import LaunchPlan
+from windlass.launch.plan_from_flags import DEFAULT_MASTER_PORT
+from windlass.launch.program import Program
+from windlass.launch.rank_jobs import make_rank_jobs
+
+_TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+
+
+def external_rank_environment(environ: Mapping[str, str]) -> RankEnvironment | None:
+    """This process's place, if another launcher started several and said all that a rank needs: torchrun, MPI, Slurm.
+
+    Raises:
+        CommunicationError: a variable is not what it should be.
+    """
+    whole = all(environ.get(name) for name in _TORCHRUN_VARIABLES)  # one of them alone was left by somebody
+    place = rank_environment(
+        environ if whole else {name: environ[name] for name in environ if name not in _TORCHRUN_VARIABLES}
+    )
+    if place is None or place.local_rank is None:
+        return None
+    # A batch script has the variables of a task, but is in no step; a step of one task is for us to fill.
+    if place.source == SLURM and (place.world == 1 or not is_step(environ)):
+        return None
+    return place
+
+
+def torchrun_environment(rank_environment: RankEnvironment) -> dict[str, str]:
+    """What ranks need, in torchrun's words.
+
+    Raises:
+        LaunchError: nobody says where ranks on several hosts meet.
+    """
+    master = rank_environment.master or (HERE if rank_environment.world in (1, rank_environment.local_world) else None)
+    if master is None:
+        raise LaunchError(
+            f"{rank_environment.source} says rank {rank_environment.rank} of {rank_environment.world}, on several hosts, and MASTER_ADDR is not set; "
+            "set it to the host of rank 0"
+        )
+    values = {
+        "RANK": rank_environment.rank,
+        "WORLD_SIZE": rank_environment.world,
+        "LOCAL_RANK": rank_environment.local_rank,
+        "LOCAL_WORLD_SIZE": rank_environment.local_world,
+        "MASTER_ADDR": master,
+        "MASTER_PORT": rank_environment.port or DEFAULT_MASTER_PORT,
+    }
+    return {name: str(value) for name, value in values.items() if value is not None}
+
+
+def exec_as_external_rank(program: Program, rank_environment: RankEnvironment, env: Mapping[str, str]) -> NoReturn:
+    """Become the program, as the rank that this process is."""
+    _exec_command(
+        program.argv_for_rank(rank_environment.local_rank or 0),
+        {**os.environ, **env, **torchrun_environment(rank_environment)},
+    )
+
+
+def encode_plan(plan: LaunchPlan) -> str:
+    """A plan as one word that no shell changes."""
+    return base64.urlsafe_b64encode(zlib.compress(json.dumps(plan.to_json()).encode(), 9)).decode()
+
+
+def decode_plan(text: str) -> LaunchPlan:
+    """What `encode` encoded."""
+    return LaunchPlan.from_json(json.loads(zlib.decompress(base64.urlsafe_b64decode(text))))
+
+
+def main(encoded: str) -> NoReturn:
+    """Become the rank of the plan that this process is."""
+    plan = decode_plan(encoded)
+    found = rank_environment({name: value for name, value in os.environ.items() if name not in _TORCHRUN_VARIABLES})
+    if found is None:
+        raise LaunchError("no variable of MPI or Slurm says which rank this is; start it by mpirun or srun")
+    places = [place for node in range(len(plan.hosts)) for place in plan.rank_placements(node)]
+    if found.world != len(places):
+        raise LaunchError(
+            f"{found.source} started {found.world} ranks, the plan has {len(places)}; give no other number"
+        )
+    place = places[found.rank]
+    if found.local_rank not in (None, place.local_rank):
+        raise LaunchError(
+            f"{found.source} made rank {found.rank} the local rank {found.local_rank}, and by the order of hosts it is "
+            f"{place.local_rank} on {place.host}; have hosts filled one after the other (--map-by slot, -m block)"
+        )
+    if plan.cwd is not None:
+        os.chdir(plan.cwd)
+    assert plan.master_addr is not None and plan.master_port is not None
+    job = make_rank_jobs(plan, place.node_rank, (plan.master_addr, plan.master_port))[place.local_rank]
+    if job.env.get(own_cores.CORES_VARIABLE):
+        os.sched_setaffinity(0, [int(core) for core in job.env[own_cores.CORES_VARIABLE].split(",")])
+    _exec_command(job.argv, job.env)
+
+
+def _exec_command(argv: list[str], env: Mapping[str, str]) -> NoReturn:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    try:
+        os.execvpe(argv[0], argv, dict(env))
+    except OSError as error:
+        raise LaunchError(f"{argv[0]}: {error.strerror}") from None
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1])
+    except WindlassError as error:
+        print(f"windlass: {error}", file=sys.stderr)
+        sys.exit(1)

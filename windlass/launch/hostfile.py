@@ -1,0 +1,189 @@
+"""Which hosts and which of their slots take part: the hostfile, and the filters of `--include` and `--exclude`."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from collections.abc import Container, Iterable, Mapping, Sequence
+from pathlib import Path
+
+from windlass.base.bounded_input import MAX_RANKS_PER_HOST, parse_int, read_bounded
+from windlass.base.bounded_json import parse_json
+from windlass.base.errors import WindlassError
+from windlass.base.log import logger
+from windlass.base.text import one_line
+from windlass.launch.launch_errors import LaunchError
+from windlass.launch.shell_quoting import check_host_name
+
+DEFAULT_HOSTFILE = "/job/hostfile"
+"""Where the `deepspeed` command looks for one."""
+
+_MAX_BYTES = 16 * 2**20
+_LINE = re.compile(r"^(\S+)\s+slots=(\d+)")
+
+
+class HostError(LaunchError, ValueError):
+    """A hostfile or a filter that makes no sense. It is a ValueError too, as scripts that parse them expect."""
+
+
+def fetch_hostfile(path: str | Path) -> dict[str, int] | None:
+    """Hosts and their numbers of slots, in the order of the file; None, and a warning, where there is no such file.
+
+    A line is `HOST slots=N`; what follows is left alone, so are empty lines and those that begin with `#`.
+
+    Raises:
+        HostError: a line of another form, a host named twice, no host at all.
+    """
+    if not Path(path).is_file():
+        logger.warning("no hostfile at %s: only this machine is used", path)
+        return None
+    try:
+        data = read_bounded(Path(path), _MAX_BYTES)
+        text = (data or b"").decode("utf-8-sig")  # editors of Windows put a mark before it
+    except OSError as error:
+        raise HostError(f"cannot read {path}: {error.strerror or error}; give a file that you may read") from None
+    except UnicodeDecodeError as error:
+        raise HostError(f"{path} is no text: {error}; write a line HOST slots=N for each host") from None
+    if data is None:
+        raise HostError(f"{path} has more than {_MAX_BYTES // 2**20} MiB; a hostfile has a line for each host")
+    return parse_hostfile(text.splitlines(), source=str(path))
+
+
+def parse_hostfile(lines: Iterable[str], source: str = "the hostfile") -> dict[str, int]:
+    """Like `fetch_hostfile`, of its lines. `source` names it in errors."""
+    pool: dict[str, int] = {}
+    for number, line in enumerate(map(str.strip, lines), 1):
+        if not line or line.startswith("#"):
+            continue
+        match = _LINE.match(line)
+        if match is None:
+            raise HostError(f"{source}, line {number}: {one_line(line, 200)!r} is a bad entry; write HOST slots=N")
+        name, slots = match[1], parse_int(match[2])
+        if slots is None or slots > MAX_RANKS_PER_HOST:
+            raise HostError(
+                f"{source}, line {number}: {name} has slots={one_line(match[2], 40)}; a host has at most "
+                f"{MAX_RANKS_PER_HOST:,}"
+            )
+        try:
+            check_host_name(name)
+        except WindlassError as error:
+            raise HostError(f"{source}, line {number}: {error}") from None
+        if name in pool:
+            raise HostError(f"{source}, line {number}: {name} is there already; write one entry for each host")
+        pool[name] = slots
+    if not pool:
+        raise HostError(f"{source} is empty; write a line HOST slots=N for each host")
+    return pool
+
+
+def parse_resource_filter(
+    host_info: Mapping[str, Sequence[int]], include_str: str = "", exclude_str: str = ""
+) -> dict[str, list[int]]:
+    """What a filter leaves of the hosts and their slots, in the order of `host_info`.
+
+    A filter is `NODE[@NODE...]`, where NODE is `NAME[:SLOT[,SLOT...]]`; a NAME alone means all slots of that host.
+    `include_str` builds from nothing, `exclude_str` takes away; a host that is left without slots is left out.
+
+    Raises:
+        HostError: both filters, an unknown host or slot, a slot that is no number.
+    """
+    if include_str and exclude_str:
+        raise HostError("--include and --exclude together; give one of them")
+    if not include_str and not exclude_str:
+        return {name: list(slots) for name, slots in host_info.items()}
+    named: Mapping[str, Sequence[int]] = _parse_filter(include_str or exclude_str, host_info)
+    for name, slots in named.items():
+        if name not in host_info:
+            raise HostError(f"host {name!r} is not in the hostfile; there are {', '.join(host_info)}")
+        unknown = [slot for slot in slots if slot not in host_info[name]]
+        if unknown:
+            there = ",".join(map(str, host_info[name])) or "none"
+            raise HostError(f"host {name!r} has no slot {unknown[0]}; there are {there}")
+    left: dict[str, list[int]] = {}
+    for name, slots in host_info.items():
+        wanted = named.get(name)
+        kept: list[int]
+        if include_str:
+            kept = [] if wanted is None else list(wanted or slots)
+        else:
+            kept = list(slots) if wanted is None else [slot for slot in slots if wanted and slot not in wanted]
+        if kept:
+            left[name] = list(dict.fromkeys(kept))
+    return left
+
+
+def parse_inclusion_exclusion(resource_pool: Mapping[str, int], inclusion: str, exclusion: str) -> dict[str, list[int]]:
+    """Like `parse_resource_filter`, from numbers of slots."""
+    return parse_resource_filter({name: list(range(n)) for name, n in resource_pool.items()}, inclusion, exclusion)
+
+
+def limit_hosts(active: Mapping[str, Sequence[int]], num_nodes: int = -1, num_slots: int = -1) -> dict[str, list[int]]:
+    """The first hosts, and slots 0 to `num_slots` - 1 on each; a number below 1 means as they are.
+
+    Raises:
+        HostError: there are fewer hosts.
+    """
+    if num_nodes > len(active):
+        raise HostError(f"{num_nodes} nodes are asked for, and the hostfile has {len(active)}; ask for fewer")
+    kept = list(active.items())[: num_nodes if num_nodes > 0 else None]
+    return {name: list(range(num_slots)) if num_slots > 0 else list(slots) for name, slots in kept}
+
+
+def encode_world_info(world_info: Mapping[str, Sequence[int | str] | int]) -> str:
+    """URL-safe base64 of the JSON `{host: [slot, ...]}`, or of numbers of slots: a word that no shell changes."""
+    text = json.dumps({name: slots if isinstance(slots, int) else list(slots) for name, slots in world_info.items()})
+    return base64.urlsafe_b64encode(text.encode()).decode()
+
+
+def decode_world_info(text: str) -> dict[str, list[int | str]]:
+    """What `encode_world_info` encoded.
+
+    Raises:
+        HostError: it is no such text.
+    """
+    try:
+        found = parse_json(base64.urlsafe_b64decode(text.encode()))
+        return {str(name): list(slots) for name, slots in found.items()}
+    except (ValueError, AttributeError, TypeError) as error:
+        raise HostError(f"{one_line(text, 200)!r} is no base64 of {{host: [slot, ...]}}: {error}") from None
+
+
+def _parse_filter(text: str, known: Container[str]) -> dict[str, list[int]]:
+    """Slots by host; none means all. Entries of one host are merged.
+
+    Args:
+        known: hosts, whose names may hold what separates here: `user@host`, an address of IPv6.
+    """
+    found: dict[str, list[int]] = {}
+    for node in _split_filter(text, known):
+        name, colon, slots = node.rpartition(":") if ":" in node and node not in known else (node, "", "")
+        try:
+            numbers = [_parse_slot(slot) for slot in slots.split(",")] if colon else []
+        except ValueError:
+            raise HostError(
+                f"{node!r} in {text!r} is no NAME[:SLOT[,SLOT...]]; slots are numbers below {MAX_RANKS_PER_HOST:,}"
+            ) from None
+        if not name:
+            raise HostError(f"{text!r} names no host before {node!r}; write NAME[:SLOT[,SLOT...]][@...]")
+        found[name] = sorted({*found.get(name, []), *numbers})
+    return found
+
+
+def _parse_slot(text: str) -> int:
+    number = parse_int(text)
+    if number is None or not 0 <= number < MAX_RANKS_PER_HOST:
+        raise ValueError(text)
+    return number
+
+
+def _split_filter(text: str, known: Container[str]) -> list[str]:
+    """The entries between the `@`s, of which one may belong to a known host's name."""
+    found: list[str] = []
+    for part in text.split("@"):
+        joined = f"{found[-1]}@{part}" if found else part
+        if any("@" in name and name in known for name in (joined, joined.rpartition(":")[0])):
+            found[-1] = joined
+        else:
+            found.append(part)
+    return found

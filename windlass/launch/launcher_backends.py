@@ -1,0 +1,183 @@
+"""The command lines of pdsh, of the MPIs and of Slurm for a plan: words and environment, nothing executed here."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+from windlass.launch.external_rank import encode_plan
+from windlass.launch.launch_errors import LaunchError
+from windlass.launch.launch_plan import LaunchPlan
+from windlass.launch.shell_quoting import check_host_name, shell_command
+
+_PDSH_FANOUT = 1024
+
+
+@dataclass(frozen=True)
+class LauncherOptions:
+    """What else was asked of a back end.
+
+    Args:
+        arguments: `--launcher_args`.
+        num_gpus: `--num_gpus`, below 1 where it was not given.
+        agent_path: PYTHONPATH on other hosts.
+        ssh_words: what PDSH_SSH_ARGS_APPEND says already.
+    """
+
+    launcher_args: str = ""
+    ssh_port: int | None = None
+    venv_script: str | None = None
+    num_gpus: int = -1
+    agent_pythonpath: str = ""
+    pdsh_ssh_args: str = ""
+
+    @property
+    def launcher_argv(self) -> list[str]:
+        """The arguments, split as a shell would.
+
+        Raises:
+            LaunchError: a quote that does not end.
+        """
+        try:
+            return shlex.split(self.launcher_args)
+        except ValueError as error:
+            raise LaunchError(f"--launcher_args {self.launcher_args!r}: {error}") from None
+
+
+@dataclass(frozen=True)
+class LauncherCommand:
+    """What to execute, and what to set in its environment."""
+
+    argv: list[str]
+    env: dict[str, str] = field(default_factory=dict)
+
+
+def build_launcher_command(launcher: str, plan: LaunchPlan, options: LauncherOptions) -> LauncherCommand:
+    """The command that starts all ranks of `plan`.
+
+    Raises:
+        LaunchError: the back end cannot do what the plan says, or there is no such back end.
+    """
+    for host in plan.hosts:
+        check_host_name(host.name)
+    if launcher != "pdsh" and (options.ssh_port is not None or options.venv_script is not None):
+        raise LaunchError(f"--ssh_port and --venv_script do not apply to --launcher {launcher}; ssh and pdsh take them")
+    if launcher not in _COMMAND_BUILDERS:
+        raise LaunchError(f"--launcher {launcher} is unknown; choose ssh, {', '.join(_COMMAND_BUILDERS)}")
+    return _COMMAND_BUILDERS[launcher](plan, options)
+
+
+def is_installed(launcher: str) -> bool:
+    """Whether this machine has the back end's program."""
+    program = {"pdsh": "pdsh", "openmpi": "ompi_info", "slurm": "srun", "mvapich": "mpiname"}.get(launcher, "mpirun")
+    if shutil.which(program) is None:
+        return False
+    if launcher == "mvapich":
+        return "MVAPICH2-GDR" in subprocess.run([program], capture_output=True, text=True).stdout
+    return True
+
+
+def pdsh_command(plan: LaunchPlan, options: LauncherOptions) -> LauncherCommand:
+    """One agent a host, told its number by pdsh itself; `-b`: one Ctrl-C ends it."""
+    environment = {"PDSH_RCMD_TYPE": "ssh"}
+    if options.ssh_port is not None:
+        environment["PDSH_SSH_ARGS_APPEND"] = f"{options.pdsh_ssh_args} -p {options.ssh_port}".strip()
+    agent = [sys.executable, "-u", "-m", "windlass.launch.pdsh_agent", "NODE", encode_plan(plan)]
+    text = shell_command(agent, env={"PYTHONPATH": options.agent_pythonpath}, cwd=plan.cwd)
+    if options.venv_script is not None:
+        text = f"{shell_command(['.', options.venv_script], cwd=plan.cwd).replace('exec . ', '. ')} && {text}"
+    text = text.replace("%", "%%").replace(" NODE ", " %n ")  # pdsh fills in %n, and a %% is a %
+    hosts = ",".join(host.name for host in plan.hosts)
+    words = ["pdsh", "-S", "-b", "-f", str(_PDSH_FANOUT), "-w", hosts, *options.launcher_argv]
+    return LauncherCommand([*words, shell_command(["sh", "-c", text])], environment)
+
+
+def openmpi_command(plan: LaunchPlan, options: LauncherOptions) -> LauncherCommand:
+    """`-x NAME` hands on the value that mpirun itself has: none is on the command line."""
+    hosts = ",".join(f"{host.name}:{len(host.slots)}" for host in plan.hosts)
+    words = ["mpirun", "-n", str(plan.world_size), "--host", hosts, "--map-by", "slot", "--bind-to", "none"]
+    exported = [word for name in sorted(plan.env) for word in ("-x", name)]
+    return LauncherCommand([*words, *options.launcher_argv, *exported, *_rank_argv(plan)], dict(plan.env))
+
+
+def mpich_command(plan: LaunchPlan, options: LauncherOptions) -> LauncherCommand:
+    """Hydra: hosts with their numbers of ranks."""
+    hosts = ",".join(f"{host.name}:{len(host.slots)}" for host in plan.hosts)
+    words = ["mpirun", "-n", str(plan.world_size), "-hosts", hosts, *options.launcher_argv]
+    return LauncherCommand([*words, *_hydra_export_arguments(plan), *_rank_argv(plan)], dict(plan.env))
+
+
+def impi_command(plan: LaunchPlan, options: LauncherOptions) -> LauncherCommand:
+    """Intel MPI: as many ranks on each host, which do not let it bind them."""
+    each = _equal_ranks_per_host(plan, "impi")
+    hosts = ",".join(host.name for host in plan.hosts)
+    words = ["mpirun", "-n", str(plan.world_size), "-ppn", str(each), "-hosts", hosts, *options.launcher_argv]
+    return LauncherCommand([*words, *_hydra_export_arguments(plan), *_rank_argv(plan)], {**plan.env, "I_MPI_PIN": "0"})
+
+
+def mvapich_command(plan: LaunchPlan, options: LauncherOptions) -> LauncherCommand:
+    """MVAPICH2-GDR: Hydra with variables of its own."""
+    each = _equal_ranks_per_host(plan, "mvapich")
+    own = {
+        "MV2_SMP_USE_CMA": "0",
+        "MV2_DEBUG_SHOW_BACKTRACE": "1",
+        "MV2_USE_CUDA": "1",
+        "MV2_SUPPORT_DL": "1",
+        "MV2_ENABLE_AFFINITY": "0",
+        "MV2_INTER_ALLGATHER_TUNING": "5",
+        "MV2_CUDA_USE_NAIVE": "0",
+    }
+    hosts = ",".join(host.name for host in plan.hosts)
+    words = ["mpirun", "-np", str(plan.world_size), "-ppn", str(each), "-hosts", hosts, *options.launcher_argv]
+    environment = {**own, **plan.env}
+    return LauncherCommand([*words, *_hydra_export_arguments(plan, environment), *_rank_argv(plan)], environment)
+
+
+def slurm_command(plan: LaunchPlan, options: LauncherOptions) -> LauncherCommand:
+    """srun hands on its whole environment. It places ranks by number, not by device."""
+    each = _equal_ranks_per_host(plan, "slurm")
+    for host in plan.hosts:
+        if list(host.slots) != list(range(each)):
+            raise LaunchError(
+                f"--launcher slurm cannot choose slots {','.join(map(str, host.slots))} of {host.name}; leave out "
+                "whole hosts, or keep the first slots of each"
+            )
+    hosts = ",".join(host.name for host in plan.hosts)
+    words = ["srun", "-N", str(len(plan.hosts)), "-n", str(plan.world_size), f"--ntasks-per-node={each}"]
+    words += [f"--nodelist={hosts}", "--distribution=block", "--kill-on-bad-exit=1", "--export=ALL"]
+    if options.num_gpus > 0:
+        words.append(f"--gpus-per-node={options.num_gpus}")
+    return LauncherCommand([*words, *options.launcher_argv, *_rank_argv(plan)], dict(plan.env))
+
+
+_COMMAND_BUILDERS: Mapping[str, Callable[[LaunchPlan, LauncherOptions], LauncherCommand]] = {
+    "pdsh": pdsh_command,
+    "openmpi": openmpi_command,
+    "mpich": mpich_command,
+    "impi": impi_command,
+    "slurm": slurm_command,
+    "mvapich": mvapich_command,
+}
+
+
+def _rank_argv(plan: LaunchPlan) -> list[str]:
+    """What each rank executes; the plan's variables reach it by the back end, where who lists processes sees none."""
+    return [sys.executable, "-u", "-m", "windlass.launch.external_rank", encode_plan(replace(plan, env={}))]
+
+
+def _hydra_export_arguments(plan: LaunchPlan, environment: Mapping[str, str] | None = None) -> list[str]:
+    names = ",".join(sorted(environment or plan.env))
+    return ["-genvlist", names] if names else []
+
+
+def _equal_ranks_per_host(plan: LaunchPlan, launcher: str) -> int:
+    """The number of ranks on each host."""
+    counts = {host.name: len(host.slots) for host in plan.hosts}
+    if len(set(counts.values())) > 1:
+        told = ", ".join(f"{name} {count}" for name, count in counts.items())
+        raise LaunchError(f"--launcher {launcher} needs as many slots on every host, and there are {told}")
+    return len(plan.hosts[0].slots)

@@ -1,0 +1,199 @@
+"""The ranks of one host, started for a launcher elsewhere, at the end of its connection: `-m windlass.launch.node_agent`.
+
+It takes messages from standard input and answers on standard output. When the connection ends, or is silent for
+`channel.SILENCE_S` seconds, its ranks end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import selectors
+import signal
+import socket
+import sys
+import threading
+import time
+from typing import Any
+
+import windlass
+from windlass.base.errors import WindlassError
+from windlass.base.processes import forbid_world_writable_files
+from windlass.launch.agent_channel import KEEPALIVE_TIMEOUT_S, AgentChannel, MessageReader, bytes_to_text
+from windlass.launch.launch_errors import LaunchError
+from windlass.launch.launch_plan import LaunchPlan
+from windlass.launch.local_launch import check_port, free_port
+from windlass.launch.rank_jobs import make_rank_jobs
+from windlass.launch.rank_processes import RankProcesses
+from windlass.launch.reaper import continue_in_child
+from windlass.launch.rendezvous_store import LOOPBACK, RendezvousStore
+from windlass.launch.supervisor import capture_signals, resident_bytes_of
+
+_ORPHANED_GRACE_S = 2.0
+_MEMORY_INTERVAL_S = 1.0
+_POLL_S = 0.1
+
+
+class NodeAgent:
+    """What answers the launcher. It is the listener of its ranks."""
+
+    def __init__(self, channel: AgentChannel) -> None:
+        self._channel = channel
+        self._selector = selectors.DefaultSelector()
+        self._inbox: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._ranks: RankProcesses | None = None
+        self._store: RendezvousStore | None = None
+        self._reports_memory = False
+        self._paused = False
+        self._is_finishing = False
+
+    def on_started(self, rank: int, pid: int) -> None:
+        """A rank is a process now."""
+        self._channel.send({"started": rank, "pid": pid})
+
+    def on_output(self, rank: int, stream: str, data: bytes) -> None:
+        """A rank wrote something."""
+        self._channel.send({"wrote": rank, "stream": stream, "text": bytes_to_text(data)})
+
+    def on_ended(self, rank: int, status: int) -> None:
+        """A rank ended."""
+        self._channel.send({"ended": rank, "status": status})
+
+    def run(self) -> None:
+        """Answer until the ranks have ended."""
+        threading.Thread(target=self._read_messages, name="windlass-guard", daemon=True).start()
+        self._channel.send({"hello": windlass.__version__})
+        next_memory = 0.0
+        with capture_signals(("SIGTERM", "SIGINT", "SIGHUP")) as received:
+            obeyed = 0
+            while not self._is_finishing or (self._ranks is not None and self._ranks.alive):
+                self._poll_once()
+                if len(received.numbers) > obeyed or self._channel.closed:
+                    obeyed = len(received.numbers)
+                    self._stop_ranks(signal.SIGTERM, _ORPHANED_GRACE_S)
+                if self._reports_memory and self._ranks is not None and time.monotonic() > next_memory:
+                    next_memory = time.monotonic() + _MEMORY_INTERVAL_S
+                    self._channel.send(
+                        {"memory": {str(r): resident_bytes_of(pid) for r, pid in self._ranks.pid_of_rank.items()}}
+                    )
+        self.close()
+
+    def close(self) -> None:
+        """Leave nothing."""
+        if self._ranks is not None:
+            self._ranks.close(succeeded=False)
+        if self._store is not None:
+            self._store.close()
+
+    def _poll_once(self) -> None:
+        for key, _ in self._selector.select(_POLL_S if self._ranks is not None else 0):
+            key.data()
+        if self._ranks is not None:
+            self._ranks.poll()
+        with contextlib.suppress(queue.Empty):
+            self._handle_message(self._inbox.get(timeout=_POLL_S if self._ranks is None else 0))
+
+    def _handle_message(self, message: dict[str, Any]) -> None:
+        if "meet" in message:
+            self._open_rendezvous(**message["meet"])
+        elif "plan" in message:
+            self._reports_memory = bool(message["watched"])
+            self._start_ranks(LaunchPlan.from_json(message["plan"]), int(message["node"]), message["master"])
+        elif "stop" in message:
+            self._stop_ranks(int(message["stop"]), float(message["grace_s"]))
+
+    def _open_rendezvous(self, port: int | None, keep_store: bool, alone: bool) -> None:
+        if keep_store:
+            self._store = RendezvousStore(port or 0, all_interfaces=not alone)
+            self._store.serve()
+            port = self._store.port
+        else:
+            port = check_port(port) if port is not None else free_port()
+        self._channel.send({"meet": [LOOPBACK if alone else own_address(), port]})
+
+    def _start_ranks(self, plan: LaunchPlan, node: int, master: list[Any]) -> None:
+        if plan.cwd is not None:
+            try:
+                os.chdir(plan.cwd)
+            except OSError as error:
+                raise LaunchError(f"{plan.cwd}: {error.strerror}; every host needs this directory") from None
+        script = plan.program.argv[0]
+        if plan.program.kind == "script" and not script.startswith("-") and not os.path.exists(script):
+            raise LaunchError(f"no such script: {script} in {plan.cwd}; every host needs it there")
+        jobs = make_rank_jobs(plan, node, (str(master[0]), int(master[1])))
+        self._ranks = RankProcesses(jobs, self, self._selector, capture=True)
+        self._is_finishing = True
+
+    def _stop_ranks(self, signal_number: int, grace_s: float) -> None:
+        self._is_finishing = True
+        if self._ranks is not None:
+            self._ranks.stop(signal_number, grace_s)
+
+    def _read_messages(self) -> None:
+        """Reads what comes. In a thread of its own: the other one may wait for somebody to read what it writes."""
+        lines = MessageReader()
+        reader = selectors.DefaultSelector()
+        reader.register(0, selectors.EVENT_READ)
+        heard = time.monotonic()
+        while True:
+            if reader.select(1.0):
+                data = os.read(0, 1 << 16)
+                if not data:
+                    break
+                heard = time.monotonic()
+                for message in lines.feed(data):
+                    if isinstance(message, bytes):
+                        continue
+                    if "pause" in message:
+                        self._paused = bool(message["pause"])
+                    else:
+                        self._inbox.put(message)
+            elif not self._paused and time.monotonic() - heard > KEEPALIVE_TIMEOUT_S:
+                break
+        self._inbox.put({"stop": signal.SIGTERM, "grace_s": _ORPHANED_GRACE_S})
+        time.sleep(_ORPHANED_GRACE_S + 1)
+        if self._ranks is not None:  # the other thread is stuck, or has still to notice
+            self._ranks.kill()
+        os._exit(128 + signal.SIGKILL)
+
+
+def own_address() -> str:
+    """An address of this host at which other hosts reach it: that at which the launcher did, if that is none of a
+    loopback.
+
+    Raises:
+        LaunchError: there is none.
+    """
+    reached = os.environ.get("SSH_CONNECTION", "").split()
+    candidates = reached[2:3]
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("192.0.2.1", 9))  # sends nothing: it asks which way is out
+        candidates.append(probe.getsockname()[0])
+    with contextlib.suppress(OSError):
+        found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
+        candidates += [str(address[0]) for *_, address in found]
+    for address in candidates:
+        if not address.startswith("127.") and address not in ("::1", "0.0.0.0", "::"):
+            return address
+    raise LaunchError("no address of this host is known at which others reach it; give --master_addr")
+
+
+def main() -> None:
+    """Serve the launcher at the other end, from a process whose parent ends what it leaves."""
+    forbid_world_writable_files()
+    if sys.platform == "linux":
+        continue_in_child()
+    channel = AgentChannel(os.dup(1))
+    os.dup2(2, 1)  # what anybody here prints is no message
+    agent = NodeAgent(channel)
+    try:
+        agent.run()
+    except WindlassError as error:
+        channel.send({"error": str(error)})
+        agent.close()
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""Counts how often the kernel killed a process for want of memory, to tell why a rank was ended by SIGKILL."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+_COUNTER_NAME = "oom_kill"
+
+
+class OomKillCounter:
+    """The counters as they were when this was made.
+
+    Args:
+        root: of the file system, for tests.
+    """
+
+    def __init__(self, root: Path = Path("/")) -> None:
+        self._root = root
+        self._before = self._counts()
+
+    def has_increased(self) -> bool:
+        """Whether the kernel killed any process since: of this machine, or of this process's cgroup."""
+        now = self._counts()
+        return any(count > self._before.get(path, 0) for path, count in now.items())
+
+    def _counts(self) -> dict[Path, int]:
+        found = {}
+        for path in self._counter_files():
+            with contextlib.suppress(OSError, ValueError):  # not Linux, or another version of cgroups
+                for line in path.read_text().splitlines():
+                    name, _, count = line.partition(" ")
+                    if name == _COUNTER_NAME:
+                        found[path] = int(count)
+        return found
+
+    def _counter_files(self) -> list[Path]:
+        files, groups = [self._root / "proc/vmstat"], self._root / "sys/fs/cgroup"
+        with contextlib.suppress(OSError):
+            for line in (self._root / "proc/self/cgroup").read_text().splitlines():
+                _, controllers, path = line.split(":", 2)
+                if not controllers:
+                    files.append(groups / path.lstrip("/") / "memory.events")
+                elif "memory" in controllers.split(","):
+                    files.append(groups / "memory" / path.lstrip("/") / "memory.oom_control")
+        return files

@@ -1,0 +1,99 @@
+"""What the ranks of one host execute, and in which environment: a plan, told to this machine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from windlass.base.log import logger
+from windlass.comm.addresses import gloo_at_loopback
+from windlass.launch import core_binding as own_cores
+from windlass.launch.launch_plan import LaunchPlan
+from windlass.launch.rank_placement import RankPlacement
+from windlass.launch.rank_processes import RankJob
+from windlass.launch.visible_devices import VISIBLE_DEVICES_VARIABLE, available_devices, count_devices, select_devices
+
+RESTARTS = "WINDLASS_RESTARTS"
+"""How often the run was started again, in the ranks' environment."""
+
+
+def make_rank_jobs(plan: LaunchPlan, node: int, master: tuple[str, int]) -> list[RankJob]:
+    """The ranks of the host number `node`, which is this machine, to be started.
+
+    Args:
+        master: address and port at which ranks meet.
+
+    Raises:
+        LaunchError: devices or cores that this machine does not give.
+    """
+    places = plan.rank_placements(node)
+    shared = {**_inherited_environment(), **plan.env, **_run_environment(plan, master)}
+    if len(plan.hosts) == 1:
+        shared |= gloo_at_loopback(shared)
+    devices = _selected_devices(plan, node, shared)
+    cores = own_cores.bindable_cores(plan.bind_core_list) if plan.bind_cores_to_rank else None
+    if cores is None:
+        shared |= _thread_environment(len(places), shared)
+    found = []
+    for place in places:
+        environment = {**shared, **place.environment()}
+        if devices is not None:
+            environment |= _visible_device_environment(plan, place, devices)
+        if plan.virtual_local_rank:
+            environment["LOCAL_RANK"] = "0"
+        if cores is not None:
+            mine = own_cores.core_share(cores, len(places), place.local_rank)
+            environment |= {own_cores.CORES_VARIABLE: ",".join(map(str, mine)), "OMP_NUM_THREADS": str(len(mine))}
+        found.append(RankJob(place.rank, plan.program.argv_for_rank(place.local_rank), environment))
+    return found
+
+
+def threads_per_rank(nproc: int) -> int:
+    """An equal share of the cores that this process may use, at least one."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
+    return max(1, cores // nproc)
+
+
+def _inherited_environment() -> dict[str, str]:
+    """This process's environment, without what tells ranks of a store that another launcher keeps: it may be a rank."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
+
+
+def _run_environment(plan: LaunchPlan, master: tuple[str, int]) -> dict[str, str]:
+    values = {
+        "MASTER_ADDR": master[0],
+        "MASTER_PORT": str(master[1]),
+        "ROLE_NAME": plan.role,
+        RESTARTS: str(plan.restarts),
+    }
+    if not plan.use_agent_store:
+        return values
+    return {
+        **values,
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": str(plan.restarts),
+        "TORCHELASTIC_MAX_RESTARTS": str(plan.max_restarts),
+        "TORCHELASTIC_RUN_ID": plan.run_id,
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+    }
+
+
+def _selected_devices(plan: LaunchPlan, node: int, environ: Mapping[str, str]) -> list[str] | None:
+    if not (plan.use_devices or plan.virtual_local_rank):
+        return None
+    host = plan.hosts[node]
+    return select_devices(host.slots, available_devices(environ, count_devices()), host.name)
+
+
+def _visible_device_environment(plan: LaunchPlan, place: RankPlacement, devices: list[str]) -> dict[str, str]:
+    return {VISIBLE_DEVICES_VARIABLE: devices[place.local_rank] if plan.virtual_local_rank else ",".join(devices)}
+
+
+def _thread_environment(nproc: int, given: Mapping[str, str]) -> dict[str, str]:
+    if "OMP_NUM_THREADS" in given:
+        return {}
+    threads = threads_per_rank(nproc)
+    whose = f"for each of {nproc} ranks, their" if nproc > 1 else "for the rank, its"
+    logger.info("OMP_NUM_THREADS=%d %s share of the cores (set it to choose)", threads, whose)
+    return {"OMP_NUM_THREADS": str(threads)}

@@ -1,0 +1,101 @@
+"""A mesh laid over hosts: which rank sits where, which axes leave a node, and what each sends. Arithmetic alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from windlass.comm.mesh_shape import AXES, DATA_AXES, EXPERT_DATA_AXES, MeshShape
+from windlass.launch.rank_placement import Host, RankPlacement, place_ranks
+from windlass.parallel.comm_volumes import StepWorkload, compute_step_volumes, sum_bytes_by_axis
+from windlass.parallel.model_shape import ModelShape
+
+TRAFFIC_AXES = {
+    "pp": ("pp",),
+    "data": DATA_AXES,
+    "experts": EXPERT_DATA_AXES,
+    "ep": ("ep",),
+    "sp": ("sp",),
+    "tp": ("tp",),
+}
+"""Over which axes each kind of traffic goes, by its name in `parallel.volumes`."""
+
+
+@dataclass(frozen=True)
+class AxisTraffic:
+    """What goes along an axis: over how many ranks and nodes, and the most bytes that any rank receives in a step."""
+
+    axis: str
+    num_ranks: int
+    num_nodes: int
+    example_ranks: tuple[int, ...]
+    nbytes: int
+    tensors: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class HostRankMap:
+    """Ranks of a grid on hosts, in the hosts' order."""
+
+    grid: MeshShape
+    hosts: tuple[Host, ...]
+    model: ModelShape
+    workload: StepWorkload
+
+    @cached_property
+    def placements_of_node(self) -> list[list[RankPlacement]]:
+        """The places of each host."""
+        return place_ranks(self.hosts)
+
+    @property
+    def parallel_axes(self) -> list[str]:
+        """Axes of several ranks, outermost first."""
+        return [axis for axis in AXES if self.grid.size(axis) > 1]
+
+    def num_nodes_spanned(self, *axes: str) -> int:
+        """Nodes over which a group along these axes lies, at most."""
+        node = {place.rank: place.node_rank for places in self.placements_of_node for place in places}
+        return max(len({node[rank] for rank in group}) for group in self.grid.groups(*axes))
+
+    def axis_traffic(self) -> Iterator[AxisTraffic]:
+        """What goes along each axis of several ranks, the outermost first."""
+        stages = [compute_step_volumes(self.model, self.grid, self.workload, pipe) for pipe in range(self.grid.pp)]
+        for name, axes in TRAFFIC_AXES.items():
+            ranks = self.grid.size(*axes)
+            if ranks == 1 or (name == "experts" and not self.model.experts):
+                continue
+            what = [volume.tensors for stage in stages for volume in stage if volume.axis == name]
+            nbytes = max(sum_bytes_by_axis(stage).get(name, 0) for stage in stages)
+            yield AxisTraffic(
+                name,
+                ranks,
+                self.num_nodes_spanned(*axes),
+                self.grid.groups(*axes)[0],
+                nbytes,
+                tuple(dict.fromkeys(what)),
+            )
+
+    def warnings(self) -> list[str]:
+        """What is wrong with this layout, though it can be run."""
+        smallest = min(len(host.slots) for host in self.hosts)
+        found = []
+        if self.grid.tp > 1 and self.num_nodes_spanned("tp") > 1:
+            fits = max(n for n in range(1, min(smallest, self.grid.tp) + 1) if self.grid.tp % n == 0)
+            said = f"tp {self.grid.tp} crosses nodes, of which the smallest has {smallest} ranks"
+            remedy = f"write tp {fits} and give the rest to pp" if fits < self.grid.tp else "let each node have as many"
+            found.append(f"{said}: every layer waits for the network four times a micro-batch; {remedy}")
+        if self.grid.pp > self.model.layers:
+            found.append(f"pp {self.grid.pp} is more than the {self.model.layers} layers: stages without one")
+        if self.model.experts and self.grid.ep > self.model.experts:
+            found.append(f"ep {self.grid.ep} is more than the {self.model.experts} experts: ranks without one")
+        return found
+
+
+def format_rank_list(ranks: Sequence[int]) -> str:
+    """Ranks in few words: `0-3`, `0 8 16 24`, `0 4 ... 28`."""
+    if len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1:
+        return f"{ranks[0]}-{ranks[-1]}"
+    if len(ranks) > 6:
+        return f"{ranks[0]} {ranks[1]} ... {ranks[-1]}"
+    return " ".join(str(rank) for rank in ranks)

@@ -1,0 +1,156 @@
+"""What ranks write, line by line: labelled, into one file a rank, and the last lines of each kept."""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+from windlass.launch.launch_errors import LaunchError
+from windlass.launch.rank_processes import ERR, OUT
+
+MAX_KEPT_LINES = 20
+_MAX_LINE_BYTES = 1 << 16  # bytes of a line, after which it is shown in parts
+
+
+@dataclass(frozen=True)
+class OutputRouting:
+    """Where what ranks write goes.
+
+    Args:
+        directory: of one file a rank; None: no files.
+        name: of a file; `{rank}` is the rank.
+        silent: streams that go only to files, by local rank; -1 stands for all others.
+        filed: streams that go to files, by local rank; -1 stands for all others.
+        shown: local ranks that are seen; None: all.
+    """
+
+    directory: Path | None = None
+    file_name: str = "rank{rank}.log"
+    file_only_streams: Mapping[int, frozenset[str]] = field(default_factory=dict)
+    file_streams: Mapping[int, frozenset[str]] = field(default_factory=lambda: {-1: frozenset((OUT, ERR))})
+    shown_local_ranks: frozenset[int] | None = None
+
+    def is_shown(self, local_rank: int, stream: str) -> bool:
+        """Whether this stream of this rank is seen here."""
+        if self.shown_local_ranks is not None and local_rank not in self.shown_local_ranks:
+            return False
+        return stream not in _streams_for(self.file_only_streams, local_rank)
+
+    def goes_to_file(self, local_rank: int, stream: str) -> bool:
+        """Whether it goes to the rank's file."""
+        return self.directory is not None and stream in _streams_for(self.file_streams, local_rank)
+
+
+class RankConsole:
+    """Shows what ranks write.
+
+    Args:
+        label: what each line of a rank begins with; "" for nothing.
+        local_rank: of a rank.
+        append: to files that are there; else they begin anew.
+    """
+
+    def __init__(
+        self,
+        routing: OutputRouting,
+        label: Callable[[int], str],
+        local_rank: Callable[[int], int],
+        *,
+        append: bool = False,
+    ) -> None:
+        self.routing, self._label, self._local_rank, self._append = routing, label, local_rank, append
+        self._partial_lines: dict[tuple[int, str], bytes] = {}
+        self._last_lines: dict[tuple[int, str], deque[str]] = {}
+        self._newest_lines: dict[int, str] = {}
+        self._files: dict[int, IO[bytes]] = {}
+        self.emit: Callable[[str, bytes], None] = write_stream
+        if routing.directory is not None:
+            _make_directory(routing.directory)
+
+    def feed(self, rank: int, stream: str, data: bytes) -> None:
+        """Some bytes of a rank's stream; what is no whole line yet waits for the rest."""
+        if self.routing.goes_to_file(self._local_rank(rank), stream):
+            self._file(rank).write(data)
+        *lines, rest = _split_lines(self._partial_lines.pop((rank, stream), b"") + data)
+        if len(rest) > _MAX_LINE_BYTES:
+            lines, rest = [*lines, rest], b""
+        self._partial_lines[rank, stream] = rest
+        self._emit(rank, stream, lines)
+
+    def flush_rank(self, rank: int) -> None:
+        """Show what a rank left without an end of line."""
+        for stream in (OUT, ERR):
+            if rest := self._partial_lines.pop((rank, stream), b""):
+                self._emit(rank, stream, [rest + b"\n"])
+
+    def last_lines(self, rank: int) -> list[str]:
+        """The last that a rank wrote to its standard error; if that was nothing, to its standard output."""
+        return list(self._last_lines.get((rank, ERR)) or self._last_lines.get((rank, OUT)) or [])
+
+    def newest_line(self, rank: int) -> str:
+        """The last whole line of either stream."""
+        return self._newest_lines.get(rank, "")
+
+    def close(self) -> None:
+        """Show and write all that is left."""
+        for rank in {rank for rank, _ in self._partial_lines}:
+            self.flush_rank(rank)
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+
+    def _emit(self, rank: int, stream: str, lines: list[bytes]) -> None:
+        if not lines:
+            return
+        last = self._last_lines.setdefault((rank, stream), deque(maxlen=MAX_KEPT_LINES))
+        last.extend(text for line in lines if (text := line.decode(errors="replace").rstrip()))
+        if last:
+            self._newest_lines[rank] = last[-1]
+        if self.routing.is_shown(self._local_rank(rank), stream):
+            label = self._label(rank).encode()
+            self.emit(stream, b"".join(label + line for line in lines))
+
+    def _file(self, rank: int) -> IO[bytes]:
+        if rank not in self._files:
+            assert self.routing.directory is not None
+            path = self.routing.directory / self.routing.file_name.format(rank=rank)
+            try:
+                self._files[rank] = path.open("ab" if self._append else "wb", buffering=0)
+            except OSError as error:
+                raise LaunchError(f"{path}: {error.strerror}; name another directory for the ranks' files") from None
+        return self._files[rank]
+
+
+def write_stream(stream: str, data: bytes) -> None:
+    """To this process's own standard output or error."""
+    file = sys.stdout if stream == OUT else sys.stderr
+    if file is None:  # whoever started this process had closed it
+        return
+    if hasattr(file, "buffer"):
+        file.flush()
+        file.buffer.write(data)
+    else:
+        file.write(data.decode(errors="replace"))
+    file.flush()
+
+
+def _split_lines(data: bytes) -> list[bytes]:
+    """Lines with their ends, and what is left; a progress bar's carriage return ends one too."""
+    found = data.splitlines(keepends=True)
+    rest = found.pop() if found and not found[-1].endswith(b"\n") else b""  # a return may be half of an end
+    return [*found, rest]
+
+
+def _streams_for(table: Mapping[int, frozenset[str]], local_rank: int) -> frozenset[str]:
+    return table.get(local_rank, table.get(-1, frozenset()))
+
+
+def _make_directory(directory: Path) -> None:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise LaunchError(f"{directory}: {error.strerror}; name a directory for the ranks' files") from None

@@ -1,0 +1,93 @@
+"""Named timers for `wall_clock_breakdown`: what the phases of a step take on host and device together."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from windlass.base.compute_device import synchronize
+from windlass.base.errors import WindlassError
+
+
+@dataclass
+class TimerTotal:
+    """How often a timer ran, and for how long altogether."""
+
+    count: int = 0
+    seconds: float = 0.0
+
+    @property
+    def mean_ms(self) -> float:
+        """Milliseconds a run; 0 where there was none."""
+        return 1000 * self.seconds / self.count if self.count else 0.0
+
+
+class Timers:
+    """A group of named timers: `with timers("forward"): ...`, or `start(name)` and `stop(name)`.
+
+    Different timers may overlap and nest. Synchronising costs the overlap of host and device, so a group that is not
+    `enabled` neither synchronises nor measures.
+
+    Args:
+        device: whose queue is waited for at every start and stop.
+    """
+
+    def __init__(self, device: torch.device | str = "cpu", enabled: bool = True) -> None:
+        self.device = torch.device(device)
+        self.enabled = enabled
+        self.totals: dict[str, TimerTotal] = {}
+        self._started: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Time a block; it is counted also when it raises."""
+        self.start(name)
+        try:
+            yield
+        finally:
+            self.stop(name)
+
+    def start(self, name: str) -> None:
+        """Start a timer.
+
+        Raises:
+            WindlassError: it is running.
+        """
+        if not self.enabled:
+            return
+        if name in self._started:
+            raise WindlassError(f"timer {name!r} is started twice; stop it first")
+        self._started[name] = self._synchronized_time()
+
+    def stop(self, name: str) -> None:
+        """Stop a timer and add up.
+
+        Raises:
+            WindlassError: it is not running.
+        """
+        if not self.enabled:
+            return
+        if name not in self._started:
+            raise WindlassError(
+                f"timer {name!r} is stopped but was not started; running: {sorted(self._started) or 'none'}"
+            )
+        lap = self.totals.setdefault(name, TimerTotal())
+        lap.seconds += self._synchronized_time() - self._started.pop(name)
+        lap.count += 1
+
+    def take_totals(self) -> dict[str, TimerTotal]:
+        """What was measured since the last `take`, in order of first use; running timers go on."""
+        laps, self.totals = self.totals, {}
+        return laps
+
+    def summary(self, steps: int = 1) -> str:
+        """What `take` returns as one line in ms a step, `forward 12.3 ms | backward 24.6 ms`; empty if nothing ran."""
+        return " | ".join(f"{name} {1000 * lap.seconds / steps:.1f} ms" for name, lap in self.take_totals().items())
+
+    def _synchronized_time(self) -> float:
+        synchronize(self.device)
+        return time.perf_counter()

@@ -1,0 +1,54 @@
+"""The optimizer for host memory that stands in for one of torch's or windlass', where results stay the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from windlass.kernels.kernel_dispatch import get_active_kernel_path
+from windlass.optim.cpu_adagrad import CPUAdagrad
+from windlass.optim.cpu_adam import CPUAdam
+from windlass.optim.cpu_lion import CPULion
+from windlass.optim.cpu_optimizer import CPUOptimizer
+from windlass.optim.cpu_sgd import CPUSGD
+from windlass.optim.elementwise_optimizers import get_step_class
+from windlass.optim.lion import Lion
+
+# The exact class counts (`rule_of`): a subclass may do something else.
+_CPU_CLASSES: dict[type[torch.optim.Optimizer], type[CPUOptimizer]] = {
+    torch.optim.Adam: CPUAdam,
+    torch.optim.AdamW: CPUAdam,
+    torch.optim.SGD: CPUSGD,
+    torch.optim.Adagrad: CPUAdagrad,
+    Lion: CPULion,
+}
+
+
+def make_native_cpu_equivalent(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
+    """A `CPUAdam`, `CPUSGD`, `CPUAdagrad` or `CPULion` that steps as `optimizer` would; None where there is none.
+
+    Groups are copied with all their keys, states are shared, and defaults are the original's. There is none for other
+    classes, for `capturable`, `differentiable`, a learning rate or beta that is a tensor, `foreach=True` or
+    `fused=False` (the user chose an implementation), complex parameters, or where the native module is missing.
+    """
+    native = _CPU_CLASSES.get(get_step_class(optimizer))
+    if (
+        native is None
+        or not get_active_kernel_path().is_native
+        or not all(map(_has_default_options, optimizer.param_groups))
+    ):
+        return None
+    make: Any = native
+    twin: CPUOptimizer = make([{**group, "params": list(group["params"])} for group in optimizer.param_groups])
+    twin.defaults.update(optimizer.defaults)
+    twin.state.update(optimizer.state)
+    return twin
+
+
+def _has_default_options(group: dict[str, Any]) -> bool:
+    chosen = group.get("foreach") or group.get("fused") is False
+    special = group.get("capturable") or group.get("differentiable")
+    numbers = [group["lr"], *group.get("betas", ())]
+    tensors = any(isinstance(number, torch.Tensor) for number in numbers)
+    return not (chosen or special or tensors or any(parameter.is_complex() for parameter in group["params"]))

@@ -1,0 +1,105 @@
+"""From `scheduler.type` and `scheduler.params` of a configuration to a learning-rate schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from windlass.base.errors import ConfigError
+from windlass.base.log import logger
+from windlass.base.text import nearest_name
+from windlass.config.scheduler_section import (
+    UNSUPPORTED_SCHEDULES,
+    SchedulerConfig,
+    find_parameter_problems,
+    find_parameter_refusals,
+)
+from windlass.optim.lr_cycles import LRRangeTest, OneCycle
+from windlass.optim.lr_schedule import HasParamGroups, LRSchedule
+from windlass.optim.lr_warmups import WarmupCosineLR, WarmupDecayLR, WarmupLR
+
+__all__ = [
+    "DEEPSPEED_SCHEDULES",
+    "LRRangeTest",
+    "OneCycle",
+    "LRSchedule",
+    "WarmupCosineLR",
+    "WarmupDecayLR",
+    "WarmupLR",
+    "build_scheduler",
+    "list_scheduler_names",
+    "check_scheduler",
+    "resolve_scheduler_class",
+]
+
+DEEPSPEED_SCHEDULES: dict[str, type[LRSchedule]] = {
+    cls.__name__: cls for cls in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)
+}
+"""The schedules of DeepSpeed's configuration, by name."""
+
+_TORCH_CLASSES: dict[str, type[Any]] = {
+    name: cls
+    for name, cls in vars(torch.optim.lr_scheduler).items()
+    if isinstance(cls, type) and issubclass(cls, torch.optim.lr_scheduler.LRScheduler) and not name.startswith("_")
+}
+
+
+def list_scheduler_names() -> list[str]:
+    """Every name that `build` takes, DeepSpeed's first."""
+    return [
+        *DEEPSPEED_SCHEDULES,
+        *sorted(
+            name for name in _TORCH_CLASSES if name not in UNSUPPORTED_SCHEDULES and name not in DEEPSPEED_SCHEDULES
+        ),
+    ]
+
+
+def resolve_scheduler_class(type: str) -> type[Any]:
+    """The class behind `scheduler.type`, in any case.
+
+    Raises:
+        ConfigError: the name is unknown (with the nearest one) or refused (with the reason).
+    """
+    classes = {**_TORCH_CLASSES, **DEEPSPEED_SCHEDULES}
+    name = {known.lower(): known for known in classes}.get(str(type).lower())
+    if name is None:
+        near = nearest_name(str(type), list_scheduler_names())
+        hint = f"; nearest is {near}" if near else ""
+        raise ConfigError(f"scheduler.type {type!r} is unknown{hint}; known: {', '.join(list_scheduler_names())}")
+    if name in UNSUPPORTED_SCHEDULES:
+        raise ConfigError(f"scheduler.type {name!r} is refused: {UNSUPPORTED_SCHEDULES[name]}")
+    return classes[name]
+
+
+def check_scheduler(type: str, params: Mapping[str, Any] | None) -> list[str]:
+    """What is wrong with `scheduler.type` and `scheduler.params`, one sentence each; needs no optimizer."""
+    section = SchedulerConfig(type=str(type), params=dict(params or {}))
+    return [str(one) for one in (*find_parameter_problems(section), *find_parameter_refusals(section))]
+
+
+def build_scheduler(type: str, params: Mapping[str, Any] | None, optimizer: HasParamGroups) -> Any:
+    """The schedule that a configuration names.
+
+    Args:
+        type: a name of `VALID_NAMES` or a class of `torch.optim.lr_scheduler`, in any case.
+        optimizer: anything with `param_groups`; torch's own classes insist on a torch optimizer.
+
+    Raises:
+        ConfigError: an unknown or refused name, missing or unknown parameters (all of them at once), or refused values.
+    """
+    wrong = check_scheduler(type, params)
+    if wrong:
+        raise ConfigError("\n".join(wrong))
+    section = SchedulerConfig(type=type, params=dict(params or {}))
+    cls, given = resolve_scheduler_class(section.type), section.params
+    before = [float(group["lr"]) for group in optimizer.param_groups]
+    make: Callable[..., Any] = cls
+    try:
+        schedule = make(optimizer, **given)
+    except Exception as error:  # a foreign constructor
+        raise ConfigError(f"scheduler {type} with params {given} was refused by {cls.__name__}: {error}") from error
+    if isinstance(schedule, WarmupLR) and schedule.max_lrs != before:
+        logger.info(f"scheduler.params.warmup_max_lr {schedule.max_lrs} replaces the optimizer's lr {before}")
+    return schedule

@@ -1,0 +1,319 @@
+"""What is configured of activations: how checkpointed calls keep their inputs, which regions move what they save."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd.graph import saved_tensors_hooks
+
+from windlass.base.compute_device import local_device
+from windlass.base.errors import ConfigError
+from windlass.config import Config, load_config
+from windlass.parallel.activation_store import ActivationStore, ActivationTier, DeviceStore, HostStore
+from windlass.parallel.checkpoint_profiler import CheckpointProfiler
+from windlass.parallel.device_copies import has_separate_memory
+from windlass.parallel.nvme_activation_store import open_nvme_store
+from windlass.parallel.recompute import RecomputeSettings, is_inside_checkpoint, recompute
+from windlass.parallel.rng_tracker import rng_tracker
+from windlass.parallel.saved_tensor_offload import MIN_OFFLOAD_BYTES, OffloadCounters, SavedTensorOffloader
+from windlass.parallel.sharded_activation_store import ShardedStore, make_rank_group, model_parallel_group
+
+
+@dataclass(frozen=True)
+class ActivationCheckpointOptions:
+    """What `configure` was told, in the words of the section `activation_checkpointing`."""
+
+    partition_activations: bool = False
+    contiguous_memory_optimization: bool = False
+    number_checkpoints: int | None = None
+    cpu_checkpointing: bool = False
+    synchronize_checkpoint_boundary: bool = False
+    profile: bool = False
+    nvme_path: tuple[str, ...] = ()
+    group: dist.ProcessGroup | None = None
+    min_offload_bytes: int = MIN_OFFLOAD_BYTES
+
+    @property
+    def tier(self) -> ActivationTier:
+        """Where inputs of checkpointed calls are kept."""
+        return "nvme" if self.nvme_path else "cpu" if self.cpu_checkpointing else "device"
+
+    def check(self) -> None:
+        """Raise a ConfigError where two options cannot both be meant, or one lacks another."""
+        if self.cpu_checkpointing and self.nvme_path:
+            raise ConfigError(
+                f"activation_checkpointing.nvme_path {list(self.nvme_path)} and cpu_checkpointing true name two homes; "
+                "leave one out"
+            )
+        if self.contiguous_memory_optimization and not self.number_checkpoints:
+            raise ConfigError(
+                "activation_checkpointing.contiguous_memory_optimization is true, but nothing says for how many "
+                "checkpoints the buffer is; add number_checkpoints"
+            )
+        if self.contiguous_memory_optimization and self.nvme_path:
+            raise ConfigError(
+                "activation_checkpointing.contiguous_memory_optimization is true, but with nvme_path there is nothing "
+                "for a buffer to hold; write false"
+            )
+        if self.min_offload_bytes < 0:
+            raise ConfigError(f"min_offload_bytes = {self.min_offload_bytes} is no number of bytes; write 0 or more")
+
+
+_options: ActivationCheckpointOptions | None = None
+_settings: RecomputeSettings | None = None
+_offloaders: dict[tuple[ActivationTier, tuple[str, ...], int], SavedTensorOffloader] = {}
+
+
+def configure(
+    mpu_: Any = None,
+    deepspeed_config: Any = None,
+    partition_activations: bool | None = None,
+    contiguous_checkpointing: bool | None = None,
+    num_checkpoints: int | None = None,
+    checkpoint_in_cpu: bool | None = None,
+    synchronize: bool | None = None,
+    profile: bool | None = None,
+    *,
+    nvme_path: str | Sequence[str] | None = None,
+    group: dist.ProcessGroup | None = None,
+    min_offload_bytes: int | None = None,
+) -> None:
+    """Say how `checkpoint` keeps its inputs from now on. Calls already checkpointed end as they began.
+
+    Args:
+        mpu_: tells the model-parallel group, by `get_model_parallel_group()`.
+        deepspeed_config: a configuration whose section `activation_checkpointing` counts where an argument is None.
+        partition_activations: cut what is kept over the model-parallel group; nothing to cut where that has one rank.
+        contiguous_checkpointing: keep it in one buffer.
+        num_checkpoints: for how many checkpointed calls the buffer is.
+        checkpoint_in_cpu: keep it in host memory.
+        synchronize: wait for the device before and after each checkpointed call.
+        profile: log once a backward how long checkpointed calls and their recomputation took.
+        nvme_path: keep it in files in these folders.
+        group: the model-parallel group itself, in place of `mpu_`.
+        smallest: bytes below which a tensor stays on the device.
+
+    Raises:
+        ConfigError: the configuration is wrong, or options contradict each other.
+        StorageError: there can be no files at `nvme_path`.
+    """
+    given: dict[str, Any] = {
+        "partition_activations": partition_activations,
+        "contiguous_memory_optimization": contiguous_checkpointing,
+        "number_checkpoints": num_checkpoints,
+        "cpu_checkpointing": checkpoint_in_cpu,
+        "synchronize_checkpoint_boundary": synchronize,
+        "profile": profile,
+        "nvme_path": None if nvme_path is None else _as_paths(nvme_path),
+        "group": model_parallel_group(mpu_) if group is None else group,
+        "min_offload_bytes": min_offload_bytes,
+    }
+    _apply_options(
+        replace(
+            _options_from_config(deepspeed_config),
+            **{name: value for name, value in given.items() if value is not None},
+        )
+    )
+
+
+def current_options() -> ActivationCheckpointOptions:
+    """Return what was configured; the defaults where nothing was."""
+    return _options or ActivationCheckpointOptions()
+
+
+def set_options(options: ActivationCheckpointOptions | None) -> None:
+    """Configure all at once; None takes back what was configured.
+
+    Raises:
+        ConfigError: options contradict each other.
+        StorageError: there can be no files at `nvme_path`.
+    """
+    global _options
+    _apply_options(options or ActivationCheckpointOptions())
+    _options = options
+
+
+def is_configured() -> bool:
+    """Whether `configure` was called."""
+    return _options is not None
+
+
+def reset() -> None:
+    """Give buffers back, and begin to count anew; what was configured stays. What is kept now ends as it began."""
+    _offloaders.clear()
+    if _options is not None:
+        _apply_options(_options)
+
+
+def partition_activations_in_checkpoint(partition_activation: bool) -> None:
+    """Turn the cutting of kept inputs over the model-parallel group on or off, and leave the rest as it is."""
+    _apply_options(replace(_options or ActivationCheckpointOptions(), partition_activations=partition_activation))
+
+
+def checkpoint(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """`function(*args, **kwargs)`, computed again in the backward from its inputs, which alone are kept until then.
+
+    The random numbers it draws are the same again. It may take and return anything, be nested, and fail; without
+    gradients it is just called. What it saves elsewhere (a cache, a counter) it saves twice.
+
+    Raises:
+        StorageError: inputs go to files, and these cannot be written or read.
+        ModelError: an input was changed in place before it had left the device.
+    """
+    global _settings
+    if _settings is None:
+        _settings = _settings_from_options(ActivationCheckpointOptions())
+    return recompute(_settings, function, args, kwargs)
+
+
+def checkpoint_to_tier(
+    tier: ActivationTier, *, nvme_path: str | Sequence[str] | None = None, min_offload_bytes: int = MIN_OFFLOAD_BYTES
+) -> Callable[..., Any]:
+    """A `checkpoint` that keeps inputs at `home`, whatever is configured.
+
+    Args:
+        nvme_path: folders for `"nvme"`.
+        smallest: bytes below which a tensor stays on the device.
+
+    Raises:
+        ConfigError: `"nvme"` has no path.
+        StorageError: there can be no files there.
+    """
+    paths = () if nvme_path is None else _as_paths(nvme_path)
+    if (tier == "nvme") != bool(paths):
+        raise ConfigError(f'inputs of checkpointed calls at "{tier}" with the folders {list(paths)}: "nvme" needs some')
+    manner = _settings_from_options(
+        ActivationCheckpointOptions(
+            cpu_checkpointing=tier == "cpu", nvme_path=paths, min_offload_bytes=min_offload_bytes
+        )
+    )
+
+    def kept(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        return recompute(manner, function, args, kwargs)
+
+    return kept
+
+
+non_reentrant_checkpoint = checkpoint
+"""The name under which DeepSpeed has the same beside its own reentrant one."""
+
+
+@contextmanager
+def offload_saved_tensors(
+    tier: ActivationTier = "cpu",
+    *,
+    nvme_path: str | Sequence[str] | None = None,
+    min_offload_bytes: int = MIN_OFFLOAD_BYTES,
+) -> Iterator[OffloadCounters]:
+    """Move what autograd saves inside to `home`, and bring it back, ahead of its use, for the backward.
+
+    Nothing moves inside a checkpointed call, nor to `"cpu"` where device and host share one memory. Values are those at
+    the time of saving: a later change in place is no error for what has left by then.
+
+    Args:
+        home: `"cpu"` or `"nvme"`.
+        nvme_path: folders for `"nvme"`; by default the configured ones.
+        smallest: bytes below which a tensor stays. Parameters and views of them always do.
+
+    Yields:
+        Counts of what this home keeps of such regions.
+
+    Raises:
+        ConfigError: `home` is neither, or `"nvme"` has no path.
+        StorageError: files cannot be written or read.
+    """
+    keeper = _offloader_for_tier(tier, () if nvme_path is None else _as_paths(nvme_path), min_offload_bytes)
+    if is_inside_checkpoint() or (tier == "cpu" and not has_separate_memory(local_device())):
+        yield keeper.counters
+        return
+    with saved_tensors_hooks(keeper.pack, keeper.unpack):
+        yield keeper.counters
+
+
+def get_offload_counters() -> OffloadCounters | None:
+    """What checkpointed calls keep; None where their inputs just stay on the device, and nobody counts."""
+    return _settings.offloader.counters if _settings is not None and _settings.offloader is not None else None
+
+
+def model_parallel_rank() -> int:
+    """This rank's place in the configured model-parallel group; 0 where there is none."""
+    group = _options.group if _options is not None else None
+    return 0 if group is None else dist.get_rank(group)
+
+
+def _as_paths(path: str | Sequence[str]) -> tuple[str, ...]:
+    return (path,) if isinstance(path, str) else tuple(path)
+
+
+def _options_from_config(config: Any) -> ActivationCheckpointOptions:
+    if config is None:
+        return ActivationCheckpointOptions()
+    section = (config if isinstance(config, Config) else load_config(config)).activation_checkpointing
+    values = section.model_dump()
+    return ActivationCheckpointOptions(**{**values, "nvme_path": tuple(section.nvme_path)})
+
+
+def _apply_options(options: ActivationCheckpointOptions) -> None:
+    global _options, _settings
+    options.check()
+    _settings = _settings_from_options(options)
+    _options = options
+
+
+def _settings_from_options(options: ActivationCheckpointOptions) -> RecomputeSettings:
+    place = _make_store(options)
+    return RecomputeSettings(
+        None if place is None else SavedTensorOffloader(place, options.min_offload_bytes),
+        CheckpointProfiler(log_times=options.profile, synchronize=options.synchronize_checkpoint_boundary),
+    )
+
+
+def _make_store(options: ActivationCheckpointOptions) -> ActivationStore | None:
+    """Where inputs go; None where they are left as they are."""
+    checkpoints = options.number_checkpoints if options.contiguous_memory_optimization else None
+    cuts = options.partition_activations and options.group is not None and dist.get_world_size(options.group) > 1
+    place: ActivationStore
+    if options.tier == "nvme":
+        place = open_nvme_store(options.nvme_path)
+    elif options.tier == "cpu" and (cuts or has_separate_memory(local_device())):
+        place = HostStore(checkpoints)
+    elif cuts or checkpoints is not None:
+        place = DeviceStore(checkpoints)
+    else:
+        return None
+    if cuts:
+        assert options.group is not None
+        return ShardedStore(make_rank_group(options.group), place)
+    return place
+
+
+def _offloader_for_tier(tier: ActivationTier, paths: tuple[str, ...], min_offload_bytes: int) -> SavedTensorOffloader:
+    if tier not in ("cpu", "nvme"):
+        raise ConfigError(
+            f'offloaded(home={tier!r}): there is no such home away from the device; write "cpu" or "nvme"'
+        )
+    if tier == "nvme" and not paths:
+        paths = _options.nvme_path if _options is not None else ()
+        if not paths:
+            raise ConfigError('offloaded("nvme") has no folder; pass nvme_path=..., or configure(nvme_path=...)')
+    key = tier, paths, min_offload_bytes
+    if key not in _offloaders:
+        _offloaders[key] = SavedTensorOffloader(
+            open_nvme_store(paths) if tier == "nvme" else HostStore(), min_offload_bytes
+        )
+    return _offloaders[key]
+
+
+def manual_seed(seed: int) -> None:
+    """Seed what all ranks of the model-parallel group draw alike, and what each draws by itself.
+
+    The first is torch's own generator; the second is `"model-parallel-rng"` of the tracker, begun anew.
+    """
+    rng_tracker.reset()
+    torch.manual_seed(seed)
+    rng_tracker.add("model-parallel-rng", seed + 1 + model_parallel_rank())

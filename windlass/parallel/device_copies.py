@@ -1,0 +1,114 @@
+"""Copies between the memory of the device and that of the host, made beside the computation."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from windlass.base.device_memory import copy_to_device, copy_to_host, device_has_own_memory
+from windlass.base.pending import Pending
+
+
+class PendingCopy(Pending, Protocol):
+    """A copy that was started; `value` is the copied tensor once `wait` returned."""
+
+    @property
+    def value(self) -> torch.Tensor: ...
+
+
+class CompletedCopy:
+    """A copy that nobody had to make, since both memories are one."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value = value
+
+    def poll(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        return
+
+
+class SideStreamCopy:
+    """A copy on a stream of its own, between pinned host memory and a CUDA device.
+
+    Later work of the stream that was current when `wait` is called sees the copy. One that is dropped before it is
+    done is waited for by that stream too: the memory at both ends may be given away right after.
+    """
+
+    def __init__(self, source: torch.Tensor, value: torch.Tensor, device: torch.device) -> None:
+        self.value = value
+        self._source: torch.Tensor | None = source  # not to be given away while it is read
+        self._device, self._done = device, torch.cuda.Event()
+        side = _side_stream(device, to_host=source.device == device)
+        side.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(side):
+            value.copy_(source, non_blocking=True)
+            self._done.record(side)
+
+    def poll(self) -> bool:
+        if self._source is not None and self._done.query():
+            self.wait()
+        return self._source is None
+
+    def wait(self) -> None:
+        if self._source is None:
+            return
+        torch.cuda.current_stream(self._device).wait_event(self._done)
+        if self.value.device != self._device:
+            self._done.synchronize()  # the host itself reads it next
+        self._source = None
+
+    def __del__(self) -> None:
+        if self._source is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._done)
+
+
+_streams: dict[tuple[torch.device, bool], torch.cuda.Stream] = {}
+
+
+def _side_stream(device: torch.device, *, to_host: bool) -> torch.cuda.Stream:
+    if (device, to_host) not in _streams:
+        _streams[device, to_host] = torch.cuda.Stream(device)
+    return _streams[device, to_host]
+
+
+class EmulatedCopy:
+    """A copy to or from an emulated device."""
+
+    def __init__(self, value: torch.Tensor, pending: Pending) -> None:
+        self.value, self._pending = value, pending
+
+    def poll(self) -> bool:
+        return self._pending.poll()
+
+    def wait(self) -> None:
+        self._pending.wait()
+
+
+def has_separate_memory(device: torch.device) -> bool:
+    """Whether `device` has a memory of its own, beside the host's."""
+    return device_has_own_memory(device)
+
+
+def start_copy_to_host(tensor: torch.Tensor, out: torch.Tensor | None = None) -> PendingCopy:
+    """Copy a contiguous tensor to host memory: to `into`, or to pinned memory of its own."""
+    if not has_separate_memory(tensor.device):
+        return CompletedCopy(tensor if out is None else out.copy_(tensor))
+    if tensor.device.type != "cuda":
+        value = torch.empty_like(tensor) if out is None else out
+        return EmulatedCopy(value, copy_to_host(value, tensor))
+    if out is None:
+        out = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return SideStreamCopy(tensor, out, tensor.device)
+
+
+def start_copy_to_device(tensor: torch.Tensor, device: torch.device) -> PendingCopy:
+    """Copy a contiguous tensor of host memory to `device`."""
+    if not has_separate_memory(device):
+        return CompletedCopy(tensor)
+    if device.type != "cuda":
+        value = torch.empty_like(tensor)
+        return EmulatedCopy(value, copy_to_device(value, tensor))
+    return SideStreamCopy(tensor, torch.empty(tensor.shape, dtype=tensor.dtype, device=device), device)

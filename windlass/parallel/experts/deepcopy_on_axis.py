@@ -1,0 +1,19 @@
+"""A copy of what is spread over ranks is spread over the same ones: process groups can't be copied."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any, TypeVar
+
+from windlass.comm.mesh_axis import MeshAxis
+
+T = TypeVar("T")
+
+
+def deepcopy_on_axis(original: T, axis: MeshAxis, memo: dict[int, Any]) -> T:
+    """A deep copy but for the axis, for `__deepcopy__`."""
+    memo[id(axis)] = axis
+    copied: T = object.__new__(type(original))
+    memo[id(original)] = copied
+    copied.__dict__.update({name: deepcopy(value, memo) for name, value in vars(original).items()})
+    return copied

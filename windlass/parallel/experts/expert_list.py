@@ -1,0 +1,91 @@
+"""Experts that are modules of their own, of which a rank may have only some."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from windlass.comm.mesh_axis import MeshAxis, single_rank_axis
+from windlass.parallel.experts.deepcopy_on_axis import deepcopy_on_axis
+from windlass.parallel.experts.expert_dispatch import compute_expert_spans, dispatch_and_combine
+from windlass.parallel.experts.grouped_linear import RowGroups
+from windlass.parallel.placement import get_placement, set_placement
+
+
+class ExpertList(nn.ModuleList):
+    """Experts by their number among those of all ranks, which their names keep, so that checkpoints have all."""
+
+    def __getitem__(self, number: int | slice) -> nn.Module:  # type: ignore[override]
+        if isinstance(number, slice):
+            raise TypeError("take experts one by one: a rank may not have all of them")
+        found = self._modules.get(str(number))
+        if found is None:
+            raise IndexError(f"expert {number} is not on this rank, which has {', '.join(self._modules)}")
+        return found
+
+    def keep_only(self, expert_ids: Sequence[int]) -> None:
+        """Let go of all others."""
+        kept = {str(number) for number in expert_ids}
+        for name in [name for name in self._modules if name not in kept]:
+            del self._modules[name]
+
+
+class Experts(nn.Module):
+    """Copies of one module.
+
+    All of them are here until `cut`. An expert that gets no token runs on no row: its parameters get zeros for a
+    gradient, as in DeepSpeed, where plain PyTorch would leave None and an optimizer would pass them over; so momentum
+    and weight decay of an expert do not depend on which tokens a batch happened to have, and each rank runs the same
+    modules in the same order. An expert must therefore take `[0, hidden]`.
+
+    Args:
+        expert: the module; it maps `[rows, hidden]` to the same, or to a tuple that begins with that.
+        count: how many.
+    """
+
+    def __init__(self, expert: nn.Module, num_experts: int) -> None:
+        super().__init__()
+        self.deepspeed_experts = ExpertList([copy.deepcopy(expert) for _ in range(num_experts)])
+        self.num_experts = num_experts
+        self.axis: MeshAxis = single_rank_axis("ep")
+
+    def shard(self, axis: MeshAxis) -> tuple[int, int]:
+        """Keep this rank's experts alone; returns `[first, end)`."""
+        first, end = compute_expert_spans(self.num_experts, axis)[axis.index]
+        self.deepspeed_experts.keep_only(range(first, end))
+        for parameter in self.parameters():
+            before = get_placement(parameter)
+            set_placement(parameter, replace(before, sharded_axes=before.sharded_axes | {axis.name}, is_expert=True))
+        self.axis = axis
+        return first, end
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Experts:
+        """A copy is spread over the same axis."""
+        return deepcopy_on_axis(self, self.axis, memo)
+
+    def forward(
+        self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, *, dropless: bool = False
+    ) -> torch.Tensor:
+        """Tokens `[tokens, hidden]` through their experts (`dispatch`). Collective along the axis of experts."""
+        return dispatch_and_combine(
+            hidden,
+            index,
+            weights,
+            num_experts=self.num_experts,
+            axis=self.axis,
+            run_local_experts=self.run_local_experts,
+            dropless=dropless,
+        )
+
+    def run_local_experts(self, rows: torch.Tensor, groups: RowGroups) -> torch.Tensor:
+        """Rows `[rows, hidden]`, sorted by expert, through the experts of this rank."""
+        found = []
+        for expert, part in zip(self.deepspeed_experts, rows.split(groups.sizes()), strict=True):
+            out = expert(part)
+            found.append(out[0] if isinstance(out, tuple) else out)
+        return torch.cat(found)

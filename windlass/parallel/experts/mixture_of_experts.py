@@ -1,0 +1,157 @@
+"""A mixture of experts for users' own models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from windlass.base.errors import ConfigError
+from windlass.base.log import logger
+from windlass.parallel.experts.expert_capacity import CapacityPriority
+from windlass.parallel.experts.expert_list import Experts
+from windlass.parallel.experts.expert_routing import RoutingRule, ScoreFunction
+from windlass.parallel.experts.stacked_mlp import StackedMLP
+from windlass.parallel.experts.top_k_gate import CapacityLimit, TopKGate
+
+
+class MixtureOfExperts(nn.Module):
+    """Several copies of a module, of which each token goes through `k`. The signature is `deepspeed.moe.layer.MoE`'s.
+
+    It is built with all experts; `apply_expert_parallel` leaves each rank its own. Names in the state dict are
+    DeepSpeed's.
+
+    Args:
+        hidden_size: of tokens, in and out.
+        expert: the module to be copied; it maps `[rows, hidden_size]` to the same (`Experts`). A `StackedMLP`, which
+            is all experts at once, is taken as it is.
+        num_experts: how many copies.
+        ep_size: over how many ranks they are to be spread; 1: over as many as there are along ep.
+        k: experts of a token.
+        capacity_factor, eval_capacity_factor, min_capacity: how many tokens an expert takes of each rank
+            (`capacity.capacity_of`).
+        use_residual: `expert` itself runs on every token too, and a learned softmax weighs both (PR-MoE,
+            arXiv:2201.05596).
+        noisy_gate_policy: None, "RSample" or "Jitter" (`choice.Rule`).
+        drop_tokens: False: experts take all tokens that choose them.
+        use_rts: of one expert's tokens, those are left out whom a draw says; False: the last ones. With `k` = 2 the
+            last ones are, second choices first; with more, those of least probability: as DeepSpeed does it.
+        use_tutel: nothing; rows are sorted here without it.
+        enable_expert_tensor_parallelism: whether tensor parallelism cuts the experts too.
+        top2_2nd_expert_sampling: with `k` = 2, the second expert is drawn (in training only, not in evaluation as
+            DeepSpeed does); without effect where a bias balances.
+        score, groups, groups_kept, normalize, scale: as `choice.Rule` has them.
+        z_loss: weight of the z-loss in the loss that is returned, beside a balance loss of weight 1.
+        balance_rate: how far `update_balance` moves each expert's bias in a step, against its load; 0: no bias.
+        shared_expert: a module that every token goes through; its output is added.
+        priority: whom experts take first if not as `use_rts` says.
+
+    Raises:
+        ConfigError: numbers that don't go together.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        expert: nn.Module,
+        num_experts: int = 1,
+        ep_size: int = 1,
+        k: int = 1,
+        capacity_factor: float = 1.0,
+        eval_capacity_factor: float = 1.0,
+        min_capacity: int = 4,
+        use_residual: bool = False,
+        noisy_gate_policy: str | None = None,
+        drop_tokens: bool = True,
+        use_rts: bool = True,
+        use_tutel: bool = False,
+        enable_expert_tensor_parallelism: bool = False,
+        top2_2nd_expert_sampling: bool = True,
+        *,
+        score_function: ScoreFunction = "softmax",
+        num_expert_groups: int = 1,
+        num_limited_groups: int = 1,
+        normalize_weights: bool | None = None,
+        routed_scaling_factor: float = 1.0,
+        z_loss_weight: float = 0.0,
+        expert_bias_update_rate: float = 0.0,
+        shared_expert: nn.Module | None = None,
+        capacity_priority: CapacityPriority | None = None,
+    ) -> None:
+        super().__init__()
+        if ep_size < 1 or num_experts < ep_size:
+            raise ConfigError(
+                f"{num_experts} experts can't be spread over ep_size = {ep_size} ranks, which have at least one each; "
+                f"set ep_size to at most {num_experts}"
+            )
+        if isinstance(expert, StackedMLP) and (use_residual or expert.num_experts != num_experts):
+            raise ConfigError(
+                f"a StackedMLP of {expert.num_experts} experts can't be {num_experts} experts"
+                f"{' and the residual one' if use_residual else ''}; they are as many, with use_residual = False"
+            )
+        if use_tutel:
+            logger.info("MoE: use_tutel has no effect; rows are sorted by expert without it")
+        rule = RoutingRule(
+            num_experts,
+            k,
+            score_function,
+            None if noisy_gate_policy == "None" else noisy_gate_policy,  # type: ignore[arg-type]
+            sample_second_expert=top2_2nd_expert_sampling and not expert_bias_update_rate,
+            num_expert_groups=num_expert_groups,
+            num_limited_groups=num_limited_groups,
+            normalize_weights=normalize_weights,
+            routed_scaling_factor=routed_scaling_factor,
+        )
+        order = capacity_priority or (
+            "position" if k == 2 or (k == 1 and not use_rts) else "random" if k == 1 else "score"
+        )
+        limit = CapacityLimit(capacity_factor, eval_capacity_factor, min_capacity, order) if drop_tokens else None
+        gate = TopKGate(
+            hidden_size, rule, limit, z_loss_weight=z_loss_weight, expert_bias_update_rate=expert_bias_update_rate
+        )
+        self.hidden_size, self.num_experts, self.ep_size, self.k = hidden_size, num_experts, ep_size, k
+        self.use_residual = use_residual
+        self.enable_expert_tensor_parallelism = enable_expert_tensor_parallelism
+        experts = expert if isinstance(expert, StackedMLP) else Experts(expert, num_experts)
+        self.deepspeed_moe = nn.ModuleDict({"gate": gate, "experts": experts})
+        if use_residual:
+            self.mlp = expert
+            self.coefficient = nn.Linear(hidden_size, 2)
+        self.shared_expert = shared_expert
+
+    def forward(
+        self, hidden_states: torch.Tensor, used_token: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Tokens through their experts. Collective along the axis of experts.
+
+        Args:
+            hidden_states: `[..., hidden_size]`.
+            used_token: `[...]`, 0 for tokens that go to no expert, whose output is 0 (but for shared ones).
+
+        Returns:
+            the output, as large; the loss that keeps this rank's tokens balanced, to be added to the model's with a
+            weight of about 0.01; `[num_experts]`, how many of this rank's tokens chose each expert.
+        """
+        tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
+        gate: Any = self.deepspeed_moe["gate"]
+        experts = self.deepspeed_moe["experts"]
+        routed = gate(tokens, used_token)
+        dropless = gate.capacity_limit is None and used_token is None
+        output = experts(tokens, routed.expert_index, routed.expert_weights, dropless=dropless).view(
+            hidden_states.shape
+        )
+        if self.use_residual:
+            share = functional.softmax(self.coefficient(hidden_states), dim=-1)
+            output = output * share[..., 0:1] + _first_output(self.mlp(hidden_states)) * share[..., 1:]
+        if self.shared_expert is not None:
+            output = output + _first_output(self.shared_expert(hidden_states))
+        return output, routed.loss, routed.tokens_per_expert
+
+    def extra_repr(self) -> str:
+        return f"{self.num_experts} experts, k={self.k}"
+
+
+def _first_output(output: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
+    return output[0] if isinstance(output, tuple) else output

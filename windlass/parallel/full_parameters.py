@@ -1,0 +1,91 @@
+"""Whole parameters from the parts that ranks have, and parts from the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from windlass.comm.mesh_axis import MeshAxis
+from windlass.parallel.placement import Placement, ShardBox
+
+
+def select_local_shard(full: torch.Tensor, placement: Placement) -> torch.Tensor:
+    """What of the whole lies here: a new contiguous tensor, or `whole` itself where that is all of it."""
+    if placement.is_full:
+        return full
+    local = full.new_empty(placement.local_shape)
+    for box in placement.shard_boxes():
+        local[_local_slices(box)] = full[_global_slices(box)]
+    return local
+
+
+def make_zero_padded_full(local: torch.Tensor, placement: Placement) -> torch.Tensor:
+    """A tensor of the whole's shape with what lies here in its place, and zeros elsewhere."""
+    whole = local.new_zeros(placement.global_shape)
+    write_local_shard(local, whole, placement)
+    return whole
+
+
+def write_local_shard(local: torch.Tensor, full: torch.Tensor, placement: Placement) -> None:
+    """Copy what lies here to its place in the whole."""
+    for box in placement.shard_boxes():
+        full[_global_slices(box)] = local[_local_slices(box)]
+
+
+def gather_full(local: torch.Tensor, placement: Placement, axes: Mapping[str, MeshAxis]) -> torch.Tensor:
+    """The whole of a tensor that is no part of a graph, on every rank along the axes that cut it, as traffic of a step.
+    Collective over them."""
+    whole = make_zero_padded_full(local, placement)
+    for name in sorted(placement.sharded_axes):
+        axes[name].all_reduce(whole)
+    return whole
+
+
+def gather_full_with_grad(local: torch.Tensor, placement: Placement, axes: Mapping[str, MeshAxis]) -> torch.Tensor:
+    """The whole tensor, on every rank along the axes that cut it. Collective over them.
+
+    Autograd goes through it: along tp every rank's gradient of the whole is the whole one already, along ep those of
+    all ranks are added up.
+
+    Args:
+        local: of `placement.local_shape`.
+        axes: of the mesh, by name.
+    """
+    cuts = [axes[name] for name in sorted(placement.sharded_axes) if axes[name].size > 1]
+    if not cuts or placement.is_full:
+        return local
+    joined: torch.Tensor = _GatherFull.apply(local, placement, cuts)
+    return joined
+
+
+class _GatherFull(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: torch.Tensor, placement: Placement, axes: list[MeshAxis]) -> torch.Tensor:
+        ctx.placement, ctx.cuts = placement, axes
+        whole = make_zero_padded_full(local, placement)
+        for axis in axes:
+            _uncounted_axis(axis).all_reduce(whole)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        whole = gradients[0]
+        for axis in ctx.cuts:
+            if axis.name != "tp":
+                whole = _uncounted_axis(axis).all_reduce(whole.contiguous().clone())
+        return select_local_shard(whole, ctx.placement), None, None
+
+
+def _uncounted_axis(axis: MeshAxis) -> MeshAxis:
+    """The axis with a count of its own: what is looked at is no part of what a step sends."""
+    return MeshAxis(axis.name, axis.group)
+
+
+def _local_slices(box: ShardBox) -> tuple[slice, ...]:
+    return tuple(slice(start, start + size) for start, size in zip(box.local_offsets, box.sizes, strict=True))
+
+
+def _global_slices(box: ShardBox) -> tuple[slice, ...]:
+    return tuple(slice(start, start + size) for start, size in zip(box.global_offsets, box.sizes, strict=True))

@@ -1,0 +1,298 @@
+"""How a model's own forward uses its layers: which list they are in, what comes before, what behind.
+
+[Note: tracing by absence] The forward runs once, on two rows of three tokens, with nothing in place of each layer. So
+it costs no more than an embedding and a head, works on the meta device, and tells apart what lies before the layers and
+behind them whatever order modules were registered in. It shows three things that a cut relies on: layers are called one
+after the other, each gets as hidden states exactly what the one before returned, and nothing else that they get depends
+on parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from windlass.base.errors import ModelError
+from windlass.parallel.pipeline.pipeline_router_loss import (
+    RouterLogitsCollector,
+    collecting_router_logits,
+    record_router_logits,
+)
+from windlass.parallel.pipeline.stub_modules import (
+    OutputForm,
+    OutputShapeRule,
+    first_tensor,
+    get_hidden_states,
+    wrap_hidden_states,
+)
+
+_ROWS, _TOKENS = 2, 3
+
+
+@dataclass
+class ForwardTrace:
+    """What a model's forward does.
+
+    Attributes:
+        path: of the list of layers, in the model.
+        layers: how many are in it.
+        form: what a layer returns.
+        before: modules with parameters of their own that are called before the layers, and the shapes they return.
+        behind: those called behind them.
+        everywhere: those that are not called; whoever wants their parameters may want them on any stage.
+        arguments: with which the forward was looked at.
+        hidden: what the first layer was given then.
+        routers: whose logits a loss may be over.
+    """
+
+    layers_path: str
+    num_layers: int
+    output_form: OutputForm = "tensor"
+    input_modules: dict[str, OutputShapeRule] = field(default_factory=dict)
+    output_modules: list[str] = field(default_factory=list)
+    uncalled_modules: list[str] = field(default_factory=list)
+    example_kwargs: dict[str, Any] = field(default_factory=dict, repr=False)
+    example_hidden: torch.Tensor = field(default_factory=lambda: torch.empty(0), repr=False)
+    num_routers: int = 0
+
+
+class _CannotSplit(Exception):
+    """Why a list can't be cut; the text is part of a sentence."""
+
+
+class _ProbeLayer(nn.Module):
+    """In a layer's place: notes down how it is called."""
+
+    def __init__(self, index: int, calls: list[_LayerCall], output_form: OutputForm, layer: nn.Module) -> None:
+        super().__init__()
+        for name, value in vars(layer).items():
+            if isinstance(value, (str, int, float, bool)) and name not in vars(self):
+                setattr(self, name, value)
+        self.index, self.calls, self.output_form = index, calls, output_form
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        hidden = get_hidden_states(args, kwargs)
+        returned = hidden + 0
+        named = [*enumerate(args), *kwargs.items()]
+        learns = [str(name) for name, value in named if value is not hidden and _requires_grad(value)]
+        self.calls.append(_LayerCall(self.index, hidden, returned, learns))
+        return wrap_hidden_states(returned, self.output_form)
+
+
+@dataclass
+class _LayerCall:
+    index: int
+    hidden: torch.Tensor
+    returned: torch.Tensor
+    differentiable_arguments: list[str]
+
+
+def trace_forward(model: nn.Module, example_kwargs: Mapping[str, Any] | None = None) -> ForwardTrace:
+    """Find the layers of `model` and what lies around them.
+
+    Args:
+        model: with values or on the meta device; it is as it was afterwards.
+        sample: keyword arguments of a forward; by default `input_ids` alone.
+
+    Raises:
+        ModelError: no list of layers can be cut; the text names those that were looked at, and why not.
+    """
+    config = getattr(model, "config", None)
+    if getattr(config, "is_encoder_decoder", False):
+        raise ModelError(_cannot_split_text(model, {}, "it has an encoder and a decoder, which are two rows of layers"))
+    for name in ("layerdrop", "layer_drop"):
+        if getattr(config, name, 0):
+            raise ModelError(_cannot_split_text(model, {}, f"config.{name} leaves layers out by chance; set it 0"))
+    for path, module in model.named_modules():
+        if getattr(module, "is_kv_shared_layer", False):
+            reason = f"{path} computes with keys and values that an earlier layer left, which may be on another stage"
+            raise ModelError(_cannot_split_text(model, {}, reason))
+    routers = record_router_logits(model)
+    reasons: dict[str, str] = {}
+    for path, layers in _candidate_lists(model):
+        try:
+            return replace(_trace_list(model, path, layers, example_kwargs), num_routers=routers)
+        except _CannotSplit as reason:
+            reasons[f"{path} ({len(layers._modules)} of {type(next(layers.children())).__name__})"] = str(reason)
+    raise ModelError(_cannot_split_text(model, reasons, "" if reasons else "it has none"))
+
+
+def _cannot_split_text(model: nn.Module, reasons: dict[str, str], more: str) -> str:
+    looked = "; ".join(f"{where}: {reason}" for where, reason in reasons.items())
+    return (
+        f"{type(model).__name__} can't be cut into stages: looked for a list of layers (nn.ModuleList) that its "
+        f"forward calls one after the other, each with the hidden states that the one before returned: {looked or more}"
+        ". Write it as a PipelineModule, or train it without pp"
+    )
+
+
+def _candidate_lists(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Lists of modules that lie in no other such list, those with the most parameters first."""
+    found: dict[str, nn.Module] = {}
+    for path, module in model.named_modules():
+        rows = path and isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) > 1
+        if rows and not any(path.startswith(f"{outer}.") for outer in found):
+            found[path] = module
+    sizes = {path: sum(p.numel() for p in module.parameters()) for path, module in found.items()}
+    for path in sorted(found, key=lambda path: -sizes[path]):
+        if sizes[path]:
+            yield path, found[path]
+
+
+def _trace_list(
+    model: nn.Module, path: str, layers: nn.Module, example_kwargs: Mapping[str, Any] | None
+) -> ForwardTrace:
+    """The first way of calling the model that works tells; else the first reason why none does."""
+    reasons: list[str] = []
+    for form in ("tensor", "tuple"):
+        for arguments in make_trial_kwargs(model, example_kwargs):
+            try:
+                return _trace_once(model, path, layers, form, arguments)
+            except _CannotSplit as reason:
+                reasons.append(str(reason))
+    raise _CannotSplit(next((one for one in reasons if not one.startswith("its forward")), reasons[0]))
+
+
+def make_trial_kwargs(model: nn.Module, example_kwargs: Mapping[str, Any] | None) -> Iterator[dict[str, Any]]:
+    """Keyword arguments for a trial. On the meta device models can't look at values of masks, so one of them is given
+    as models take it without looking, or made from ones."""
+    if example_kwargs is not None:
+        yield dict(example_kwargs)
+        return
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    config = getattr(model, "config", None)
+    token = 1 if getattr(config, "pad_token_id", None) == 0 else 0
+    plain: dict[str, Any] = {"input_ids": torch.full((_ROWS, _TOKENS), token, device=device)}
+    if config is not None and hasattr(config, "use_cache"):
+        plain["use_cache"] = False
+    yield plain
+    yield {**plain, "attention_mask": torch.zeros(_ROWS, 1, _TOKENS, _TOKENS, device=device)}
+    yield {**plain, "attention_mask": torch.ones(_ROWS, _TOKENS, device=device, dtype=torch.int64)}
+
+
+def _trace_once(
+    model: nn.Module, path: str, layers: nn.Module, output_form: OutputForm, kwargs: dict[str, Any]
+) -> ForwardTrace:
+    calls: list[_LayerCall] = []
+    order: dict[
+        str, tuple[set[int], OutputShapeRule | None]
+    ] = {}  # how many layers were called before each call of a module
+    outer = _outer_modules(model, path)
+    handles = [
+        module.register_forward_hook(_make_call_recorder(name, calls, order), with_kwargs=True)
+        for name, module in outer.items()
+    ]
+    real = dict(layers._modules)
+    try:
+        for number, (name, layer) in enumerate(real.items()):
+            assert layer is not None
+            layers._modules[name] = _ProbeLayer(number, calls, output_form, layer)
+        with trial_mode(model, list(outer.values())):
+            model(**kwargs)
+    except Exception as error:
+        raise _CannotSplit(
+            f"its forward fails without layers ({type(error).__name__}: {_first_line(error)})"
+        ) from error
+    finally:
+        layers._modules.update(real)
+        for handle in handles:
+            handle.remove()
+    _check_calls(calls, len(real))
+    plan = ForwardTrace(path, len(real), output_form, example_kwargs=kwargs, example_hidden=calls[0].hidden.detach())
+    for name in outer:
+        _classify_module(plan, name, *order.get(name, (set(), None)))
+    return plan
+
+
+def _outer_modules(model: nn.Module, path: str) -> dict[str, nn.Module]:
+    """Modules with parameters of their own outside the layers, and what lies in them; not what the layers lie in."""
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        around = not name or path.startswith(f"{name}.")
+        within = any(f"{name}.".startswith(f"{other}.") for other in (path, *found))
+        if not around and not within and next(module.parameters(recurse=False), None) is not None:
+            found[name] = module
+    return found
+
+
+def _check_calls(calls: list[_LayerCall], num_layers: int) -> None:
+    called = [call.index for call in calls]
+    if called != list(range(num_layers)):
+        raise _CannotSplit(f"its layers are called in the order {called}")
+    for before, after in zip(calls, calls[1:], strict=False):
+        if after.hidden is not before.returned:
+            raise _CannotSplit(f"layer {after.index} gets other hidden states than layer {before.index} returned")
+    for call in calls:
+        if call.differentiable_arguments:
+            raise _CannotSplit(
+                f"layer {call.index} gets {', '.join(call.differentiable_arguments)} besides hidden states, which depends on "
+                "parameters of another stage"
+            )
+
+
+def _classify_module(trace: ForwardTrace, name: str, when: set[int], shape_rule: OutputShapeRule | None) -> None:
+    if not when:
+        trace.uncalled_modules.append(name)
+    if 0 in when:
+        if shape_rule is None:
+            raise _CannotSplit(f"{name} returns what no shape can be told of beforehand")
+        trace.input_modules[name] = shape_rule
+    if trace.num_layers in when:
+        trace.output_modules.append(name)
+    if when - {0, trace.num_layers}:
+        raise _CannotSplit(f"{name} is called between layers")
+
+
+def _make_call_recorder(
+    name: str, calls: list[_LayerCall], order: dict[str, tuple[set[int], OutputShapeRule | None]]
+) -> Any:
+    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        when, rule = order.get(name, (set(), None))
+        order[name] = when | {len(calls)}, rule or _infer_shape_rule(args, kwargs, output)
+
+    return note
+
+
+def _infer_shape_rule(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> OutputShapeRule | None:
+    if not isinstance(output, torch.Tensor) or not output.dim():
+        return None
+    given, made = first_tensor(args, kwargs).shape, output.shape
+    if made[:-1] == given:
+        return OutputShapeRule(made[-1], adds_dim=True)
+    return OutputShapeRule(made[-1], adds_dim=False) if made[:-1] == given[:-1] else None
+
+
+@contextmanager
+def trial_mode(model: nn.Module, trainable_modules: list[nn.Module]) -> Iterator[None]:
+    """For a forward that leaves no traces: in evaluation mode, with random numbers put back and no loss over routers.
+    Parameters of `learning` need gradients meanwhile, so that it shows what depends on them."""
+    modes = [(module, module.training) for module in model.modules()]
+    own = [p for module in trainable_modules for p in module.parameters(recurse=False)]
+    frozen = [p for p in own if p.is_floating_point() and not p.requires_grad]
+    devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
+    try:
+        model.eval()
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+        with torch.random.fork_rng(devices), torch.enable_grad(), collecting_router_logits(RouterLogitsCollector()):
+            yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+        for module, mode in modes:
+            module.training = mode
+
+
+def _requires_grad(value: Any) -> bool:
+    if isinstance(value, (tuple, list)):
+        return any(_requires_grad(item) for item in value)
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [""])[0][:160]

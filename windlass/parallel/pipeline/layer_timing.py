@@ -1,0 +1,77 @@
+"""How long the layers of a model take that is about to be cut."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import nn
+
+from windlass.base.errors import ConfigError
+from windlass.parallel.pipeline.forward_tracing import ForwardTrace, trace_forward, trial_mode
+
+_TOKENS = 128
+
+
+def measure_model_layer_times(model: nn.Module, *, repeats: int = 3) -> list[float]:
+    """Seconds of the forward of each layer, to which a backward is in proportion: weights for `cut_model`. Ranks take
+    the numbers of one of them.
+
+    What comes before the layers counts with the first one, what comes behind them with the last one.
+
+    Args:
+        model: that can be cut; whole, with values.
+        repeats: the shortest of so many counts, after one that does not.
+
+    Raises:
+        ConfigError: the model is on the meta device.
+        ModelError: the model can't be cut.
+    """
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise ConfigError(
+            'pipeline.partition "time" measures layers, and this model is on the meta device; write "parameters", '
+            '"uniform" or "type:REGEX"'
+        )
+    plan = trace_forward(model)
+    rounds = [_time_layers(model, plan) for _ in range(repeats + 1)][1:]
+    return [min(each) for each in zip(*rounds, strict=True)]
+
+
+def _time_layers(model: nn.Module, trace: ForwardTrace) -> list[float]:
+    layers = [*model.get_submodule(trace.layers_path).children()]
+    device = next(model.parameters()).device
+    marks: list[float] = []
+
+    def mark(*_: Any) -> None:
+        marks.append(_synchronized_time(device))
+
+    handles = [layers[0].register_forward_pre_hook(mark), *(layer.register_forward_hook(mark) for layer in layers)]
+    try:
+        with trial_mode(model, []), torch.no_grad():
+            start = _synchronized_time(device)
+            model(**_lengthen_input_ids(trace.example_kwargs))
+            end = _synchronized_time(device)
+    finally:
+        for handle in handles:
+            handle.remove()
+    found = [after - before for before, after in zip(marks, marks[1:], strict=False)]
+    found[0] += marks[0] - start
+    found[-1] += end - marks[-1]
+    return found
+
+
+def _lengthen_input_ids(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The same with more tokens, where it has tokens alone: layers take as long as they do in training."""
+    ids = arguments.get("input_ids")
+    if not isinstance(ids, torch.Tensor) or any(
+        isinstance(v, torch.Tensor) and v is not ids for v in arguments.values()
+    ):
+        return arguments
+    return {**arguments, "input_ids": ids[:1, :1].repeat(1, _TOKENS)}
+
+
+def _synchronized_time(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

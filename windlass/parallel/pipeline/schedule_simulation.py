@@ -1,0 +1,146 @@
+"""A schedule played through with given costs: when each action runs, how long ranks are idle, how much they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from windlass.base.errors import ModelError
+from windlass.parallel.pipeline.pipeline_action import Action, ActionKind, RankActions
+
+
+@dataclass(frozen=True)
+class ActionCosts:
+    """Seconds (or any unit) of each kind of action, of one stage.
+
+    Attributes:
+        forward, input, weight: of a micro-batch; a whole backward costs what its two parts do.
+        transfer: from the end of an action to where its result is on the next rank.
+    """
+
+    forward: float = 1.0
+    backward_input: float = 1.0
+    backward_weight: float = 1.0
+    transfer: float = 0.0
+
+    def of_kind(self, kind: ActionKind) -> float:
+        """Of one action that computes."""
+        return {
+            ActionKind.FORWARD: self.forward,
+            ActionKind.BACKWARD: self.backward_input + self.backward_weight,
+            ActionKind.BACKWARD_INPUT: self.backward_input,
+            ActionKind.BACKWARD_WEIGHT: self.backward_weight,
+        }[kind]
+
+
+@dataclass
+class SimulatedSchedule:
+    """What came of it.
+
+    Attributes:
+        spans: `(start, stop)` of each action that computes.
+        ended: when the last one stopped.
+        busy: seconds in which each rank computed.
+        held: the most forwards of which each rank held what their backward needs, at once.
+    """
+
+    spans: dict[Action, tuple[float, float]] = field(default_factory=dict)
+    end_time: float = 0.0
+    busy_times: list[float] = field(default_factory=list)
+    peak_micro_batches: list[int] = field(default_factory=list)
+
+    @property
+    def bubble_fraction(self) -> float:
+        """The part of all ranks' time in which they are idle."""
+        return 1.0 - sum(self.busy_times) / (self.end_time * len(self.busy_times)) if self.end_time else 0.0
+
+
+def list_dependencies(action: Action, stages: int, has_split_backward: bool) -> list[Action]:
+    """What has to be done before `action`, on any rank.
+
+    Args:
+        stages: of the pipeline.
+        split: backwards come in two parts.
+    """
+    stage, micro = action.stage, action.micro_batch
+    back = ActionKind.BACKWARD_INPUT if has_split_backward else ActionKind.BACKWARD
+    if action.kind is ActionKind.FORWARD:
+        return [Action(ActionKind.FORWARD, stage - 1, micro)] if stage else []
+    if action.kind is ActionKind.BACKWARD_WEIGHT:
+        return [Action(ActionKind.BACKWARD_INPUT, stage, micro)]
+    found = [Action(ActionKind.FORWARD, stage, micro)]
+    return found if stage == stages - 1 else [*found, Action(back, stage + 1, micro)]
+
+
+def simulate_schedule(
+    schedule: Sequence[RankActions], costs: ActionCosts | Sequence[ActionCosts] = ActionCosts()
+) -> SimulatedSchedule:  # noqa: B008  (it is frozen)
+    """Play a schedule through; each action begins once its rank is free and what it needs has arrived.
+
+    Args:
+        found: what each rank computes, in order.
+        costs: of every stage, or of each.
+
+    Raises:
+        ModelError: ranks wait for each other; the text says where each of them is.
+    """
+    stages = 1 + max(action.stage for order in schedule for action in order)
+    split = any(action.kind is ActionKind.BACKWARD_INPUT for order in schedule for action in order)
+    price = [costs] * stages if isinstance(costs, ActionCosts) else list(costs)
+    played = SimulatedSchedule(
+        busy_times=[0.0] * len(schedule), peak_micro_batches=[_peak_micro_batches(order) for order in schedule]
+    )
+    at, free = [0] * len(schedule), [0.0] * len(schedule)
+    moved = True
+    while moved:
+        moved = False
+        for rank, order in enumerate(schedule):
+            while at[rank] < len(order):
+                action = order[at[rank]]
+                before = list_dependencies(action, stages, split)
+                if any(one not in played.spans for one in before):
+                    break
+                start = max([free[rank], *(_arrival(played, one, action, price) for one in before)])
+                free[rank] = start + price[action.stage].of_kind(action.kind)
+                played.spans[action] = start, free[rank]
+                played.busy_times[rank] += free[rank] - start
+                at[rank] += 1
+                moved = True
+    stuck = [f"rank {rank} at {order[at[rank]]}" for rank, order in enumerate(schedule) if at[rank] < len(order)]
+    if stuck:
+        raise ModelError(f"the ranks of this schedule wait for each other: {', '.join(stuck)}")
+    played.end_time = max(free)
+    return played
+
+
+def _arrival(simulated: SimulatedSchedule, done: Action, wanted: Action, costs: list[ActionCosts]) -> float:
+    return simulated.spans[done][1] + (costs[done.stage].transfer if done.stage != wanted.stage else 0.0)
+
+
+def _peak_micro_batches(actions: RankActions) -> int:
+    """Between a forward and the end of its backward a rank holds its micro-batch."""
+    most = now = 0
+    for action in actions:
+        now += action.kind is ActionKind.FORWARD
+        most = max(most, now)
+        now -= action.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)
+    return most
+
+
+def compute_bubble_fraction(
+    name: str, ranks: int, num_micro_batches: int, virtual_stages: int = 1, costs: ActionCosts = ActionCosts()
+) -> float:  # noqa: B008
+    """The part of all ranks' time in which they are idle, by the papers' formulas, for equal stages.
+
+    `(p-1)/(m+p-1)` for GPipe and 1F1B; with `v` stages on each rank (p-1)/(vm+p-1), if they divide the micro-batches
+    (Narayanan et al. 2021b, section 2.2); of ZB-H1 only `(p-1)(F+I-W)` is idle, from p micro-batches on (Qi et al.
+    2024, table 1). Transfers cost nothing here.
+    """
+    whole = costs.forward + costs.backward_input + costs.backward_weight
+    idle = (ranks - 1) * (
+        whole / virtual_stages
+        if name != "zero-bubble"
+        else costs.forward + costs.backward_input - costs.backward_weight
+    )
+    work = num_micro_batches * whole
+    return idle / (work + idle)

@@ -1,0 +1,366 @@
+"""Activations to the next stage and gradients back: any containers of tensors, of any shape."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from windlass.base.collective_activity import WaitScope
+from windlass.base.errors import ModelError
+from windlass.comm.mesh_axis import MeshAxis
+from windlass.parallel.pipeline.stage_message import MessageLayout, TensorSpec
+
+_ACTIVATION, _GRADIENT, _HEADER = range(3)  # what a tag is made of, besides the stage
+_SENDS_IN_FLIGHT = 2
+
+
+class PeerStageFailed(Exception):
+    """Raised where a transfer arrives marked as failed: the sender, or a rank before it, raised in this schedule."""
+
+
+@dataclass
+class _InFlightTransfer:
+    """A transfer that was started, with what must not go before it ended."""
+
+    tensors: list[torch.Tensor]
+    works: list[Any] = field(default_factory=list)
+    ok_flag: torch.Tensor | None = None  # one byte: 0 where the tensors have no values because a rank failed
+
+    def wait(self) -> list[torch.Tensor]:
+        """Its tensors, once it is over."""
+        works, self.works = self.works, []
+        for work in works:
+            work.wait()
+        return self.tensors
+
+    @property
+    def is_failed(self) -> bool:
+        """Whether a transfer that is over was marked as failed."""
+        return self.ok_flag is not None and not int(self.ok_flag)
+
+
+class _DetachedInput(torch.autograd.Function):
+    """A tensor whose gradient goes to a leaf that has no memory: layers may change it in place, and it goes when they
+    have no more use for it."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradients[0], None
+
+
+@dataclass
+class ReceivedActivation:
+    """What a stage got from the one before.
+
+    Attributes:
+        value: as it was returned there.
+        leaves: one for each tensor of which a gradient goes back, which is found in its `.grad`; without values.
+    """
+
+    value: Any
+    leaves: list[torch.Tensor]
+
+
+class StageTransfers:
+    """The transfers of one rank of a pipeline; `programs` says when it starts which.
+
+    The receiver has to know shapes before it can receive. It is told them by a header of a few hundred bytes, once for
+    each *key*: what is known of the micro-batch on both sides, namely the shapes in it. A value whose shapes follow
+    from nothing that both know needs `dynamic`, under which a header goes before every activation.
+
+    Each transfer has one byte before its tensors, which says whether they have values. A rank that failed goes on with
+    its transfers (`send_failure`, `send_failed_gradient`, `discard`) so that all connections stay at the same place of
+    the schedule; who receives a transfer with this mark raises `PeerFailed` where it would use it.
+
+    `axis.traffic.bytes_moved` counts what this rank receives, under `"activations"`, `"gradients"` and `"headers"`.
+
+    Args:
+        axis: the ranks of the pipeline.
+        device: where tensors arrive.
+        dynamic: shapes are told anew every time.
+    """
+
+    def __init__(self, axis: MeshAxis, device: torch.device, *, has_dynamic_shapes: bool = False) -> None:
+        self._axis, self._device, self.has_dynamic_shapes = axis, device, has_dynamic_shapes
+        self._sent_layouts: dict[tuple[int, Hashable], MessageLayout] = {}  # by stage and key
+        self._received_layouts: dict[tuple[int, Hashable], MessageLayout] = {}
+        self._active_layouts: dict[
+            tuple[int, int, int], MessageLayout
+        ] = {}  # of what moves now: side, stage, micro-batch
+        self._receiving: dict[tuple[int, int, int], _InFlightTransfer] = {}  # what, stage, micro-batch
+        self._sending: dict[tuple[int, int], dict[int, _InFlightTransfer]] = {}  # what, stage; by micro-batch
+        self._failed_activations: set[tuple[int, int]] = (
+            set()
+        )  # stages and micro-batches whose activation a failed rank never sends
+        self._handed_over: dict[tuple[int, int], Any] = {}  # what stays on this rank: an axis of one rank sends nothing
+
+    @property
+    def is_single_rank(self) -> bool:
+        """All stages lie on this rank: what is sent is handed over at once, and nothing need be received."""
+        return self._axis.size == 1
+
+    def forget_layouts(self) -> None:
+        """Shapes are told anew; all ranks of the pipeline call it."""
+        self._sent_layouts.clear()
+        self._received_layouts.clear()
+
+    # activations
+
+    def send_activation(
+        self, stage: int, micro_batch: int, key: Hashable, layout: MessageLayout, tensors: list[torch.Tensor]
+    ) -> None:
+        """Send what `stage` returned, packed and detached, to the next.
+
+        Raises:
+            ModelError: it is of another form than for an equal key before.
+        """
+        self._active_layouts[_ACTIVATION, stage, micro_batch] = layout
+        if self.is_single_rank:
+            self._handed_over[stage + 1, micro_batch] = tensors, layout
+            return
+        known = None if self.has_dynamic_shapes else self._sent_layouts.get((stage, key))
+        if known is None:
+            self._sent_layouts[stage, key] = layout
+            self._send_header(stage, layout)
+        elif not known.matches(layout):
+            raise ModelError(
+                f"stage {stage} returned {_describe_layout(layout)} for micro-batch {micro_batch}, and {_describe_layout(known)} for one with the "
+                "same shapes; where what a stage returns changes by itself, say dynamic_shape=True, and after "
+                "parameters were frozen or unfrozen call reset_activation_shape() on every rank"
+            )
+        self._send(_ACTIVATION, stage, micro_batch, stage + 1, tensors)
+
+    def receive_activation(self, stage: int, micro_batch: int, key: Hashable) -> None:
+        """Start to receive what `stage` is given. May be called again if it failed for want of memory."""
+        known = self._active_layouts.get((_GRADIENT, stage, micro_batch))
+        if known is None and not self.has_dynamic_shapes:
+            known = self._received_layouts.get((stage, key))
+        if known is None:
+            header = self._receive_header(stage)
+            if header is None:
+                self._failed_activations.add((stage, micro_batch))
+                return
+            known = self._received_layouts[stage, key] = header
+        self._active_layouts[_GRADIENT, stage, micro_batch] = known
+        self._receive(_ACTIVATION, stage, micro_batch, stage - 1, list(known.tensor_specs), "activations")
+
+    def take_activation(self, stage: int, micro_batch: int) -> ReceivedActivation:
+        """What `stage` is given, once it is there.
+
+        Raises:
+            PeerFailed: a rank before this one failed.
+        """
+        if self.is_single_rank:
+            tensors, form = self._handed_over.pop((stage, micro_batch))
+            self._active_layouts[_GRADIENT, stage, micro_batch] = form
+        elif (stage, micro_batch) in self._failed_activations:
+            raise PeerStageFailed
+        else:
+            tensors, form = (
+                self._take_received(_ACTIVATION, stage, micro_batch),
+                self._active_layouts[_GRADIENT, stage, micro_batch],
+            )
+        leaves, through = [], []
+        for tensor, sheet in zip(tensors, form.tensor_specs, strict=True):
+            if sheet.requires_grad and torch.is_grad_enabled():
+                leaves.append(tensor.new_zeros(()).expand(tensor.shape).requires_grad_(True))
+                tensor = _DetachedInput.apply(leaves[-1], tensor)
+            through.append(tensor)
+        return ReceivedActivation(form.fill(through), leaves)
+
+    # gradients
+
+    def send_gradient(self, stage: int, micro_batch: int, leaves: list[torch.Tensor]) -> None:
+        """Send the gradients of what `stage` was given to the stage before; zeros where there is none."""
+        gradients = [leaf.grad if leaf.grad is not None else torch.zeros_like(leaf) for leaf in leaves]
+        self._active_layouts.pop((_GRADIENT, stage, micro_batch), None)
+        if self.is_single_rank:
+            self._handed_over[-stage, micro_batch] = gradients
+            return
+        self._send(_GRADIENT, stage, micro_batch, stage - 1, gradients)
+        self.limit_gradient_sends(stage)
+
+    def receive_gradient(self, stage: int, micro_batch: int) -> None:
+        """Start to receive the gradients of what `stage` returned."""
+        sheets = self._active_layouts[_ACTIVATION, stage, micro_batch].differentiable_specs
+        self._receive(_GRADIENT, stage, micro_batch, stage + 1, sheets, "gradients")
+
+    def take_gradients(self, stage: int, micro_batch: int) -> list[torch.Tensor]:
+        """The gradients of those tensors that `stage` returned and that need one, once they are there.
+
+        Raises:
+            PeerFailed: a rank after this one failed.
+        """
+        self._active_layouts.pop((_ACTIVATION, stage, micro_batch), None)
+        if self.is_single_rank:
+            found: list[torch.Tensor] = self._handed_over.pop((-stage - 1, micro_batch))
+            return found
+        return self._take_received(_GRADIENT, stage, micro_batch)
+
+    # after a failure: the same transfers, without values
+
+    def send_failed_activation(self, stage: int, micro_batch: int, key: Hashable) -> None:
+        """Send in place of `send_activation`: there is no activation, because this rank or one before it failed."""
+        form = None if self.has_dynamic_shapes else self._sent_layouts.get((stage, key))
+        if form is None:
+            self._active_layouts.pop((_ACTIVATION, stage, micro_batch), None)
+            self._send_header(stage, None)
+            return
+        self._active_layouts[_ACTIVATION, stage, micro_batch] = form
+        empty = [sheet.empty(self._device) for sheet in form.tensor_specs]
+        self._send(_ACTIVATION, stage, micro_batch, stage + 1, empty, ok=False)
+
+    def send_failed_gradient(self, stage: int, micro_batch: int) -> None:
+        """Send in place of `send_gradient`; nothing where no activation came to which a gradient would belong."""
+        form = self._active_layouts.pop((_GRADIENT, stage, micro_batch), None)
+        if form is not None:
+            empty = [sheet.empty(self._device) for sheet in form.differentiable_specs]
+            self._send(_GRADIENT, stage, micro_batch, stage - 1, empty, ok=False)
+            self.limit_gradient_sends(stage)
+
+    def ensure_gradient_receive(self, stage: int, micro_batch: int) -> None:
+        """As `receive_gradient`, where an activation was sent to which one belongs."""
+        if (_ACTIVATION, stage, micro_batch) in self._active_layouts and (
+            _GRADIENT,
+            stage,
+            micro_batch,
+        ) not in self._receiving:
+            self.receive_gradient(stage, micro_batch)
+
+    def ensure_activation_receive(self, stage: int, micro_batch: int, key: Hashable) -> None:
+        """As `receive_activation`, unless that was started."""
+        if (_ACTIVATION, stage, micro_batch) not in self._receiving and (
+            stage,
+            micro_batch,
+        ) not in self._failed_activations:
+            self.receive_activation(stage, micro_batch, key)
+
+    def discard_activation(self, stage: int, micro_batch: int) -> None:
+        """Receive what `stage` is given and drop it."""
+        moving = self._receiving.pop((_ACTIVATION, stage, micro_batch), None)
+        if moving is not None:
+            self._wait(moving)
+
+    def discard_gradients(self, stage: int, micro_batch: int) -> None:
+        """Receive the gradients of what `stage` returned and drop them."""
+        self._active_layouts.pop((_ACTIVATION, stage, micro_batch), None)
+        moving = self._receiving.pop((_GRADIENT, stage, micro_batch), None)
+        if moving is not None:
+            self._wait(moving)
+        self.wait_activation_sent(stage, micro_batch)
+
+    # the ends of what was sent
+
+    def wait_activation_sent(self, stage: int, micro_batch: int) -> None:
+        """The activation that `stage` sent has been received: its gradient came back."""
+        going = self._sending.get((_ACTIVATION, stage), {})
+        if micro_batch in going:
+            self._wait(going.pop(micro_batch))
+
+    def limit_activation_sends(self, stage: int) -> None:
+        """Wait for the oldest activations that `stage` sent, where no gradient will come back."""
+        self._limit_in_flight(_ACTIVATION, stage)
+
+    def limit_gradient_sends(self, stage: int) -> None:
+        """Wait for the oldest gradients that `stage` sent."""
+        self._limit_in_flight(_GRADIENT, stage)
+
+    def wait_all_sent(self) -> None:
+        """Everything that was sent has been received."""
+        for going in self._sending.values():
+            for moving in going.values():
+                self._wait(moving)
+        self._sending.clear()
+        self._active_layouts.clear()
+        self._failed_activations.clear()
+        self._handed_over.clear()
+
+    def _limit_in_flight(self, kind: int, stage: int) -> None:
+        going = self._sending.get((kind, stage), {})
+        while len(going) > _SENDS_IN_FLIGHT:
+            self._wait(going.pop(min(going)))
+
+    def _wait(self, moving: _InFlightTransfer) -> list[torch.Tensor]:
+        with WaitScope(f"a transfer along {self._axis.name}"):
+            return moving.wait()
+
+    def _take_received(self, kind: int, stage: int, micro_batch: int) -> list[torch.Tensor]:
+        moving = self._receiving.pop((kind, stage, micro_batch))
+        tensors = self._wait(moving)
+        if moving.is_failed:
+            raise PeerStageFailed
+        return tensors
+
+    # the wire
+
+    def _send(
+        self, kind: int, stage: int, micro_batch: int, to: int, tensors: list[torch.Tensor], *, ok: bool = True
+    ) -> None:
+        mark = torch.tensor([ok], dtype=torch.uint8)
+        whole = [tensor.contiguous() for tensor in tensors]
+        moving = _InFlightTransfer(whole, self._start(dist.isend, [mark, *whole], to, _tag(kind, stage)), mark)
+        self._sending.setdefault((kind, stage), {})[micro_batch] = moving
+
+    def _receive(
+        self, kind: int, stage: int, micro_batch: int, source: int, tensor_specs: list[TensorSpec], traffic_name: str
+    ) -> None:
+        buffers = [sheet.empty(self._device) for sheet in tensor_specs]
+        mark = torch.zeros(1, dtype=torch.uint8)
+        works = self._start(dist.irecv, [mark, *buffers], source, _tag(kind, source))
+        self._receiving[kind, stage, micro_batch] = _InFlightTransfer(buffers, works, mark)
+        self._axis.traffic.add(traffic_name, 0, sum(sheet.nbytes for sheet in tensor_specs))
+
+    def _start(self, operation: Any, tensors: list[torch.Tensor], stage: int, tag: int) -> list[Any]:
+        """Start one transfer, to or from the rank of `stage`: its tensors together, those of the host apart."""
+        group = self._axis.group
+        peer, works = group.ranks[stage % group.size], []
+        for process_group, here in ((group.process_group, False), (group.cpu_group, True)):
+            chosen = [t for t in tensors if t.numel() and (t.device.type == "cpu") is here]
+            if chosen:
+                flat = [tensor.view(-1).view(torch.uint8) for tensor in chosen]
+                operations = [dist.P2POp(operation, one, peer, process_group, tag) for one in flat]
+                works += dist.batch_isend_irecv(operations)
+        return works
+
+    def _send_header(self, stage: int, layout: MessageLayout | None) -> None:
+        """Send a form; None says that this rank failed and that no activation follows."""
+        text = torch.frombuffer(bytearray(pickle.dumps(layout)), dtype=torch.uint8)
+        length = torch.tensor([text.numel()])
+        works = [w for t in (length, text) for w in self._start(dist.isend, [t], stage + 1, _tag(_HEADER, stage))]
+        going = self._sending.setdefault((_HEADER, stage), {})
+        going[max(going, default=0) + 1] = _InFlightTransfer([length, text], works)
+        self._limit_in_flight(_HEADER, stage)
+
+    def _receive_header(self, stage: int) -> MessageLayout | None:
+        length = torch.zeros(1, dtype=torch.int64)
+        self._receive_header_into(length, stage)
+        text = torch.zeros(int(length), dtype=torch.uint8)
+        self._receive_header_into(text, stage)
+        self._axis.traffic.add("headers", 0, length.element_size() + text.numel())
+        form: MessageLayout | None = pickle.loads(text.numpy().tobytes())
+        return form
+
+    def _receive_header_into(self, tensor: torch.Tensor, stage: int) -> None:
+        source = stage - 1
+        self._wait(_InFlightTransfer([tensor], self._start(dist.irecv, [tensor], source, _tag(_HEADER, source))))
+
+
+def _tag(kind: int, stage: int) -> int:
+    """Of what `stage` sends; NCCL goes by the order alone."""
+    return 1 + kind + 3 * stage
+
+
+def _describe_layout(layout: MessageLayout) -> str:
+    said = [
+        f"{one.dtype} {list(one.shape)}{'' if one.requires_grad else ' (no gradient)'}" for one in layout.tensor_specs
+    ]
+    return f"{', '.join(said) or 'no tensors'} in {layout.skeleton!r}"

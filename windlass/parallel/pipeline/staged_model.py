@@ -1,0 +1,288 @@
+"""Cuts an unmodified causal language model into stages: each keeps its layers, and its own forward runs on every rank.
+
+[Note: one forward on every stage] Masks, positions and rotary embeddings are computed on every stage, from the
+micro-batch that all ranks of a pipeline read alike; only hidden states cross a cut, and logits of routers where a loss
+is over those of all layers (`routers`). Where a module of another stage would be, something stands that has no
+parameters (`absent`). The first stage looks tokens up, the last one has norm, head and loss. Names in the state dict
+are those of the whole model: an embedding that is also the head has both of them in the first stage and in the last.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+
+from windlass.base.errors import ConfigError, ModelError
+from windlass.parallel.pipeline.forward_tracing import ForwardTrace, trace_forward, trial_mode
+from windlass.parallel.pipeline.layer_partition import compute_layer_weights, partition_layers
+from windlass.parallel.pipeline.pipeline_router_loss import RouterLogitsCollector, collecting_router_logits
+from windlass.parallel.pipeline.pipeline_stages import MicroBatchResult
+from windlass.parallel.pipeline.stub_modules import StageForwardState, StubInput, StubLayer, StubOutput, register_alias
+from windlass.parallel.sequence.apply_sequence_parallel import sequence_parallel_of
+from windlass.parallel.sequence.batch_sharding import SHARD_KEY
+
+
+class StagedModel:
+    """The stages of one rank in a model that was cut in place; see `stage.Stages`.
+
+    Attributes:
+        plan: what the model's forward does.
+        bounds: stage `s` has the layers from `bounds[s]` to `bounds[s + 1]`.
+        stages: those of this rank.
+    """
+
+    has_dynamic_shapes = False
+
+    def __init__(self, model: nn.Module, trace: ForwardTrace, stage_bounds: list[int], rank: int, ranks: int) -> None:
+        self.model, self.trace, self.stage_bounds = model, trace, stage_bounds
+        self.total_stages = len(stage_bounds) - 1
+        self.stages = list(range(rank, self.total_stages, ranks))
+        self.shared_parameters: dict[str, tuple[int, ...]] = {}
+        self._rank, self._ranks = rank, ranks
+        self._forward_state = StageForwardState()
+        self._stubs: dict[str, nn.Module] = {}  # for every module that some stage of this rank lacks
+        self._local_modules: dict[str, nn.Module] = {}
+        self._stages_by_module: dict[str, set[int]] = {}  # the stages that run each module
+        self._local_layers: list[str] = []  # of this rank
+        self._positional = list(inspect.signature(model.forward).parameters)
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        """Those of this rank."""
+        return [self._local_modules[path] for path in self._local_layers]
+
+    def check_batch(self, batch: Any, *, compute_loss: bool = True) -> None:
+        """See `stage.Stages`."""
+        labelled = not isinstance(batch, Mapping) or not {"labels", "shift_labels"}.isdisjoint(batch)
+        if compute_loss and "labels" in self._positional and not labelled:
+            raise ModelError(_missing_loss_text(batch))
+
+    def run_stage(
+        self, call_module: Callable[..., Any], stage: int, stage_input: Any, batch: Any, *, compute_loss: bool = True
+    ) -> Any:
+        """See `stage.Stages`. The batch is what the model takes: a mapping of keywords, a tuple of arguments, one."""
+        arguments = self._arguments(batch)
+        last = stage == self.total_stages - 1
+        if not (last and compute_loss):
+            arguments.pop("labels", None)
+        hidden, before = stage_input if isinstance(stage_input, tuple) else (stage_input, ())
+        with (
+            self._stage_installed(stage, hidden),
+            collecting_router_logits(RouterLogitsCollector(before, self.trace.num_routers if last else 0)) as heard,
+        ):
+            output = call_module(**self._shard_sequences(arguments, last))
+            passed = self._forward_state.stage_output
+        if not last:
+            if passed is None:
+                raise ModelError(
+                    f"the forward of stage {stage} ended without a call of layer {self.stage_bounds[stage + 1]}"
+                )
+            return (passed, heard.logits) if heard.logits else passed
+        return MicroBatchResult(_output_loss(output, batch) if compute_loss else None, output)
+
+    def _shard_sequences(self, arguments: dict[str, Any], is_last: bool) -> dict[str, Any]:
+        """Where sequences are cut as well: what a stage before the last returns is not put together to whole ones."""
+        sequence = sequence_parallel_of(self.model)
+        if sequence is None or is_last:
+            return arguments
+        local = sequence.shard_batch(arguments)
+        local[SHARD_KEY].whole = False
+        return local
+
+    def _arguments(self, batch: Any) -> dict[str, Any]:
+        if isinstance(batch, Mapping):
+            arguments = dict(batch)
+        else:
+            given = batch if isinstance(batch, (tuple, list)) else (batch,)
+            arguments = dict(zip(self._positional, given, strict=False))
+        if hasattr(getattr(self.model, "config", None), "use_cache"):
+            arguments.setdefault("use_cache", False)
+        return arguments
+
+    # what stands where
+
+    def install_stubs(self) -> None:
+        """Take out of the model what no stage of this rank needs."""
+        layers = [
+            f"{self.trace.layers_path}.{name}" for name in self.model.get_submodule(self.trace.layers_path)._modules
+        ]
+        spans = list(pairwise(self.stage_bounds))
+        self._stages_by_module = {
+            path: {stage for stage, (start, stop) in enumerate(spans) if start <= number < stop}
+            for number, path in enumerate(layers)
+        }
+        for path in (*self.trace.input_modules, *self.trace.output_modules):
+            self._stages_by_module[path] = ({0} if path in self.trace.input_modules else set()) | (
+                {self.total_stages - 1} if path in self.trace.output_modules else set()
+            )
+        elsewhere = self._find_shared_parameters()
+        for path, where in self._stages_by_module.items():
+            real = self.model.get_submodule(path)
+            if any(stage not in where for stage in self.stages):
+                self._stubs[path] = self._make_stub(path, layers, real)
+            if any(stage in where for stage in self.stages):
+                self._local_modules[path] = real
+        for path in self._stages_by_module.keys() - self._local_modules.keys():
+            replace_module(self.model, path, self._stubs[path])
+        for name, parameter in elsewhere.items():
+            register_alias(self.model, name, parameter)
+        self._local_layers = [path for path in layers if path in self._local_modules]
+
+    def _make_stub(self, path: str, layers: list[str], real: nn.Module) -> nn.Module:
+        if path in layers:
+            return StubLayer(layers.index(path), self._forward_state, self.trace.output_form, real)
+        rule = self.trace.input_modules.get(path)
+        return StubOutput(real) if rule is None else StubInput(rule, self._forward_state, real)
+
+    def _find_shared_parameters(self) -> dict[str, nn.Parameter]:
+        """Note down which parameters lie on several ranks; what is not called lies on all of them.
+
+        Returns:
+            Of the parameters that stay here, those names under which others have them.
+        """
+        ranks: dict[int, set[int]] = {}
+        names: dict[int, list[str]] = {}
+        here: dict[str, bool] = {}
+        parameters = {}
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            path = next((path for path in self._stages_by_module if name.startswith(f"{path}.")), None)
+            where = (
+                set(range(self._ranks))
+                if path is None
+                else {stage % self._ranks for stage in self._stages_by_module[path]}
+            )
+            ranks.setdefault(id(parameter), set()).update(where)
+            names.setdefault(id(parameter), []).append(name)
+            here[name], parameters[id(parameter)] = self._rank in where, parameter
+        mine = [key for key in names if any(here[name] for name in names[key])]
+        self.shared_parameters = {names[key][0]: tuple(sorted(ranks[key])) for key in mine if len(ranks[key]) > 1}
+        return {name: parameters[key] for key in mine for name in names[key] if not here[name]}
+
+    def check_stages(self) -> None:
+        """Run what surrounds the layers on each of this rank's stages, so that a model that needs what is not there
+        says so now.
+
+        Raises:
+            ModelError: it does.
+        """
+        plan, modules = self.trace, {path: self.model.get_submodule(path) for path in self._local_layers}
+        numbers = {path: number for number, path in enumerate(self._stages_by_module)}
+        try:
+            for path, real in modules.items():
+                replace_module(self.model, path, StubLayer(numbers[path], self._forward_state, plan.output_form, real))
+            for stage in self.stages:
+                given = None if stage == 0 else torch.zeros_like(plan.example_hidden)
+                with trial_mode(self.model, []), torch.no_grad(), self._stage_installed(stage, given, trial=True):
+                    self.model(**plan.example_kwargs)
+        except Exception as error:
+            raise ModelError(
+                f"{type(self.model).__name__} can't be cut into stages: without the modules of other stages its "
+                f"forward fails ({type(error).__name__}: {error})"
+            ) from error
+        finally:
+            for path, real in modules.items():
+                replace_module(self.model, path, real)
+
+    @contextmanager
+    def _stage_installed(self, stage: int, stage_input: torch.Tensor | None, *, trial: bool = False) -> Iterator[None]:
+        """The model with only this stage's modules in it; in a trial there are no layers in it to begin with."""
+        swapped = [path for path in self._local_modules if stage not in self._stages_by_module[path]]
+        if trial:
+            swapped = [path for path in swapped if path not in self._local_layers]
+        now = self._forward_state
+        now.stage_input, now.first_layer, now.end_layer, now.stage_output = (
+            stage_input,
+            self.stage_bounds[stage],
+            self.stage_bounds[stage + 1],
+            None,
+        )
+        for path in swapped:
+            replace_module(self.model, path, self._stubs[path])
+        try:
+            yield
+        finally:
+            for path in swapped:
+                replace_module(self.model, path, self._local_modules[path])
+            now.stage_input = now.stage_output = None
+
+
+def split_into_stages(
+    model: nn.Module,
+    rank: int,
+    ranks: int,
+    *,
+    virtual_stages: int = 1,
+    partition_method: str | Sequence[float] = "parameters",
+    example_kwargs: Mapping[str, Any] | None = None,
+) -> StagedModel:
+    """Cut a model in place, with values or on the meta device.
+
+    Args:
+        rank: this rank's place along the pipeline.
+        ranks: of the pipeline.
+        each: stages on each rank.
+        method: how layers weigh (`balance.weights_of`); what comes before or behind them goes with the first or last.
+        sample: keyword arguments of a forward to look at, for a model that takes other things than `input_ids`.
+
+    Raises:
+        ConfigError: there are fewer layers than stages.
+        ModelError: the model can't be cut.
+    """
+    plan = trace_forward(model, example_kwargs)
+    count = ranks * virtual_stages
+    if plan.num_layers < count:
+        raise ConfigError(
+            f"{type(model).__name__} has {plan.num_layers} layers ({plan.layers_path}) for {count} stages ({ranks} ranks, {virtual_stages} "
+            f"on each); every stage needs a layer: write pp of at most {plan.num_layers // virtual_stages}"
+        )
+    found = StagedModel(
+        model, plan, partition_layers(_compute_layer_weights(model, plan, partition_method), count), rank, ranks
+    )
+    found.install_stubs()
+    found.check_stages()
+    return found
+
+
+def _compute_layer_weights(
+    model: nn.Module, trace: ForwardTrace, partition_method: str | Sequence[float]
+) -> list[float]:
+    layers = [layer for layer in model.get_submodule(trace.layers_path).children()]
+    sizes = [_num_parameters(layer) for layer in layers]
+    weights = compute_layer_weights(partition_method, [type(layer).__name__ for layer in layers], lambda: sizes)
+    if isinstance(partition_method, str) and partition_method in ("parameters", "best"):
+        weights[0] += sum(_num_parameters(model.get_submodule(path)) for path in trace.input_modules)
+        weights[-1] += sum(_num_parameters(model.get_submodule(path)) for path in trace.output_modules)
+    return weights
+
+
+def _num_parameters(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def replace_module(model: nn.Module, path: str, module: nn.Module) -> None:
+    """Have `module` at this place of the model."""
+    parent, _, name = path.rpartition(".")
+    model.get_submodule(parent)._modules[name] = module
+
+
+def _output_loss(output: Any, batch: Any) -> torch.Tensor:
+    if isinstance(output, Mapping):
+        found = output.get("loss")
+    elif isinstance(output, (tuple, list)):
+        found = output[0]
+    else:
+        found = getattr(output, "loss", output)
+    if isinstance(found, torch.Tensor):
+        return found
+    raise ModelError(_missing_loss_text(batch))
+
+
+def _missing_loss_text(batch: Any) -> str:
+    keys = sorted(map(str, batch)) if isinstance(batch, Mapping) else type(batch).__name__
+    return f"there is no loss for a micro-batch of {keys}; have labels in it"

@@ -1,0 +1,281 @@
+"""Tensors that a forward saves for its backward, moved to another place in between.
+
+[Note: kept activations] A saved tensor is known by the elements of the storage it shows (`geometry`), not by the Python
+object: autograd saves views of views, and the same hidden states again and again. What one storage holds there at one
+version moves once, however often and in whichever shape it is saved. Fetches run ahead along the order of saving,
+backwards, by as many bytes as were just asked for; what was saved several times is held until it was asked for as
+often, as long as that takes no more than twice the largest tensor. Parameters and their views never move, nor does
+what is small.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+from weakref import ReferenceType, WeakValueDictionary, ref
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from windlass.base.backward_callbacks import current_backward_id, queue_end_of_backward
+from windlass.base.errors import ModelError
+from windlass.parallel.activation_store import ActivationStore, ActivationTier, StoredActivation
+from windlass.parallel.device_copies import PendingCopy
+from windlass.parallel.tensor_geometry import (
+    StorageKey,
+    TensorGeometry,
+    flatten_elements,
+    get_geometry,
+    make_identity_key,
+)
+
+MIN_OFFLOAD_BYTES = 4096
+"""Bytes below which a tensor stays where it is: moving it costs more than it frees."""
+
+
+@dataclass
+class OffloadCounters:
+    """What was kept, in bytes: `now` at this moment by home, and since the last `reset` the rest.
+
+    `stayed`: left on the device, being small or of a kind that does not move. `again`: saved once more, at no cost.
+    `fetched`: brought back; `ahead`: of those, begun before they were asked for.
+    """
+
+    stored_bytes: Counter[ActivationTier] = field(default_factory=Counter)
+    offloaded_bytes: int = 0
+    kept_bytes: int = 0
+    deduplicated_bytes: int = 0
+    fetched_bytes: int = 0
+    prefetched_bytes: int = 0
+
+    def reset(self) -> None:
+        """Begin to count anew; what is kept now stays counted."""
+        self.offloaded_bytes = self.kept_bytes = self.deduplicated_bytes = self.fetched_bytes = (
+            self.prefetched_bytes
+        ) = 0
+
+
+class OffloadedTensor:
+    """A flat tensor in its place. The graph holds it; when nothing of the graph needs it any more, it goes."""
+
+    def __init__(
+        self, flat: torch.Tensor, storage: StorageWeakRef, store: ActivationStore, counters: OffloadCounters
+    ) -> None:
+        self.nbytes = flat.nbytes
+        self.previous: ReferenceType[OffloadedTensor] | None = None  # the one that was kept before this
+        self._storage = storage  # its number is ours, so that `key_of` finds nothing else under it
+        self._version, self._counters, self._store = flat._version, counters, store
+        self._stored: StoredActivation = store.put(flat)
+        self._source: torch.Tensor | None = None if store.is_collective or self._stored.is_source_free else flat
+        self._mutation_error: ModelError | None = None
+        self.save_count = 0  # how often it was saved
+        self._uses_in_backward = -1, 0  # the backward in which it was asked for last, and how often in that one
+        self._pending_fetch: PendingCopy | None = None
+        self._last_fetched: ReferenceType[torch.Tensor] | None = None
+        counters.stored_bytes[store.tier] += self.nbytes
+        counters.offloaded_bytes += self.nbytes
+
+    def __del__(self) -> None:
+        if hasattr(self, "_last_fetched"):  # there is nothing to take off where the place had no room
+            self._counters.stored_bytes[self._store.tier] -= self.nbytes
+
+    def finish_transfer(self, *, wait: bool) -> bool:
+        """Whether the way to the place is over; with `wait`, it is."""
+        if wait:
+            self._stored.wait()
+        over = self._stored.poll()
+        self._release_source()
+        return over
+
+    def fetch(self) -> int:
+        """Begin to bring it back, if it is away; the bytes that are on their way."""
+        if (
+            self._store.is_collective
+            or self._pending_fetch is not None
+            or self._uses_in_backward[0] == current_backward_id()
+        ):
+            return 0
+        if self._find_on_device() is not None:
+            return 0
+        self._pending_fetch = self._stored.fetch()
+        self._counters.prefetched_bytes += self.nbytes
+        return self.nbytes
+
+    def count_use(self) -> int:
+        """Note that somebody asked for it; how often that happened in the backward that runs."""
+        number, times = self._uses_in_backward
+        self._uses_in_backward = current_backward_id(), times + 1 if number == current_backward_id() else 1
+        return self._uses_in_backward[1]
+
+    def value(self) -> torch.Tensor:
+        """The flat tensor, on the device.
+
+        Raises:
+            StorageError: it can't be read back.
+            ModelError: it was changed in place while it was on its way.
+        """
+        found = self._find_on_device()
+        if found is not None:
+            return found
+        coming, self._pending_fetch = self._pending_fetch or self._stored.fetch(), None
+        coming.wait()
+        self._counters.fetched_bytes += self.nbytes
+        if not self._store.is_collective:  # whether Python still has an object may differ between ranks
+            self._last_fetched = ref(coming.value)
+        return coming.value
+
+    def _find_on_device(self) -> torch.Tensor | None:
+        """It, if it is on the device anyway: not yet gone, or back and in use."""
+        self._release_source()
+        if self._mutation_error is not None:
+            raise self._mutation_error
+        return (
+            self._source
+            if self._source is not None
+            else (self._last_fetched() if self._last_fetched is not None else None)
+        )
+
+    def _release_source(self) -> None:
+        """Let the source go once it has left. One that was changed before can have left in any state."""
+        if self._source is None:
+            return
+        if self._source._version != self._version:
+            self._mutation_error = _mutated_error(self._source, self._version)
+        if self._stored.is_source_free:
+            self._source = None
+
+
+class PackedTensor(NamedTuple):
+    """What autograd holds instead of a tensor that moved."""
+
+    entry: OffloadedTensor
+    geometry: TensorGeometry
+
+
+class PassthroughTensor(NamedTuple):
+    """What autograd holds instead of a tensor that does not move: torch checks versions only where no hooks are."""
+
+    tensor: torch.Tensor
+    version: int
+
+
+class SavedTensorOffloader:
+    """The two functions that `torch.autograd.graph.saved_tensors_hooks` takes, for one place.
+
+    Args:
+        place: where tensors go.
+        smallest: bytes below which they do not.
+    """
+
+    def __init__(self, store: ActivationStore, min_offload_bytes: int = MIN_OFFLOAD_BYTES) -> None:
+        self.store, self.min_offload_bytes = store, min_offload_bytes
+        self.counters = OffloadCounters()
+        self._by_key: WeakValueDictionary[StorageKey, OffloadedTensor] = WeakValueDictionary()
+        self._in_flight: deque[ReferenceType[OffloadedTensor]] = deque()
+        self._last_saved: ReferenceType[OffloadedTensor] | None = None
+        self._cached: dict[int, torch.Tensor] = {}  # fetched, and wanted again in this backward; oldest first
+        self._largest_bytes = 0  # bytes of the largest tensor that was kept
+        self._backwards: set[int] = set()
+
+    def pack(self, tensor: torch.Tensor) -> PackedTensor | PassthroughTensor:
+        """Take what autograd is about to save."""
+        geometry = get_geometry(tensor) if self.is_offloadable(tensor) else None
+        if geometry is None or geometry.numel * tensor.element_size() < self.min_offload_bytes:
+            if not _is_parameter_or_view(tensor):
+                self.counters.kept_bytes += tensor.nbytes
+            return PassthroughTensor(tensor if tensor.is_leaf else tensor.detach(), tensor._version)
+        storage = StorageWeakRef(tensor.untyped_storage())
+        key = make_identity_key(tensor, geometry, storage)
+        kept = self._by_key.get(key)
+        if kept is None:
+            kept = self._by_key[key] = self._offload(flatten_elements(tensor, geometry), storage)
+        else:
+            self.counters.deduplicated_bytes += kept.nbytes
+        kept.save_count += 1
+        return PackedTensor(kept, geometry)
+
+    def unpack(self, packed: PackedTensor | PassthroughTensor) -> torch.Tensor:
+        """Give it back.
+
+        Raises:
+            ModelError: it was changed in place in the meantime.
+            StorageError: it can't be read back.
+        """
+        if isinstance(packed, PassthroughTensor):
+            if packed.tensor._version != packed.version:
+                raise _mutated_error(packed.tensor, packed.version)
+            return packed.tensor
+        kept, geometry = packed
+        flat = kept.value()
+        self._cache_for_reuse(kept, flat)
+        self._prefetch(kept)
+        return geometry.restore(flat)
+
+    def begin_call(self, tensors: Iterable[torch.Tensor]) -> None:
+        """A checkpointed call is about to save its inputs `tensors`; those without a gradient are shared by many."""
+        sizes = {True: 0, False: 0}
+        for tensor in tensors:
+            geometry = get_geometry(tensor) if self.is_offloadable(tensor) else None
+            nbytes = 0 if geometry is None else geometry.numel * tensor.element_size()
+            sizes[tensor.requires_grad] += nbytes if nbytes >= self.min_offload_bytes else 0
+        self.store.begin_call(sizes[True], sizes[False])
+
+    def is_offloadable(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` is of a kind that goes to the place; its size is not asked."""
+        return (
+            type(tensor) is torch.Tensor
+            and tensor.layout is torch.strided
+            and tensor.device.type != "meta"
+            and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
+            and not _is_parameter_or_view(tensor)
+            and self.store.accepts(tensor)
+        )
+
+    def _offload(self, flat: torch.Tensor, storage: StorageWeakRef) -> OffloadedTensor:
+        kept = OffloadedTensor(flat, storage, self.store, self.counters)
+        self._largest_bytes = max(self._largest_bytes, kept.nbytes)
+        kept.previous, self._last_saved = self._last_saved, ref(kept)
+        self._in_flight.append(self._last_saved)
+        while self._in_flight:
+            oldest = self._in_flight[0]()
+            if oldest is not None and not oldest.finish_transfer(wait=len(self._in_flight) > self.store.max_in_flight):
+                break
+            self._in_flight.popleft()
+        return kept
+
+    def _cache_for_reuse(self, entry: OffloadedTensor, flat: torch.Tensor) -> None:
+        """Keep what was saved several times (a mask that all layers share) until the last of them asked for it."""
+        number, times = current_backward_id(), entry.count_use()
+        self._cached.pop(id(entry), None)
+        if times >= entry.save_count or self.store.is_collective or number < 0:
+            return
+        if number not in self._backwards:
+            self._backwards.add(number)
+            queue_end_of_backward(lambda: self._clear_cache(number))
+        self._cached[id(entry)] = flat
+        while sum(each.nbytes for each in self._cached.values()) > 2 * self._largest_bytes:
+            self._cached.pop(next(iter(self._cached)))
+
+    def _clear_cache(self, backward_id: int) -> None:
+        self._backwards.discard(backward_id)
+        self._cached.clear()
+
+    def _prefetch(self, entry: OffloadedTensor) -> None:
+        budget, before = entry.nbytes, entry.previous
+        while budget > 0 and before is not None and (other := before()) is not None:
+            budget -= other.fetch() or other.nbytes
+            before = other.previous
+
+
+def _is_parameter_or_view(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
+
+
+def _mutated_error(tensor: torch.Tensor, version: int) -> ModelError:
+    return ModelError(
+        f"a tensor of shape {tuple(tensor.shape)} that the backward needs was changed in place: saved at version "
+        f"{version}, it is at {tensor._version}; write `x = x + y` instead of `x += y` after its use"
+    )

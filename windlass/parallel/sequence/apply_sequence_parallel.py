@@ -1,0 +1,268 @@
+"""Sequence parallelism of an unmodified model of transformers: its inputs are cut before its forward, and its attention
+and its loss are those of whole sequences."""
+
+from __future__ import annotations
+
+import inspect
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from windlass.base.errors import ModelError
+from windlass.comm.mesh_axis import MeshAxis
+from windlass.parallel.sequence.attention_dispatch import ATTENTION_NAME, number_layers, register_attention, unwrap_peft
+from windlass.parallel.sequence.attention_dropout import combine_seeds, has_attention_dropout
+from windlass.parallel.sequence.batch_sharding import SHARD_KEY, mark_sharded_batch, shard_batch
+from windlass.parallel.sequence.position_ids import DerivePositions, find_position_derivation
+from windlass.parallel.sequence.sequence_router_loss import install_sequence_router_loss
+from windlass.parallel.sequence.sequence_shard import SequenceShard, use_shard
+from windlass.parallel.sequence.sequence_sharding import SequenceShardPattern
+from windlass.parallel.sequence.sequence_support import check_sequence_support, resolve_ulysses_degree
+from windlass.parallel.sequence_loss import ModelLoss, install_loss
+from windlass.parallel.tensor.output_head_sharding import get_sharded_vocabulary
+
+GATHERED_OUTPUTS = ("logits", "last_hidden_state")
+"""Outputs `[samples, tokens, ...]` that come whole where a batch came whole and without labels."""
+
+
+@dataclass
+class _ForwardCall:
+    """A forward that runs: its share, and what ends with it."""
+
+    shard: SequenceShard
+    has_labels: bool
+    loss_calls: int
+    exit_stack: ExitStack = field(default_factory=ExitStack)
+
+
+class SequenceParallel:
+    """Cuts the inputs of one model, and puts its outputs together.
+
+    Attributes:
+        axis: sp.
+        given: batches come as this rank's part.
+        only_training: in eval mode the model runs whole on every rank.
+        pattern: how sequences are cut.
+        derive: how the model derives positions; None where it counts from 0.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        axis: MeshAxis,
+        pattern: SequenceShardPattern,
+        loss: ModelLoss,
+        *,
+        pre_sharded: bool,
+        only_training: bool,
+        rng_stream: int,
+    ) -> None:
+        self.axis, self.pattern, self.loss = axis, pattern, loss
+        self.pre_sharded, self.only_training, self._rng_stream = pre_sharded, only_training, rng_stream
+        signature = inspect.signature(model.forward).parameters
+        self._argument_names = [name for name, one in signature.items() if one.kind is not one.VAR_KEYWORD]
+        self._accepts_kwargs = len(self._argument_names) < len(signature)
+        self.derive = find_position_derivation(model)
+        self._active_calls: list[_ForwardCall | None] = []  # None: a forward on whole sequences
+        self._has_dropout = has_attention_dropout(model)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SequenceParallel:
+        return self  # process groups are not copied; what runs now is empty between forwards
+
+    def shard_batch(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """This rank's part of a batch, marked with its `Share`; as it is if it was marked before.
+
+        For a forward that is not the model's own (a stage of a pipeline): run it inside `sharing(batch.pop(MARK))`.
+
+        Raises:
+            ModelError: it can't be cut.
+        """
+        if SHARD_KEY in batch:
+            return batch
+        if self.pre_sharded:
+            return mark_sharded_batch(batch, self.axis, self.pattern.ulysses_degree, derive=self.derive)
+        return shard_batch(
+            batch, self.pattern, self.axis, shifts_labels=self.loss.shifts_labels, derive_positions=self.derive
+        )
+
+    def pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+        """Cut the inputs (a forward pre-hook)."""
+        self._active_calls.append(None)
+        if len(args) > len(self._argument_names):
+            takes = len(self._argument_names)
+            raise ModelError(f"{type(module).__name__} got {len(args)} positional arguments and takes {takes}")
+        batch = {**dict(zip(self._argument_names, args, strict=False)), **kwargs}
+        if _is_generating(batch) or (self.only_training and not module.training):
+            return None  # whole sequences, on every rank alike
+        _check_requested_outputs(module, batch)
+        batch = self.shard_batch(batch)
+        share: SequenceShard = batch.pop(SHARD_KEY)
+        if module.training and self._has_dropout and share.dropout_seed is None:
+            share.dropout_seed = self._shared_seed(batch)
+        if batch.get("attention_mask") is None:  # else transformers would look for documents in a part of the positions
+            ids = batch["input_ids"] if batch.get("input_ids") is not None else batch["inputs_embeds"]
+            batch["attention_mask"] = torch.ones(ids.shape[:2], dtype=torch.long, device=ids.device)
+        if "use_cache" in self._argument_names:
+            batch["use_cache"] = False
+        call = _ForwardCall(share, batch.get("labels") is not None, self.loss.calls)
+        given = batch.get("shift_labels") if batch.get("shift_labels") is not None else batch.get("labels")
+        if not self._accepts_kwargs:
+            batch.pop("shift_labels", None)
+        call.exit_stack.enter_context(use_shard(share))
+        call.exit_stack.enter_context(self.loss.with_labels(given))
+        self._active_calls[-1] = call
+        return (), batch
+
+    def _shared_seed(self, batch: dict[str, Any]) -> int:
+        """A seed that ranks along sp have in common, of this rank's state of random numbers. Collective."""
+        device = next(value.device for value in batch.values() if isinstance(value, torch.Tensor))
+        own = torch.randint(2**31 - 1, (1,)).to(device)
+        return combine_seeds(int(self.axis.all_gather(own)[0]), self._rng_stream)
+
+    def post_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        """Put outputs together (a forward hook that is always called)."""
+        call = self._active_calls.pop() if self._active_calls else None
+        if call is None:
+            return None
+        call.exit_stack.close()
+        if output is None:  # it failed
+            return None
+        if call.has_labels:
+            if self.loss.calls == call.loss_calls and _output_loss(output) is not None:
+                raise ModelError(
+                    f"{type(module).__name__} computes its loss without model.loss_function, so it is that of this "
+                    "rank's tokens alone; call it without labels and compute the loss from what comes back"
+                )
+            return None
+        return self._gather_outputs(call.shard, output) if call.shard.gathers_outputs else None
+
+    def _gather_outputs(self, shard: SequenceShard, output: Any) -> Any:
+        def whole(value: Any) -> Any:
+            if isinstance(value, torch.Tensor) and value.dim() >= 2 and value.shape[1] == shard.local_tokens:
+                return shard.all_gather(value)
+            return value
+
+        if isinstance(output, torch.Tensor):
+            return whole(output)
+        if isinstance(output, tuple):
+            return (whole(output[0]), *output[1:])
+        for name in GATHERED_OUTPUTS:
+            if getattr(output, name, None) is not None:
+                setattr(output, name, whole(getattr(output, name)))
+        return output
+
+
+def apply_sequence_parallel(
+    model: Any,
+    axis: MeshAxis,
+    *,
+    sp_mode: str = "ulysses",
+    ulysses_degree: int | None = None,
+    zigzag: bool | None = None,
+    pre_sharded: bool = False,
+    only_training: bool = False,
+    rng_stream: int = 0,
+) -> None:
+    """Cut the sequences that a causal (or bidirectional) model of transformers computes over the ranks of `axis`.
+
+    Model and collator stay as they are: every rank along `axis` calls the model with the same whole batch, of any
+    length, padded or packed. With labels the loss is that of whole sequences, the same on all ranks, and `logits` are
+    those of this rank's tokens; gradients of parameters are then parts whose mean over the axis is that of the loss.
+    Without labels `logits` and `last_hidden_state` are whole, and a loss computed of them counts in the same way. Other
+    outputs (`hidden_states`) are of this rank's tokens. Generation (`past_key_values`, or `logits_to_keep` without
+    labels) runs whole on every rank. On an axis of one rank nothing changes. A model may be cut over tp before, but
+    not after.
+
+    Args:
+        axis: sp.
+        kind: "ulysses" swaps tokens for heads, "ring" passes keys and values round, "ulysses+ring" does the first among
+            `ulysses_degree` neighbours and the second between them.
+        ulysses_degree: divides the ranks of the axis; by default as many as keys' heads can be dealt out to.
+        balanced: on a ring, whether each rank has a part from either end of the sequence; by default yes.
+        given: batches come as this rank's part already (marked ones may always do).
+        only_training: in eval mode the model runs whole on every rank.
+        stream: of random numbers: ranks that compute other heads of the same tokens (tp) have another one each.
+
+    Raises:
+        ConfigError: the kind is unknown, or the degree does not divide the axis.
+        ModelError: the model can't be cut so; says why.
+    """
+    if axis.size == 1:
+        return
+    if sequence_parallel_of(model) is not None:
+        raise ModelError(f"sequences of {type(model).__name__} are cut already")
+    inner = unwrap_peft(model)
+    check_sequence_support(inner, axis)
+    text = inner.config.get_text_config()
+    heads = getattr(text, "num_attention_heads", 1)
+    key_heads = getattr(text, "num_key_value_heads", None) or heads
+    degree = resolve_ulysses_degree(axis, sp_mode, ulysses_degree, key_heads)
+    loss = install_loss(inner, get_sharded_vocabulary(model) or get_sharded_vocabulary(inner))
+    loss.sp_axis = axis
+    install_sequence_router_loss(inner)
+    register_attention()
+    number_layers(inner)
+    inner.set_attn_implementation(ATTENTION_NAME)
+    pattern = SequenceShardPattern(axis.size, degree, degree < axis.size and zigzag is not False)
+    state = SequenceParallel(
+        inner, axis, pattern, loss, pre_sharded=pre_sharded, only_training=only_training, rng_stream=rng_stream
+    )
+    inner._windlass_sequence = state
+    _applied.add(state)
+    model.register_forward_pre_hook(state.pre_forward, with_kwargs=True)  # peft calls what it wraps without hooks
+    model.register_forward_hook(state.post_forward, with_kwargs=True, always_call=True)
+
+
+_applied: WeakSet[SequenceParallel] = WeakSet()
+
+
+def derivation_along(group: dist.ProcessGroup) -> DerivePositions | None:
+    """How the model whose sequences are cut over `group` derives positions; None where it counts from 0.
+
+    Raises:
+        ModelError: several models do, in ways of their own.
+    """
+    found = {id(one.derive): one.derive for one in _applied if one.axis.group.process_group is group}
+    if len(found) > 1:
+        raise ModelError(
+            "the models whose sequences are cut over these ranks derive positions in different ways; give the batches "
+            "position_ids"
+        )
+    return next(iter(found.values()), None)
+
+
+def sequence_parallel_of(model: Any) -> SequenceParallel | None:
+    """What cuts the sequences of `model`; None where nothing does."""
+    found = getattr(unwrap_peft(model), "_windlass_sequence", None)
+    return found if isinstance(found, SequenceParallel) else None
+
+
+def _output_loss(output: Any) -> torch.Tensor | None:
+    """The loss in what a model returned; a tuple has it first."""
+    found = output[0] if isinstance(output, tuple) and output else getattr(output, "loss", None)
+    return found if isinstance(found, torch.Tensor) and found.dim() == 0 else None
+
+
+def _is_generating(batch: dict[str, Any]) -> bool:
+    """Whether a cache goes on, or the next token alone is asked for."""
+    return batch.get("past_key_values") is not None or (_keeps_some_logits(batch) and batch.get("labels") is None)
+
+
+def _keeps_some_logits(batch: dict[str, Any]) -> bool:
+    keep = batch.get("logits_to_keep")
+    return isinstance(keep, torch.Tensor) or bool(keep)
+
+
+def _check_requested_outputs(module: nn.Module, batch: dict[str, Any]) -> None:
+    name = type(module).__name__
+    if batch.get("output_attentions"):
+        raise ModelError(f"{name} is asked for attention weights (output_attentions), which no rank has")
+    if _keeps_some_logits(batch):
+        raise ModelError(
+            f"{name} is asked for the logits of some tokens (logits_to_keep), which lie on other ranks; leave it out"
+        )

@@ -1,0 +1,112 @@
+"""Which tokens may see which: packed documents, padding, causal order and sliding windows, as ranges of a sequence.
+
+No mask of all pairs is built anywhere: a sequence of 500,000 tokens has 250 billion of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from windlass.parallel.sequence.sequence_sharding import TokenRange
+
+
+@dataclass(frozen=True)
+class MaskBand:
+    """Queries see keys that are `lowest` to `highest` places before them; None: as far as there are any.
+
+    Causal: `(0, None)`; a causal window of w keys: `(0, w - 1)`; both directions: `(None, None)`.
+    """
+
+    min_distance: int | None
+    max_distance: int | None
+
+    def allows(self, distance: torch.Tensor) -> torch.Tensor:
+        """For distances from key to query, whether the query sees the key."""
+        seen = torch.ones_like(distance, dtype=torch.bool)
+        if self.min_distance is not None:
+            seen &= distance >= self.min_distance
+        if self.max_distance is not None:
+            seen &= distance <= self.max_distance
+        return seen
+
+
+CAUSAL = MaskBand(0, None)
+BIDIRECTIONAL = MaskBand(None, None)
+
+
+@dataclass(frozen=True)
+class VisibleRange:
+    """These queries see these keys, as far as the band lets them; both are ranges of the whole sequence."""
+
+    queries: TokenRange
+    keys: TokenRange
+
+
+@dataclass(frozen=True)
+class SampleMask:
+    """Samples `[start, stop)` of a batch, which have the same views."""
+
+    start: int
+    stop: int
+    visible_ranges: tuple[VisibleRange, ...]
+
+
+AttentionMask = tuple[SampleMask, ...]
+"""What a whole batch sees: all its samples, in order."""
+
+
+def make_full_mask(samples: int, length: int) -> AttentionMask:
+    """Every token is seen."""
+    return (SampleMask(0, samples, (VisibleRange((0, length), (0, length)),)),)
+
+
+def make_document_mask(position_ids: torch.Tensor, samples: int) -> AttentionMask:
+    """Packed documents, each of which sees itself alone: one begins where a position is not the one before plus one.
+
+    Args:
+        position_ids: `[samples, length]`, or `[1, length]` for all of them.
+    """
+    length = position_ids.shape[-1]
+    views = []
+    for begins in (position_ids.diff(dim=-1) != 1).cpu():
+        ends = [0, *(begins.nonzero().flatten() + 1).tolist(), length]
+        views.append(tuple(VisibleRange(span, span) for span in zip(ends, ends[1:], strict=False) if span[0] < span[1]))
+    return _merge_samples(views if len(views) == samples else views * samples)
+
+
+def make_padding_mask(attention_mask: torch.Tensor) -> AttentionMask:
+    """Every token sees the keys where `attention_mask` `[samples, length]` is not zero."""
+    length = attention_mask.shape[-1]
+    real = (attention_mask != 0).to(torch.int8).cpu()
+    edges = torch.nn.functional.pad(real, (1, 1)).diff(dim=-1)
+    views = []
+    for row in edges:
+        runs = zip((row == 1).nonzero().flatten().tolist(), (row == -1).nonzero().flatten().tolist(), strict=True)
+        views.append(tuple(VisibleRange((0, length), run) for run in runs))
+    return _merge_samples(views)
+
+
+def _merge_samples(views: list[tuple[VisibleRange, ...]]) -> AttentionMask:
+    """Neighbouring samples that see the same, together."""
+    found: list[SampleMask] = []
+    for row, seen in enumerate(views):
+        if found and found[-1].visible_ranges == seen:
+            found[-1] = SampleMask(found[-1].start, row + 1, seen)
+        else:
+            found.append(SampleMask(row, row + 1, seen))
+    return tuple(found)
+
+
+def iterate_visible_rectangles(
+    mask: AttentionMask, queries: TokenRange, keys: TokenRange
+) -> Iterator[tuple[TokenRange, TokenRange, TokenRange]]:
+    """Samples, queries and keys of all views, as far as they lie in these queries and keys."""
+    for rows in mask:
+        for view in rows.visible_ranges:
+            q = max(view.queries[0], queries[0]), min(view.queries[1], queries[1])
+            k = max(view.keys[0], keys[0]), min(view.keys[1], keys[1])
+            if q[0] < q[1] and k[0] < k[1]:
+                yield (rows.start, rows.stop), q, k

@@ -1,0 +1,154 @@
+"""Attention cut into rectangles of queries and keys, of which those that nobody sees are left out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from windlass.parallel.sequence.attention_mask import AttentionMask, MaskBand, iterate_visible_rectangles
+from windlass.parallel.sequence.sequence_sharding import TokenRange
+
+TileKind = Literal["full", "causal", "band"]
+"""All keys are seen; a square of which the lower triangle is; something else, told by the distances."""
+
+WINDOW_STRIP = 512
+"""Queries for which the edge of a sliding window is computed at once: so many by as many pairs take memory."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Some queries and some keys, counted within what a rank holds of each.
+
+    Attributes:
+        rows: samples.
+        kind: what of it is seen.
+        distance: from the first key to the first query, in the whole sequence.
+        at: the place of the first query there.
+    """
+
+    samples: TokenRange
+    queries: TokenRange
+    keys: TokenRange
+    kind: TileKind
+    distance: int
+    query_start: int
+
+
+def make_visible_tiles(
+    mask: AttentionMask,
+    mask_band: MaskBand,
+    queries: Sequence[TokenRange],
+    keys: Sequence[TokenRange],
+    max_tile_size: int | None = None,
+) -> list[Tile]:
+    """What `queries` see of `keys`, both as ranges of the whole sequence in the order in which they are held.
+
+    Args:
+        largest: of either side of a tile; None: as large as they come.
+    """
+    found = []
+    before_q = 0
+    for q_range in queries:
+        before_k = 0
+        for k_range in keys:
+            for rows, q, k in iterate_visible_rectangles(mask, q_range, k_range):
+                for (q0, q1), (k0, k1), kind in _visible_parts(mask_band, q, k, max_tile_size):
+                    held_q = before_q + q0 - q_range[0], before_q + q1 - q_range[0]
+                    held_k = before_k + k0 - k_range[0], before_k + k1 - k_range[0]
+                    found.append(Tile(rows, held_q, held_k, kind, q0 - k0, q0))
+            before_k += k_range[1] - k_range[0]
+        before_q += q_range[1] - q_range[0]
+    return found
+
+
+def is_any_visible(
+    mask: AttentionMask, mask_band: MaskBand, queries: Sequence[TokenRange], keys: Sequence[TokenRange]
+) -> bool:
+    """Whether any of `queries` sees any of `keys`."""
+    return any(
+        _is_band_visible(mask_band, q, k)
+        for q_range in queries
+        for k_range in keys
+        for _, q, k in iterate_visible_rectangles(mask, q_range, k_range)
+    )
+
+
+def _is_band_visible(mask_band: MaskBand, q: TokenRange, k: TokenRange) -> bool:
+    nearest, farthest = q[0] - (k[1] - 1), q[1] - 1 - k[0]
+    return (mask_band.max_distance is None or nearest <= mask_band.max_distance) and (
+        mask_band.min_distance is None or farthest >= mask_band.min_distance
+    )
+
+
+def _visible_parts(
+    mask_band: MaskBand, q: TokenRange, k: TokenRange, max_tile_size: int | None
+) -> Iterator[tuple[TokenRange, TokenRange, TileKind]]:
+    """The parts of a rectangle that are seen, in places of the whole sequence."""
+    for strip in _strips(mask_band, q, k):
+        for queries, keys, kind in _strip_parts(mask_band, strip, k):
+            yield from _split_tiles(queries, keys, kind, max_tile_size)
+
+
+def _strips(mask_band: MaskBand, q: TokenRange, k: TokenRange) -> Iterator[TokenRange]:
+    """Queries in strips: cut where the diagonal enters and leaves the keys, and by the window where there is one."""
+    if not _is_band_visible(mask_band, q, k):
+        return
+    ends = {*q}
+    if mask_band.min_distance == 0:
+        ends |= {end for end in k if q[0] < end < q[1]}
+    if (
+        mask_band.max_distance is not None
+        and q[1] - 1 - k[0] > mask_band.max_distance
+        or mask_band.min_distance not in (None, 0)
+    ):
+        ends |= set(range(q[0], q[1], WINDOW_STRIP))
+    yield from zip(sorted(ends), sorted(ends)[1:], strict=False)
+
+
+def _strip_parts(
+    mask_band: MaskBand, q: TokenRange, k: TokenRange
+) -> Iterator[tuple[TokenRange, TokenRange, TileKind]]:
+    (a, b), (c, d) = q, k
+    if not _is_band_visible(mask_band, q, k):
+        return
+    far_any, far_all = (
+        (c, c)
+        if mask_band.max_distance is None
+        else (max(c, a - mask_band.max_distance), max(c, b - 1 - mask_band.max_distance))
+    )
+    near_all, near_any = (
+        (d, d)
+        if mask_band.min_distance is None
+        else (min(d, a - mask_band.min_distance + 1), min(d, b - mask_band.min_distance))
+    )
+    square = mask_band.min_distance == 0 and c <= a and b <= d and far_all <= a
+    if square:
+        near_all = a
+    if far_all > near_all:  # no key is seen by all of these queries
+        yield q, (far_any, near_any), "band"
+        return
+    if far_any < far_all:
+        yield q, (far_any, far_all), "band"
+    if far_all < near_all:
+        yield q, (far_all, near_all), "full"
+    if square:
+        yield q, q, "causal"
+    elif near_all < near_any:
+        yield q, (near_all, near_any), "band"
+
+
+def _split_tiles(
+    q: TokenRange, k: TokenRange, kind: TileKind, max_tile_size: int | None
+) -> Iterator[tuple[TokenRange, TokenRange, TileKind]]:
+    """The same in tiles that are no larger than `largest`."""
+    if max_tile_size is None or (q[1] - q[0] <= max_tile_size and k[1] - k[0] <= max_tile_size):
+        yield q, k, kind
+        return
+    for a in range(q[0], q[1], max_tile_size):
+        for c in range(k[0], k[1], max_tile_size):
+            part_q, part_k = (a, min(a + max_tile_size, q[1])), (c, min(c + max_tile_size, k[1]))
+            if kind != "causal":
+                yield part_q, part_k, kind
+            elif c <= a:
+                yield part_q, part_k, "causal" if a == c else "full"

@@ -1,0 +1,183 @@
+"""A batch of whole sequences, and this rank's part of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from windlass.base.errors import ModelError
+from windlass.comm.mesh_axis import MeshAxis
+from windlass.parallel.sequence.attention_mask import (
+    AttentionMask,
+    make_document_mask,
+    make_full_mask,
+    make_padding_mask,
+)
+from windlass.parallel.sequence.position_ids import DerivePositions
+from windlass.parallel.sequence.sequence_shard import SequenceShard
+from windlass.parallel.sequence.sequence_sharding import SequenceShardPattern, make_sharding_from_sizes
+from windlass.parallel.sequence_loss import shift_targets
+
+SHARD_KEY = "sequence_share"
+"""The key under which a batch that is cut already carries its `Share`."""
+
+SHARDED_KEYS = ("input_ids", "inputs_embeds", "labels", "shift_labels", "attention_mask", "token_type_ids")
+"""Keys whose values are `[samples, tokens, ...]`."""
+
+PACKING_KEYS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+"""Keys that say of packed documents what `position_ids` say, for kernels of other kinds."""
+
+
+def shard_batch(
+    batch: Mapping[str, Any],
+    pattern: SequenceShardPattern,
+    axis: MeshAxis,
+    *,
+    shifts_labels: bool = True,
+    derive_positions: DerivePositions | None = None,
+) -> dict[str, Any]:
+    """This rank's part of a batch of whole sequences, which every rank of sp has. Marked with its `Share`.
+
+    Documents are told apart as transformers does: by positions that begin anew, where there is no `attention_mask`.
+
+    Args:
+        batch: keyword arguments of a transformers model. `position_ids` `[samples or 1, tokens]` are made where there
+            are none.
+        derive: how the model derives positions where the batch has none; by default they are counted from 0.
+        shifts: a token's label is that of the next one: the label of a rank's last token is another rank's first.
+
+    Returns:
+        The batch with tensors of own tokens; `labels`, if there were any, as `labels` and as `shift_labels`, both
+        shifted already.
+
+    Raises:
+        ModelError: something in it can't be cut.
+    """
+    ids = _token_tensor(batch)
+    samples, length = ids.shape[0], ids.shape[1]
+    local = {name: value for name, value in batch.items() if name not in PACKING_KEYS}
+    _check_batch(local, samples, length, has_packing_keys=len(local) < len(batch))
+    if local.get("labels") is not None:
+        if local.get("shift_labels") is None:
+            local["shift_labels"] = shift_targets(local["labels"]) if shifts_labels else local["labels"]
+        local["labels"] = local["shift_labels"]
+    derived = derive_positions(local) if derive_positions is not None and local.get("position_ids") is None else None
+    if length < axis.size:
+        local = _pad_batch(local, length, axis.size)
+    positions, mask = local.get("position_ids"), local.get("attention_mask")
+    cut = pattern.shard(max(length, axis.size))
+    if derived is not None:  # padding may have any position: it does not tell documents apart
+        local["position_ids"] = torch.nn.functional.pad(derived, (0, cut.length - length))
+    elif positions is None:
+        local["position_ids"] = torch.arange(cut.length, device=ids.device).unsqueeze(0)
+    for name in SHARDED_KEYS:
+        if local.get(name) is not None:
+            local[name] = cut.local_shard(local[name], axis.index).contiguous()
+    local["position_ids"] = cut.local_shard(local["position_ids"], axis.index, dim=-1).contiguous()
+    sight = _attention_mask(positions, mask, samples, cut.length)
+    local[SHARD_KEY] = SequenceShard(cut, sight, axis, full_length=length, gathers_outputs=True)
+    return local
+
+
+def _pad_batch(batch: dict[str, Any], length: int, min_length: int) -> dict[str, Any]:
+    """The same with padding that nobody sees, so that no rank is left without tokens: many models fail on none."""
+    more, long = min_length - length, dict(batch)
+    for name in SHARDED_KEYS:
+        value = batch.get(name)
+        if value is not None:
+            filling = -100 if "labels" in name else 0
+            long[name] = torch.cat([value, value.new_full((value.shape[0], more, *value.shape[2:]), filling)], dim=1)
+    if batch.get("attention_mask") is None:  # a document of its own
+        device, positions = _token_tensor(batch).device, batch.get("position_ids")
+        own = torch.arange(length, device=device).unsqueeze(0) if positions is None else positions
+        new = torch.arange(more, device=device, dtype=own.dtype).expand(*own.shape[:-1], more)
+        long["position_ids"] = torch.cat([own, new], dim=-1)
+    elif batch.get("position_ids") is not None:
+        long["position_ids"] = torch.nn.functional.pad(batch["position_ids"], (0, more))
+    return long
+
+
+def mark_sharded_batch(
+    batch: Mapping[str, Any], axis: MeshAxis, ulysses_degree: int, *, derive: DerivePositions | None = None
+) -> dict[str, Any]:
+    """A batch that holds this rank's part of sequences already, one after the other; marked. Collective.
+
+    `position_ids` are needed, and labels only as `shift_labels`, or as `labels` that are shifted.
+
+    Args:
+        derive: how the model derives positions; those that are the same do not tell documents apart.
+
+    Raises:
+        ModelError: no positions.
+    """
+    ids = _token_tensor(batch)
+    local = {name: value for name, value in batch.items() if name not in PACKING_KEYS}
+    positions, mask = local.get("position_ids"), local.get("attention_mask")
+    if positions is None:
+        raise ModelError(
+            "a batch of parts of sequences needs position_ids: nothing else says where in its sequence a token stands"
+        )
+    sizes = axis.all_gather(torch.tensor([ids.shape[1]], device=ids.device)).tolist()
+    if positions.dim() == 2:
+        positions = axis.all_gather(positions.contiguous(), 1, sizes)
+    if mask is not None:
+        mask = axis.all_gather(mask.contiguous(), 1, sizes)
+        mask = None if bool((mask != 0).all()) else mask  # then documents are told by positions, which were asked for
+    if mask is None and derive is not None and positions.dim() == 2 and "input_ids" in local:
+        whole = derive({"input_ids": axis.all_gather(ids.contiguous(), 1, sizes)})
+        positions = None if bool((whole == positions).all()) else positions
+    sight = _attention_mask(positions, mask, ids.shape[0], sum(sizes))
+    local[SHARD_KEY] = SequenceShard(
+        make_sharding_from_sizes(sizes, ulysses_degree), sight, axis, full_length=sum(sizes), gathers_outputs=False
+    )
+    return local
+
+
+def _token_tensor(batch: Mapping[str, Any]) -> torch.Tensor:
+    for name in ("input_ids", "inputs_embeds"):
+        found = batch.get(name)
+        if isinstance(found, torch.Tensor) and found.dim() >= 2:
+            return found
+    raise ModelError(
+        f"a batch with the keys {sorted(batch)} has neither input_ids nor inputs_embeds of shape [samples, tokens, "
+        "...], so there is no sequence to cut"
+    )
+
+
+def _attention_mask(
+    positions: torch.Tensor | None, mask: torch.Tensor | None, samples: int, length: int
+) -> AttentionMask:
+    if mask is not None:
+        return make_padding_mask(mask)
+    if positions is not None and positions.dim() == 2:
+        return make_document_mask(positions, samples)
+    return make_full_mask(samples, length)
+
+
+def _check_batch(batch: Mapping[str, Any], samples: int, length: int, *, has_packing_keys: bool) -> None:
+    if has_packing_keys and batch.get("position_ids") is None:
+        raise ModelError(
+            f"the batch tells packed documents by one of {', '.join(PACKING_KEYS)} alone; pass position_ids that "
+            "begin anew with each document, which every rank can read its part of"
+        )
+    mask = batch.get("attention_mask")
+    if mask is not None and (not isinstance(mask, torch.Tensor) or mask.dim() != 2):
+        shape = list(mask.shape) if isinstance(mask, torch.Tensor) else type(mask).__name__
+        raise ModelError(
+            f"attention_mask is {shape}; of a sequence that is cut over ranks only a mask of keys [samples, tokens] "
+            "can be used. Packed documents are told by position_ids that begin anew"
+        )
+    for name, value in batch.items():
+        if not isinstance(value, torch.Tensor):
+            continue
+        along = value.shape[-1:] if name == "position_ids" else value.shape[1:2]
+        if name in SHARDED_KEYS or name == "position_ids":
+            if along != (length,):
+                raise ModelError(f"{name} has the shape {list(value.shape)}, but the sequences have {length} tokens")
+        elif value.dim() >= 2 and value.shape[:2] == (samples, length):
+            raise ModelError(
+                f"{name} has the shape {list(value.shape)} of one value a token, and how to cut it is not known; "
+                f"known are {', '.join((*SHARDED_KEYS, 'position_ids'))}"
+            )

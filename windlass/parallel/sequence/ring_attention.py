@@ -1,0 +1,197 @@
+"""Ring attention: keys and values pass round, each rank adds up what its own queries see of them.
+
+H. Liu et al., "Ring Attention with Blockwise Transformers", arXiv 2310.01889. Results of blocks are merged by their
+log-sum-exp, in fp32. The backward passes keys and values round once more, and behind them their gradients, which every
+rank adds its part to. A rank receives `2 N k (R - 1) / R` elements in the forward, for N tokens of k features of keys
+and as many of values on a ring of R; in the backward the same, and the gradients, in fp32, R times. What nobody sees is
+neither computed nor, where the sight ends early (a sliding window), sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from windlass.comm.mesh_axis import MeshAxis
+from windlass.parallel.sequence.attention_tiles import Tile
+from windlass.parallel.sequence.ring_transfer import RingTransfer
+from windlass.parallel.sequence.tile_kernels import ScoreSpec, TileKernels
+
+
+@dataclass(frozen=True)
+class RingContext:
+    """One attention, as a rank of a ring sees it.
+
+    Attributes:
+        axis: along which the ring lies; neighbours on the ring are `stride` places apart.
+        tiles: what its queries see of the block of the rank that is 0, 1, ... places before it on the ring. As many
+            blocks on all ranks.
+        held: tokens of each of these blocks; they are sent as if they had `longest`.
+        served_by: for each head of queries the head of keys that it uses.
+    """
+
+    axis: MeshAxis
+    ring_stride: int
+    tiles_by_step: tuple[tuple[Tile, ...], ...]
+    block_tokens: tuple[int, ...]
+    max_block_tokens: int
+    key_head_of: tuple[int, ...]
+    score_spec: ScoreSpec
+
+    def repeat_kv_heads(self, keys: torch.Tensor) -> torch.Tensor:
+        """Keys or values, one head for each head of queries."""
+        each = self._queries_per_key(keys.shape[1])
+        if each is not None:
+            return keys if each == 1 else keys.repeat_interleave(each, dim=1)
+        return keys.index_select(1, torch.tensor(self.key_head_of, device=keys.device))
+
+    def sum_kv_gradients(self, gradient: torch.Tensor, heads: int) -> torch.Tensor:
+        """The transpose of `heads_of`, for keys of so many heads."""
+        each = self._queries_per_key(heads)
+        if each is not None:
+            return gradient if each == 1 else gradient.unflatten(1, (heads, each)).sum(dim=2)
+        total = gradient.new_zeros((gradient.shape[0], heads, *gradient.shape[2:]))
+        return total.index_add_(1, torch.tensor(self.key_head_of, device=gradient.device), gradient)
+
+    def _queries_per_key(self, heads: int) -> int | None:
+        """How many heads of queries each of `heads` heads of keys serves; None where they differ."""
+        each = len(self.key_head_of) // max(heads, 1)
+        return each if self.key_head_of == tuple(head for head in range(heads) for _ in range(each)) else None
+
+    def send_to_next(self, tensors: Sequence[torch.Tensor], shift: int = 1) -> RingTransfer:
+        """Send tensors to the rank `by` places further on the ring."""
+        return RingTransfer(self.axis, tensors, shift * self.ring_stride)
+
+
+class _RingAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        context: RingContext,
+        kernels: TileKernels,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+    ) -> torch.Tensor:
+        whole = _MergedOutput(query, value.shape[-1])
+        for step, (k, v, tiles, _) in enumerate(_ring_blocks(context, key, value)):
+            if not tiles:
+                continue
+            k, v = (
+                context.repeat_kv_heads(k[:, :, : context.block_tokens[step]]),
+                context.repeat_kv_heads(v[:, :, : context.block_tokens[step]]),
+            )
+            for tile in tiles:
+                parts = _tile_slice(query, tile, "q"), _tile_slice(k, tile, "k"), _tile_slice(v, tile, "k")
+                whole.add(tile, *kernels.kernel_for(tile).forward(*parts, tile, context.score_spec))
+        output = whole.output.to(query.dtype)
+        ctx.save_for_backward(query, key, value, output, whole.lse)
+        ctx.turn, ctx.kernels = context, kernels
+        return output
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        turn, kernels = ctx.turn, ctx.kernels
+        query, key, value, output, lse = ctx.saved_tensors
+        to_query = _wide_zeros(query)
+        under_way: RingTransfer | None = None
+        arrived: list[torch.Tensor] = []
+        for step, (k, v, tiles, last) in enumerate(_ring_blocks(turn, key, value)):
+            to_key, to_value = _wide_zeros(k), _wide_zeros(v)
+            k_all, v_all = (turn.repeat_kv_heads(k), turn.repeat_kv_heads(v)) if tiles else (k, v)
+            for tile in tiles:
+                rows, (q0, q1), (k0, k1) = slice(*tile.samples), tile.queries, tile.keys
+                dq, dk, dv = kernels.kernel_for(tile).backward(
+                    _tile_slice(gradient, tile, "q"),
+                    _tile_slice(query, tile, "q"),
+                    _tile_slice(k_all, tile, "k"),
+                    _tile_slice(v_all, tile, "k"),
+                    _tile_slice(output, tile, "q"),
+                    lse[rows, :, q0:q1],
+                    tile,
+                    turn.score_spec,
+                )
+                to_query[rows, :, q0:q1] += dq
+                to_key[rows, :, k0:k1] += turn.sum_kv_gradients(dk.to(to_key.dtype), key.shape[1])
+                to_value[rows, :, k0:k1] += turn.sum_kv_gradients(dv.to(to_value.dtype), key.shape[1])
+            if under_way is not None:  # what the ranks before this one added, of the same block
+                before = under_way.wait()
+                to_key, to_value = to_key.add_(before[0]), to_value.add_(before[1])
+            arrived = [to_key, to_value]
+            under_way = turn.send_to_next(arrived, -step if last else 1)
+        if under_way is not None:
+            arrived = under_way.wait()
+        own = key.shape[2]
+        return (
+            None,
+            None,
+            to_query.to(query.dtype),
+            arrived[0][:, :, :own].to(key.dtype),
+            arrived[1][:, :, :own].to(value.dtype),
+        )
+
+
+def ring_attention(context: RingContext, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """What this rank's queries see on the whole ring. Collective where that has more than one rank.
+
+    Args:
+        query: `[samples, heads, own tokens, features]`; key and value the same with as many heads or fewer.
+
+    Returns:
+        `[samples, heads, own tokens, features of values]`; 0 for queries that see nothing.
+    """
+    kernels = TileKernels(query, key, value, context.score_spec)
+    output: torch.Tensor = _RingAttention.apply(context, kernels, query, key, value)
+    return output
+
+
+def _ring_blocks(
+    context: RingContext, key: torch.Tensor, value: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, tuple[Tile, ...], bool]]:
+    """Each block of keys and values while it is here, its tiles, and whether it is the last; the next is on its way."""
+    steps = len(context.tiles_by_step)
+    block = [key, value]
+    if steps > 1:
+        block = [_pad_tokens(tensor, context.max_block_tokens) for tensor in block]
+    for step, tiles in enumerate(context.tiles_by_step):
+        coming = context.send_to_next(block) if step + 1 < steps else None
+        yield block[0], block[1], tiles, coming is None
+        if coming is not None:
+            block = coming.wait()
+
+
+class _MergedOutput:
+    """Results of tiles, added up."""
+
+    def __init__(self, query: torch.Tensor, features: int) -> None:
+        self.output = _wide_zeros(query, features)
+        self.lse = torch.full(query.shape[:3], -torch.inf, dtype=self.output.dtype, device=query.device)
+
+    def add(self, tile: Tile, output: torch.Tensor, lse: torch.Tensor) -> None:
+        place = slice(*tile.samples), slice(None), slice(*tile.queries)
+        before, more = self.lse[place], lse.to(self.lse.dtype)
+        both = torch.logaddexp(before, more)
+        finite = both.masked_fill(both == -torch.inf, 0)
+        kept = self.output[place] * (before - finite).exp_().unsqueeze(-1)
+        self.output[place] = kept.add_(output * (more - finite).exp_().unsqueeze(-1))
+        self.lse[place] = both
+
+
+def _tile_slice(tensor: torch.Tensor, tile: Tile, side: str) -> torch.Tensor:
+    start, stop = tile.queries if side == "q" else tile.keys
+    return tensor[slice(*tile.samples), :, start:stop]
+
+
+def _wide_zeros(tensor: torch.Tensor, features: int | None = None) -> torch.Tensor:
+    wide = torch.float64 if tensor.dtype == torch.float64 else torch.float32
+    shape = (*tensor.shape[:3], tensor.shape[3] if features is None else features)
+    return torch.zeros(shape, dtype=wide, device=tensor.device)
+
+
+def _pad_tokens(tensor: torch.Tensor, max_block_tokens: int) -> torch.Tensor:
+    short = max_block_tokens - tensor.shape[2]
+    return tensor if short == 0 else torch.nn.functional.pad(tensor, (0, 0, 0, short))

@@ -1,0 +1,150 @@
+"""Attention of tokens that lie on several ranks: swapped for heads, passed round a ring, or both."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from windlass.base.errors import ModelError
+from windlass.parallel.sequence.attention_dropout import AttentionDropout
+from windlass.parallel.sequence.attention_mask import BIDIRECTIONAL, CAUSAL, MaskBand
+from windlass.parallel.sequence.attention_tiles import Tile, is_any_visible, make_visible_tiles
+from windlass.parallel.sequence.ring_attention import RingContext, ring_attention
+from windlass.parallel.sequence.sequence_shard import SequenceShard
+from windlass.parallel.sequence.sequence_sharding import count_tokens
+from windlass.parallel.sequence.tile_kernels import ScoreSpec, TileKernels
+from windlass.parallel.sequence.ulysses_heads import UlyssesHeads, swap_heads_for_tokens, swap_tokens_for_heads
+
+
+class SequenceMask:
+    """What a model's layers get where they expect a mask: which tokens see which, and where those lie.
+
+    It goes with the layers' arguments, so that a layer computed again in the backward sees what it saw. Like a `Share`
+    it is not looked into.
+    """
+
+    __slots__ = ("_tiles", "mask_band", "shard")
+
+    def __init__(self, shard: SequenceShard, mask_band: MaskBand) -> None:
+        self.shard, self.mask_band = shard, mask_band
+        self._tiles: dict[int | None, tuple[tuple[Tile, ...], ...]] = {}
+
+    def tiles_by_step(self, max_tile_size: int | None) -> tuple[tuple[Tile, ...], ...]:
+        """What this rank's group sees of the block of the group 0, 1, ... places before it; as many on all ranks."""
+        if max_tile_size not in self._tiles:
+            share, cut = self.shard, self.shard.sharding
+            here = share.axis.index // cut.ulysses_degree
+            blocks = [cut.group_ranges((here - step) % cut.num_ring_groups) for step in range(self._num_steps())]
+            found = [
+                tuple(make_visible_tiles(share.mask, self.mask_band, cut.group_ranges(here), keys, max_tile_size))
+                for keys in blocks
+            ]
+            self._tiles[max_tile_size] = tuple(found)
+        return self._tiles[max_tile_size]
+
+    def _num_steps(self) -> int:
+        """How many blocks have to come by before no group sees anything of those left."""
+        share, cut = self.shard, self.shard.sharding
+        for step in range(cut.num_ring_groups - 1, 0, -1):
+            for group in range(cut.num_ring_groups):
+                if is_any_visible(
+                    share.mask,
+                    self.mask_band,
+                    cut.group_ranges(group),
+                    cut.group_ranges((group - step) % cut.num_ring_groups),
+                ):
+                    return step + 1
+        return 1
+
+
+def sequence_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: SequenceMask,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    dropout: AttentionDropout | None = None,
+) -> torch.Tensor:
+    """Attention of this rank's tokens to those of all ranks. Collective along sp.
+
+    Args:
+        query: `[samples, heads, own tokens, features]`; key, value: the same with as many heads or fewer.
+        scale: of scores; `features ** -0.5` by default.
+        cap: bends scores to `cap * tanh(score / cap)`.
+        dropout: which weights are dropped, of all heads of `query`.
+
+    Returns:
+        `[samples, heads, own tokens, features of values]`; 0 for tokens that see nothing.
+
+    Raises:
+        ModelError: these are not the tokens that `mask` is of, or heads of keys don't divide those of queries.
+    """
+    _check_tokens(query, key, value, mask)
+    share, cut = mask.shard, mask.shard.sharding
+    heads = query.shape[1]
+    here, place = divmod(share.axis.index, cut.ulysses_degree)
+    counts = UlyssesHeads(heads, key.shape[1], cut.ulysses_degree)
+    if dropout is not None:
+        dropout = replace(dropout, first_head=dropout.first_head + counts.query_range(place)[0])
+    score = ScoreSpec(query.shape[-1] ** -0.5 if scale is None else scale, softcap, mask.mask_band, dropout)
+    members = cut.group_ranks(here)
+    if cut.ulysses_degree > 1:
+        query, key, value = swap_tokens_for_heads(query, key, value, share.axis, members, cut.sizes)
+    output = _group_attention(query, key, value, mask, counts.key_head_of(place), score)
+    if cut.ulysses_degree > 1:
+        output = swap_heads_for_tokens(output, share.axis, members, cut.sizes, heads)
+    return output
+
+
+def _group_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: SequenceMask,
+    key_head_of: tuple[int, ...],
+    score_spec: ScoreSpec,
+) -> torch.Tensor:
+    """Attention of what a group of the ring holds, for this rank's heads."""
+    share, cut = mask.shard, mask.shard.sharding
+    here = share.axis.index // cut.ulysses_degree
+    seen = mask.tiles_by_step(TileKernels(query, key, value, score_spec).max_tile_size) if key_head_of else ((),)
+    held = tuple(count_tokens(cut.group_ranges((here - step) % cut.num_ring_groups)) for step in range(len(seen)))
+    longest = max(count_tokens(cut.group_ranges(group)) for group in range(cut.num_ring_groups))
+    turn = RingContext(share.axis, cut.ulysses_degree, seen, held, longest, key_head_of, score_spec)
+    whole = (0, query.shape[0]), (0, query.shape[2]), (0, key.shape[2])
+    plain = score_spec.softcap is None and score_spec.dropout is None
+    if len(seen) == 1 and cut.num_ring_groups == 1 and plain and _is_single_tile(mask, whole):
+        return torch.nn.functional.scaled_dot_product_attention(
+            query,
+            turn.repeat_kv_heads(key),
+            turn.repeat_kv_heads(value),
+            is_causal=mask.mask_band == CAUSAL,
+            scale=score_spec.scale,
+        )
+    return ring_attention(turn, query, key, value)
+
+
+def _is_single_tile(mask: SequenceMask, full_ranges: tuple[tuple[int, int], ...]) -> bool:
+    """Whether all of it is one tile, for which torch has kernels with a backward of their own."""
+    found = mask.tiles_by_step(None)[0]
+    if len(found) != 1 or mask.mask_band not in (CAUSAL, BIDIRECTIONAL) or found[0].kind == "band":
+        return False
+    return (found[0].samples, found[0].queries, found[0].keys) == full_ranges
+
+
+def _check_tokens(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: SequenceMask) -> None:
+    share = mask.shard
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor.shape[2] != share.local_tokens or tensor.shape[0] != share.num_samples:
+            raise ModelError(
+                f"attention over {share.axis.name} got a {name} of {tensor.shape[0]} samples and {tensor.shape[2]} "
+                f"tokens; this rank's part of the batch has {share.num_samples} and {share.local_tokens}. Attention to other "
+                "tokens (a cache, an encoder, prefix tuning) can't be computed on a part of the sequence"
+            )
+    if query.shape[1] % key.shape[1]:
+        raise ModelError(
+            f"attention over {share.axis.name}: {key.shape[1]} heads of keys don't divide {query.shape[1]} of queries"
+        )

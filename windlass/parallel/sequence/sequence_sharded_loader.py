@@ -1,0 +1,112 @@
+"""Batches of which each rank along sp keeps its part, before they reach the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from windlass.base.errors import DataError
+from windlass.parallel.sequence.apply_sequence_parallel import SequenceParallel
+from windlass.parallel.sequence.sequence_shard import SequenceShard
+
+
+class SequenceShardedLoader:
+    """Goes through `loader` and gives this rank's part of each batch, marked so that the model takes it as it is.
+
+    Ranks along sp read the same samples: the sampler counts the readers of the grid, which sp is none of. Labels come
+    as `labels` and as `shift_labels`, both shifted.
+
+    Args:
+        loader: of batches that are dicts, the keyword arguments of the model. With `from_first` the first rank's
+            counts, and others may give None.
+        sequence: of the model that the batches are for (`sequence_parallel_of(model)`).
+        from_first: the first rank along sp reads, and hands its batches to the others. Collective at every step.
+        device: that batches are brought to first; needed where the process group takes no CPU tensors.
+    """
+
+    def __init__(
+        self,
+        loader: Iterable[dict[str, Any]] | None,
+        sequence_parallel: SequenceParallel,
+        *,
+        broadcast_from_first: bool = False,
+        device: torch.device | None = None,
+    ) -> None:
+        if loader is None and not (broadcast_from_first and sequence_parallel.axis.index > 0):
+            raise DataError(
+                "a loader is needed on every rank that reads: from_first=True leaves the first one along sp"
+            )
+        self.loader: Any = loader
+        self._sequence_parallel, self._broadcast_from_first, self._device = (
+            sequence_parallel,
+            broadcast_from_first,
+            device,
+        )
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for batch in self._receive_batches() if self._broadcast_from_first else self.loader:
+            local = self._sequence_parallel.shard_batch(dict(batch))
+            yield {name: _clone_if_view(value) for name, value in local.items()}
+
+    def _receive_batches(self) -> Iterator[dict[str, Any]]:
+        """The batches of the first rank along sp: their shapes first, then tensor by tensor."""
+        axis = self._sequence_parallel.axis
+        batches = iter(self.loader) if axis.index == 0 else iter(())
+        while True:
+            batch = next(batches, None) if axis.index == 0 else None
+            said = axis.all_gather_object(
+                None if batch is None else {name: _describe(value) for name, value in batch.items()}
+            )
+            if said[0] is None:
+                return
+            whole = {}
+            for name, described in said[0].items():
+                if not isinstance(described, _TensorMeta):
+                    whole[name] = described
+                    continue
+                own = batch[name] if batch is not None else torch.empty(described.shape, dtype=described.dtype)
+                whole[name] = axis.broadcast(own.to(self._device or own.device).contiguous())
+            yield whole
+
+    def set_epoch(self, epoch: int) -> None:
+        """The loader's, where it has one."""
+        if hasattr(self.loader, "set_epoch"):
+            self.loader.set_epoch(epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The loader's; empty where it has none."""
+        found: dict[str, Any] = self.loader.state_dict() if hasattr(self.loader, "state_dict") else {}
+        return found
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The loader's, which goes on there."""
+        if hasattr(self.loader, "load_state_dict"):
+            self.loader.load_state_dict(state)
+
+    def check(self, state: dict[str, Any]) -> None:
+        """The loader's."""
+        if hasattr(self.loader, "check"):
+            self.loader.check(state)
+
+
+class _TensorMeta:
+    """What a rank has to know of a tensor before it comes."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.shape, self.dtype = tuple(tensor.shape), tensor.dtype
+
+
+def _describe(value: Any) -> Any:
+    return _TensorMeta(value) if isinstance(value, torch.Tensor) else value
+
+
+def _clone_if_view(value: Any) -> Any:
+    """A part of a tensor would keep all of it in memory."""
+    if not isinstance(value, torch.Tensor) or isinstance(value, SequenceShard):
+        return value
+    return value if value.untyped_storage().nbytes() == value.nbytes else value.clone()

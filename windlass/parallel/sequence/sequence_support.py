@@ -1,0 +1,84 @@
+"""What can't be computed on a part of a sequence, told before a model is changed."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch import nn
+
+from windlass.base.errors import ConfigError, ModelError
+from windlass.comm.mesh_axis import MeshAxis
+
+_SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention", "attention"}
+
+
+def resolve_ulysses_degree(axis: MeshAxis, sp_mode: str, ulysses_degree: int | None, key_heads: int) -> int:
+    """How many neighbouring ranks swap tokens for heads.
+
+    Raises:
+        ConfigError: the kind is unknown, or the degree does not divide the axis or contradicts the kind.
+    """
+    if sp_mode not in ("ulysses", "ring", "ulysses+ring"):
+        raise ConfigError(
+            f'sequence parallelism of the kind "{sp_mode}" is not known; write "ulysses", "ring" or "ulysses+ring"'
+        )
+    fixed = {"ulysses": axis.size, "ring": 1}
+    if ulysses_degree is None:
+        divisors = [n for n in range(1, axis.size + 1) if axis.size % n == 0]
+        wanted = [n for n in divisors if key_heads % n == 0]  # keys go to one rank each
+        return fixed.get(sp_mode, max(wanted))
+    if ulysses_degree < 1 or axis.size % ulysses_degree:
+        raise ConfigError(
+            f"ulysses_degree = {ulysses_degree} does not divide the {axis.size} ranks along {axis.name}; "
+            f"{[n for n in range(1, axis.size + 1) if axis.size % n == 0]} would"
+        )
+    if fixed.get(sp_mode, ulysses_degree) != ulysses_degree:
+        raise ConfigError(
+            f'ulysses_degree = {ulysses_degree} of {axis.size} ranks contradicts the kind "{sp_mode}"; '
+            'write "ulysses+ring"'
+        )
+    return ulysses_degree
+
+
+def check_sequence_support(model: Any, axis: MeshAxis) -> None:
+    """Raise a ModelError if sequences can't be cut for this model."""
+    name = type(model).__name__
+    if not hasattr(model, "set_attn_implementation") or not hasattr(model, "config"):
+        raise ModelError(
+            f"{name} is no model of transformers; sequences are cut over {axis.name} through the attention function of "
+            "its models alone. In a module of your own call windlass.parallel.sequence.sequence_attention"
+        )
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise ModelError(f"{name} has an encoder and a decoder; sequences are cut for models with one of them")
+    if not model._can_set_attn_implementation():
+        raise ModelError(
+            f"{name} does not take its attention from transformers' AttentionInterface, so sequences can't be cut over "
+            f"{axis.name}; a model that lists other attn_implementations does"
+        )
+    for submodule in model.modules():
+        if hasattr(submodule, "_can_set_attn_implementation") and not submodule._can_set_attn_implementation():
+            raise ModelError(
+                f"{type(submodule).__name__} inside {name} does not take its attention from transformers' "
+                f"AttentionInterface, so sequences can't be cut over {axis.name}"
+            )
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        raise ModelError(f"{name}.forward takes no position_ids, so a rank can't be told where its tokens stand")
+    _check_layer_types(model, name)
+
+
+def _check_layer_types(model: Any, name: str) -> None:
+    text = model.config.get_text_config()
+    kinds = {*(getattr(text, "layer_types", None) or ()), *(getattr(text, "layers_block_type", None) or ())}
+    other = sorted(kinds - _SUPPORTED_LAYER_TYPES)
+    if other:
+        raise ModelError(
+            f"{name} has layers of the kinds {other}, which see neighbouring tokens without attention (or by patterns "
+            f"of their own); sequences are cut for layers of {sorted(_SUPPORTED_LAYER_TYPES)}"
+        )
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Conv1d | nn.Conv2d | nn.RNNBase):
+            raise ModelError(
+                f"{path} of {name} is a {type(module).__name__}, which mixes tokens that lie on several ranks; "
+                "sequences can't be cut for it"
+            )

@@ -1,0 +1,217 @@
+"""Attention of one tile: its own result and log-sum-exp, and its backward from those of all tiles together.
+
+With `L` the log-sum-exp of all that a query sees, a tile's part of the result is `exp(scores - L) V`, and its part of
+every gradient follows from `L` and the whole result alone (T. Dao, "FlashAttention-2", arXiv 2307.08691, algorithm 2).
+So tiles are computed in any order, on any rank, and added up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from windlass.parallel.sequence.attention_dropout import AttentionDropout
+from windlass.parallel.sequence.attention_mask import MaskBand
+from windlass.parallel.sequence.attention_tiles import Tile
+
+QkvGradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+MAX_TILE_SIZE = 1024
+"""Of either side of a tile where scores of all its pairs lie in memory at once."""
+
+
+@dataclass(frozen=True)
+class ScoreSpec:
+    """How a query and a key become a score: `scale * query . key`, with a cap bent to `cap * tanh(score / cap)`; and
+    which of the weights that follow are dropped."""
+
+    scale: float
+    softcap: float | None
+    mask_band: MaskBand
+    dropout: AttentionDropout | None = None
+
+
+class TileKernel(Protocol):
+    """Computes tiles. All tensors are `[samples, heads, tokens, features]`, as many heads of keys as of queries."""
+
+    max_tile_size: int | None
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tile: Tile, score_spec: ScoreSpec
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The result `[samples, heads, queries, features]`, and its log-sum-exp `[samples, heads, queries]`."""
+        ...
+
+    def backward(
+        self,
+        gradient: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        output: torch.Tensor,
+        lse: torch.Tensor,
+        tile: Tile,
+        score_spec: ScoreSpec,
+    ) -> QkvGradients:
+        """This tile's part of the gradients of query, key and value; `output` and `lse` are of all tiles."""
+        ...
+
+
+class MatmulTileKernel:
+    """Matrix products that hold the scores of all pairs, in fp32 or better: for any tile on any device."""
+
+    max_tile_size: int | None = MAX_TILE_SIZE
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tile: Tile, score_spec: ScoreSpec
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        scores = self._scores(_upcast(query), _upcast(key), tile, score_spec)
+        lse = scores.logsumexp(dim=-1)
+        weights = (scores - _zero_if_unseen(lse).unsqueeze(-1)).exp_()
+        if score_spec.dropout is not None:
+            weights *= score_spec.dropout.weight_factors(query.shape[1], tile, query.device)
+        return weights @ _upcast(value), lse
+
+    def backward(
+        self,
+        gradient: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        output: torch.Tensor,
+        lse: torch.Tensor,
+        tile: Tile,
+        score_spec: ScoreSpec,
+    ) -> QkvGradients:
+        query, key, value, gradient = _upcast(query), _upcast(key), _upcast(value), _upcast(gradient)
+        scores = self._scores(query, key, tile, score_spec)
+        weights = (scores - _zero_if_unseen(lse).unsqueeze(-1)).exp()
+        to_weights = gradient @ value.transpose(-1, -2)
+        mean = (gradient * _upcast(output)).sum(dim=-1, keepdim=True)
+        if score_spec.dropout is None:
+            to_value = weights.transpose(-1, -2) @ gradient
+        else:
+            factors = score_spec.dropout.weight_factors(query.shape[1], tile, query.device)
+            to_value = (weights * factors).transpose(-1, -2) @ gradient
+            to_weights *= factors
+        to_scores = weights.mul_(to_weights.sub_(mean))
+        if score_spec.softcap is not None:  # of what is not seen the weights are 0, and the score is none
+            to_scores *= 1 - (scores.masked_fill_(scores == -torch.inf, 0) / score_spec.softcap).square_()
+        to_scores *= score_spec.scale
+        return to_scores @ key, to_scores.transpose(-1, -2) @ query, to_value
+
+    def _scores(self, query: torch.Tensor, key: torch.Tensor, tile: Tile, score_spec: ScoreSpec) -> torch.Tensor:
+        scores = (query @ key.transpose(-1, -2)).mul_(score_spec.scale)
+        if score_spec.softcap is not None:
+            scores = scores.div_(score_spec.softcap).tanh_().mul_(score_spec.softcap)
+        if tile.kind != "full":
+            q = torch.arange(query.shape[2], device=query.device)
+            k = torch.arange(key.shape[2], device=query.device)
+            scores.masked_fill_(~score_spec.mask_band.allows(q[:, None] - k + tile.distance), -torch.inf)
+        return scores
+
+
+class FlashTileKernel:
+    """torch's flash kernels for what they take: whole rectangles and squares on the diagonal, without a cap; nothing is
+    dropped."""
+
+    max_tile_size: int | None = None
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._saved_for_backward: tuple[Any, ...] = ()  # of CUDA's: the state of dropout, which there is none of
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tile: Tile, score_spec: ScoreSpec
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        causal = tile.kind == "causal"
+        if not self._cuda:
+            cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                query, key, value, 0.0, causal, scale=score_spec.scale
+            )
+            return cpu[0], cpu[1]
+        found = torch.ops.aten._scaled_dot_product_flash_attention(
+            query, key, value, 0.0, causal, False, scale=score_spec.scale
+        )
+        self._saved_for_backward = (found[2], found[3], found[6], found[7])
+        return found[0], found[1]
+
+    def backward(
+        self,
+        gradient: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        output: torch.Tensor,
+        lse: torch.Tensor,
+        tile: Tile,
+        score_spec: ScoreSpec,
+    ) -> QkvGradients:
+        causal = tile.kind == "causal"
+        output, lse = output.contiguous(), lse.contiguous()
+        if not self._cuda:
+            found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                gradient, query, key, value, output, lse, 0.0, causal, scale=score_spec.scale
+            )
+            return found[0], found[1], found[2]
+        sequences_q, sequences_k, seed, offset = self._saved_for_backward
+        found = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+            gradient.contiguous(),
+            query,
+            key,
+            value,
+            output,
+            lse,
+            sequences_q,
+            sequences_k,
+            query.shape[2],
+            key.shape[2],
+            0.0,
+            causal,
+            seed,
+            offset,
+            scale=score_spec.scale,
+        )
+        return found[0], found[1], found[2]
+
+
+class TileKernels:
+    """The kernel for each tile of one call: torch's where it serves, plain products elsewhere."""
+
+    def __init__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score_spec: ScoreSpec) -> None:
+        self._plain = MatmulTileKernel()
+        plain = score_spec.softcap is not None or score_spec.dropout is not None
+        self._fused = None if plain or not _supports_flash(query, key, value) else FlashTileKernel(query.device)
+
+    @property
+    def max_tile_size(self) -> int | None:
+        """Of either side of a tile."""
+        return self._plain.max_tile_size if self._fused is None else self._fused.max_tile_size
+
+    def kernel_for(self, tile: Tile) -> TileKernel:
+        """The one that computes this tile."""
+        return self._plain if self._fused is None or tile.kind == "band" else self._fused
+
+
+def _supports_flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether torch has a flash kernel for such tensors."""
+    if not (query.dtype == key.dtype == value.dtype and query.shape[-1] == value.shape[-1]):
+        return False
+    if query.device.type == "cpu":
+        return query.dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+    if query.device.type != "cuda" or query.dtype not in (torch.float16, torch.bfloat16):
+        return False
+    usable = torch.backends.cuda.is_flash_attention_available() and torch.backends.cuda.flash_sdp_enabled()
+    recent = torch.cuda.get_device_capability(query.device) >= (8, 0)
+    return usable and recent and query.shape[-1] % 8 == 0 and query.shape[-1] <= 256
+
+
+def _upcast(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
+def _zero_if_unseen(lse: torch.Tensor) -> torch.Tensor:
+    """Queries that see nothing have weights of 0, not of nan."""
+    return lse.masked_fill(lse == -torch.inf, 0)

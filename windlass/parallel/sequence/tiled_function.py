@@ -1,0 +1,137 @@
+"""A part of a model computed for some tokens at a time, forward and backward, so that what lies between its input and
+its output is never there for all tokens at once.
+
+S. Bekman et al., "Arctic Long Sequence Training", arXiv 2506.13996, section 3.1. The forward keeps its inputs alone;
+the backward computes each piece again. Gradients of parameters are added up over the pieces, in fp32 where parameters
+have 16 bits, and reach a parameter once, so that what waits for its gradient (a reduction) happens once.
+
+[Note: parameters of tiled parts] Parameters go into the graph as inputs of one node, as they are in the forward, and
+are used by the function itself when it runs again: whoever lets go of them in between (ZeRO stage 3) has them back by
+then, since the node is among those of the block that they belong to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from windlass.parallel.sequence.replay_context import ReplayContext
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How something is computed in pieces.
+
+    Attributes:
+        function: of a piece of each input; gives a piece of the output or, with `adds`, numbers to add up.
+        size: of a piece, along `dim` of the inputs.
+        out_dim: of the output, along which pieces are laid.
+        draws: the function draws random numbers (dropout), which have to be the same again.
+    """
+
+    function: Callable[..., torch.Tensor]
+    tile_size: int
+    dim: int = 0
+    out_dim: int = 0
+    sums_outputs: bool = False
+    preserve_rng_state: bool = False
+
+    def tile_starts(self, inputs: Sequence[torch.Tensor]) -> range:
+        """Where pieces begin; one piece even of nothing."""
+        return range(0, max(inputs[0].shape[self.dim], 1), max(self.tile_size, 1))
+
+    def tile(self, tensor: torch.Tensor, start: int) -> torch.Tensor:
+        """The piece of an input that begins there."""
+        return tensor.narrow(self.dim, start, min(self.tile_size, tensor.shape[self.dim] - start))
+
+    def run(self, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The whole output, a piece at a time."""
+        total: torch.Tensor | None = None
+        done, starts = 0, self.tile_starts(inputs)
+        for start in starts:
+            output = self.function(*(self.tile(x, start).contiguous() for x in inputs))
+            if self.sums_outputs:
+                total = output if total is None else total + output
+                continue
+            if len(starts) == 1:
+                return output
+            size = output.shape[self.out_dim]
+            if total is None:  # a list of pieces, and then all of them, would be there twice
+                shape = list(output.shape)
+                shape[self.out_dim] = inputs[0].shape[self.dim] * size // min(self.tile_size, inputs[0].shape[self.dim])
+                total = output.new_empty(shape)
+            total.narrow(self.out_dim, done, size).copy_(output)
+            done += size
+        assert total is not None
+        return total
+
+
+class _TiledFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tiling: Tiling, num_inputs: int, *tensors: torch.Tensor) -> torch.Tensor:
+        inputs = tensors[:num_inputs]
+        ctx.tiling, ctx.parameters = tiling, tensors[num_inputs:]
+        ctx.surroundings = ReplayContext(inputs[0].device, preserve_rng_state=tiling.preserve_rng_state)
+        ctx.save_for_backward(*inputs)
+        with ctx.surroundings.autocast():
+            return tiling.run(inputs)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        tiling, inputs, parameters = ctx.tiling, ctx.saved_tensors, ctx.parameters
+        wanted = ctx.needs_input_grad[2:]
+        back = [torch.empty_like(x) if want else None for x, want in zip(inputs, wanted, strict=False)]
+        trained = [i for i in range(len(parameters)) if wanted[len(inputs) + i]]
+        sums: dict[int, torch.Tensor] = {}
+        done = 0
+        with ctx.surroundings.replay():
+            for start in tiling.tile_starts(inputs):
+                pieces = [
+                    tiling.tile(x, start).detach().contiguous().requires_grad_(want)
+                    for x, want in zip(inputs, wanted, strict=False)
+                ]
+                with torch.enable_grad():
+                    output = tiling.function(*pieces)
+                size = 0 if tiling.sums_outputs else output.shape[tiling.out_dim]
+                arriving = gradient if tiling.sums_outputs else gradient.narrow(tiling.out_dim, done, size)
+                done += size
+                sources = [(back[i], piece) for i, piece in enumerate(pieces) if piece.requires_grad]
+                asked = [*(piece for _, piece in sources), *(parameters[i] for i in trained)]
+                found = torch.autograd.grad(output, asked, arriving, allow_unused=True)
+                for (into, _), one in zip(sources, found, strict=False):
+                    assert into is not None
+                    tiling.tile(into, start).copy_(one) if one is not None else tiling.tile(into, start).zero_()
+                for i, one in zip(trained, found[len(sources) :], strict=True):
+                    _accumulate(sums, i, one)
+                del output, found, asked, sources, pieces
+        totals = [sums[i].to(one.dtype) if i in sums else None for i, one in enumerate(parameters)]
+        return (None, None, *back, *totals)
+
+
+def run_tiled(tiling: Tiling, inputs: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor] = ()) -> torch.Tensor:
+    """`tiling.function` of all `inputs`, computed in pieces and computed again in the backward.
+
+    Args:
+        inputs: as large as each other along `tiling.dim`; those of a floating dtype may get gradients.
+        parameters: all other tensors that get gradients through the function.
+
+    Returns:
+        What the function would give of the whole inputs, if it treats what lies along `tiling.dim` each by itself.
+    """
+    if not torch.is_grad_enabled():
+        return tiling.run(inputs)
+    output: torch.Tensor = _TiledFunction.apply(tiling, len(inputs), *inputs, *parameters)
+    return output
+
+
+def _accumulate(sums: dict[int, torch.Tensor], index: int, more: torch.Tensor | None) -> None:
+    if more is None:
+        return
+    if index in sums:
+        sums[index].add_(more)
+    else:
+        sums[index] = more.float() if more.dtype in (torch.float16, torch.bfloat16) else more.clone()

@@ -1,0 +1,126 @@
+"""Ulysses: each rank's part of the tokens, with all heads, swapped for all tokens, with a part of the heads.
+
+S. A. Jacobs et al., "DeepSpeed Ulysses", arXiv 2309.14509. A rank receives `4 N h / P (P - 1) / P` elements a layer for
+N tokens of h features on P ranks, and as many in the backward. Heads need not divide: the first ranks have one more,
+and ranks may have none. Of keys and values each rank gets the heads that its queries use, so that some go to several
+ranks where there are fewer than ranks; their gradients are added up where they came from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from windlass.comm.mesh_axis import MeshAxis
+from windlass.parallel.autograd_collectives import all_to_all
+from windlass.parallel.placement import compute_shard_range
+from windlass.parallel.sequence.sequence_sharding import TokenRange
+
+
+@dataclass(frozen=True)
+class UlyssesHeads:
+    """Which heads each of `ranks` ranks computes.
+
+    Attributes:
+        queries: heads of queries; `keys` divides it.
+        keys: heads of keys and values.
+    """
+
+    num_query_heads: int
+    num_key_heads: int
+    num_ranks: int
+
+    @property
+    def queries_per_key(self) -> int:
+        """Heads of queries that share one of keys."""
+        return self.num_query_heads // self.num_key_heads
+
+    def query_range(self, rank: int) -> TokenRange:
+        """Heads of queries of `rank`."""
+        return compute_shard_range(self.num_query_heads, self.num_ranks, rank)
+
+    def key_range(self, rank: int) -> TokenRange:
+        """Heads of keys and values that they use."""
+        start, stop = self.query_range(rank)
+        return (start // self.queries_per_key, (stop - 1) // self.queries_per_key + 1) if start < stop else (0, 0)
+
+    def key_head_of(self, rank: int) -> tuple[int, ...]:
+        """For each head of queries of `rank`, which of its heads of keys serves it."""
+        first = self.key_range(rank)[0]
+        return tuple(head // self.queries_per_key - first for head in range(*self.query_range(rank)))
+
+
+def swap_tokens_for_heads(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    axis: MeshAxis,
+    group_ranks: range,
+    tokens_per_rank: Sequence[int],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Swap tokens for heads among `members` of the axis, in one all-to-all. Collective over the whole axis.
+
+    Args:
+        query: `[samples, heads, own tokens, features]`; key and value: `[samples, fewer heads, own tokens, features]`.
+        members: this rank's group.
+        tokens: of each rank of the axis.
+
+    Returns:
+        The same three of all tokens of the group in the order of its ranks, of this rank's heads.
+    """
+    heads = UlyssesHeads(query.shape[1], key.shape[1], len(group_ranks))
+    here = axis.index - group_ranks.start
+
+    def spans(rank: int) -> tuple[TokenRange, TokenRange, TokenRange]:
+        return heads.query_range(rank), heads.key_range(rank), heads.key_range(rank)
+
+    given = (query, key, value)
+    flat, sends = [], [0] * axis.size
+    for place, rank in enumerate(group_ranks):
+        parts = [x[:, start:stop].reshape(-1) for x, (start, stop) in zip(given, spans(place), strict=True)]
+        sends[rank] = sum(part.numel() for part in parts)
+        flat += parts
+    row = sum((stop - start) * x.shape[0] * x.shape[3] for x, (start, stop) in zip(given, spans(here), strict=True))
+    receives = [row * tokens_per_rank[rank] if rank in group_ranks else 0 for rank in range(axis.size)]
+    received = all_to_all(torch.cat(flat), axis, sends, receives).split([receives[rank] for rank in group_ranks])
+    found: list[list[torch.Tensor]] = [[], [], []]
+    for rank, part in zip(group_ranks, received, strict=True):
+        shapes = [
+            (x.shape[0], stop - start, tokens_per_rank[rank], x.shape[3])
+            for x, (start, stop) in zip(given, spans(here), strict=True)
+        ]
+        pieces = part.split([samples * n * s * d for samples, n, s, d in shapes])
+        for of_one, piece, shape in zip(found, pieces, shapes, strict=True):
+            of_one.append(piece.view(shape))
+    q, k, v = (torch.cat(parts, dim=2) for parts in found)
+    return q, k, v
+
+
+def swap_heads_for_tokens(
+    output: torch.Tensor, axis: MeshAxis, group_ranks: range, tokens_per_rank: Sequence[int], heads: int
+) -> torch.Tensor:
+    """The way back. Collective over the whole axis.
+
+    Args:
+        output: `[samples, own heads, tokens of the group, features]`.
+        heads: of queries in all.
+
+    Returns:
+        `[samples, heads, own tokens, features]`.
+    """
+    samples, _, _, features = output.shape
+    shares = [compute_shard_range(heads, len(group_ranks), place) for place in range(len(group_ranks))]
+    parts = [part.reshape(-1) for part in output.split([tokens_per_rank[rank] for rank in group_ranks], dim=2)]
+    sends, receives = [0] * axis.size, [0] * axis.size
+    for rank, part, (start, stop) in zip(group_ranks, parts, shares, strict=True):
+        sends[rank], receives[rank] = part.numel(), samples * (stop - start) * tokens_per_rank[axis.index] * features
+    received = all_to_all(torch.cat(parts), axis, sends, receives).split([receives[rank] for rank in group_ranks])
+    return torch.cat(
+        [
+            part.view(samples, stop - start, tokens_per_rank[axis.index], features)
+            for part, (start, stop) in zip(received, shares, strict=True)
+        ],
+        dim=1,
+    )

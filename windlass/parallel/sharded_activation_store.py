@@ -1,0 +1,103 @@
+"""Activations cut over the ranks of a model-parallel group, all of which have the whole of them."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from windlass.comm.point_to_point import exchange_tensors
+from windlass.comm.rank_group import RankGroup
+from windlass.parallel.activation_store import ActivationStore, ActivationTier, StoredActivation
+from windlass.parallel.device_copies import PendingCopy
+
+
+class ShardedStore:
+    """Keeps this rank's cut in another place, and collects the others' for the backward.
+
+    The ranks of the group run the same calls in the same order, on equal values: true of a model whose layers are cut
+    over them, not of data-parallel ranks.
+    """
+
+    is_collective = True
+
+    def __init__(self, group: RankGroup, store: ActivationStore) -> None:
+        self._group, self._store = group, store
+        self.tier: ActivationTier = store.tier
+        self.max_in_flight = store.max_in_flight
+
+    def begin_call(self, unique_bytes: int, shared_bytes: int) -> None:
+        self._store.begin_call(-(-unique_bytes // self._group.size), -(-shared_bytes // self._group.size))
+
+    def accepts(self, tensor: torch.Tensor) -> bool:
+        return True
+
+    def put(self, flat: torch.Tensor) -> StoredActivation:
+        bounds = _shard_bounds(flat.numel(), self._group.size)
+        own = flat[bounds[self._group.index] : bounds[self._group.index + 1]].clone()
+        return _ShardedActivation(self._group, self._store.put(own), bounds, flat)
+
+
+class _ShardedActivation:
+    """This rank's cut of a tensor."""
+
+    is_source_free = True
+
+    def __init__(self, group: RankGroup, local: StoredActivation, bounds: list[int], like: torch.Tensor) -> None:
+        self._group, self._local, self._bounds = group, local, bounds
+        self._dtype, self._device = like.dtype, like.device
+
+    def poll(self) -> bool:
+        return self._local.poll()
+
+    def wait(self) -> None:
+        self._local.wait()
+
+    def fetch(self) -> PendingCopy:
+        whole = torch.empty(self._bounds[-1], dtype=self._dtype, device=self._device)
+        return _GatheredActivation(self._group, self._local.fetch(), self._bounds, whole)
+
+
+class _GatheredActivation:
+    """The cuts of all ranks, sent when it is waited for: the order of transfers is that of the backward."""
+
+    def __init__(self, group: RankGroup, local: PendingCopy, bounds: list[int], full: torch.Tensor) -> None:
+        self._group, self._local, self._bounds, self.value = group, local, bounds, full
+        self._finished = False
+
+    def poll(self) -> bool:
+        return self._finished
+
+    def wait(self) -> None:
+        if self._finished:
+            return
+        self._finished = True
+        self._local.wait()
+        parts = [self.value[start:stop] for start, stop in pairwise(self._bounds)]
+        mine = parts[self._group.index].copy_(self._local.value)
+        others = [i for i in range(self._group.size) if i != self._group.index]
+        sends = [(i, mine) for i in others if mine.numel()]
+        exchange_tensors(self._group, sends, [(i, parts[i]) for i in others if parts[i].numel()])
+
+
+def _shard_bounds(numel: int, size: int) -> list[int]:
+    """Where the cuts of `numel` elements over `size` ranks begin and end; the last ones may be empty."""
+    step = -(-numel // size)
+    return [min(rank * step, numel) for rank in range(size + 1)]
+
+
+def make_rank_group(process_group: dist.ProcessGroup) -> RankGroup:
+    """A process group that somebody else made, as the transfers here take it."""
+    return RankGroup(process_group, tuple(dist.get_process_group_ranks(process_group)), dist.get_rank(process_group))
+
+
+def model_parallel_group(mpu: Any) -> dist.ProcessGroup | None:
+    """The process group that a model-parallel unit in Megatron's manner speaks of; None where it has none."""
+    for name in ("get_tensor_model_parallel_group", "get_model_parallel_group"):
+        found = getattr(mpu, name, None)
+        if found is not None:
+            group: dist.ProcessGroup = found()
+            return group
+    return None

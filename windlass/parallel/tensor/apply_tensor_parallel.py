@@ -1,0 +1,235 @@
+"""A model is cut over the ranks of an axis, in place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+
+from windlass.base.errors import ConfigError, ModelError
+from windlass.comm.mesh_axis import MeshAxis
+from windlass.parallel.placement import get_placement
+from windlass.parallel.tensor.embedding_sharding import shard_embedding
+from windlass.parallel.tensor.experts_sharding import DivideByRanksHook, fit_experts_to_local_features
+from windlass.parallel.tensor.input_hooks import ChainInputHook
+from windlass.parallel.tensor.layer_stacks import LayerStack, find_layer_stacks
+from windlass.parallel.tensor.linear_layers import LinearLayer, as_linear_layer, is_inside, iterate_parent_names
+from windlass.parallel.tensor.linear_sharding import (
+    ColumnInputHook,
+    hook_tail_features,
+    select_needed_rows,
+    shard_column,
+    shard_row,
+)
+from windlass.parallel.tensor.local_attention_heads import fit_attention_to_local_heads
+from windlass.parallel.tensor.local_rng import LocalRng, has_dropout, sync_rng_states
+from windlass.parallel.tensor.lora_sharding import shard_adapters
+from windlass.parallel.tensor.output_head_sharding import shard_output_head
+from windlass.parallel.tensor.parameter_sharding import mark_partial_gradient, shard_parameter
+from windlass.parallel.tensor.plan_builder import build_tensor_parallel_plan
+from windlass.parallel.tensor.rank_ranges import count_elements
+from windlass.parallel.tensor.stack_sequence_sharding import (
+    AttentionGatherHook,
+    FullSequenceHook,
+    LocalRngEndHook,
+    StackInputHook,
+    StackOutputHook,
+    StackSequenceSharding,
+)
+from windlass.parallel.tensor.tensor_parallel_plan import ModuleShard, ShardStyle, TensorParallelPlan
+
+
+def apply_tensor_parallel(
+    model: nn.Module,
+    axis: MeshAxis,
+    *,
+    tensor_table: Mapping[str, str] | None = None,
+    tp_sequence_norms: bool = False,
+    tp_overlap_chunks: int = 1,
+) -> TensorParallelPlan:
+    """Cut a model over an axis whose ranks compute the same samples; nothing changes on an axis of one rank.
+
+    Parameters keep their names and become this rank's part of themselves, which `placement_of` tells; a model may be
+    whole, with the same values on all ranks, or on the meta device. Classes of modules stay what they are: single
+    modules get hooks, some a forward of their own. Losses and gradients are those of the whole model: of a parameter
+    that is cut the part, of one that is not the whole, but where its placement says `parts`.
+
+    See `build_plan` for what is cut, `adapt_head` for logits and the loss, [Note: dropout in cut layers] for random
+    numbers.
+
+    Args:
+        model: that is cut. Experts may be spread over other ranks already.
+        axis: of tensor parallelism, usually "tp".
+        table: for models that don't tell how; see `read_table`.
+        sequence_norms: hidden states between layers are cut along the sequence, so norms and residuals are computed,
+            and kept for backward, in parts (see `find_stacks`).
+        overlap_chunks: tokens of each sum over ranks are cut into so many parts; while one travels, the next is
+            computed.
+
+    Returns:
+        What was done.
+
+    Raises:
+        ConfigError: a table or numbers that can't be honoured.
+        ModelError: a module can't be cut; nothing was changed.
+    """
+    if tp_overlap_chunks < 1:
+        raise ConfigError(f"overlap_chunks = {tp_overlap_chunks}; it is at least 1")
+    if tp_sequence_norms and tp_overlap_chunks > 1:
+        raise ConfigError(
+            f"sequence_norms leaves no all-reduce to overlap, and overlap_chunks is {tp_overlap_chunks}; take one of them"
+        )
+    for name, parameter in model.named_parameters():
+        if axis.name in get_placement(parameter).sharded_axes:
+            raise ModelError(f"{name} is cut over {axis.name} already; cut a model once")
+    plan = build_tensor_parallel_plan(model, axis.size, tensor_table)
+    stacks = find_layer_stacks(model, plan) if tp_sequence_norms else []
+    if axis.size > 1:
+        _PlanApplier(model, axis, plan, stacks, tp_overlap_chunks).run()
+    return plan
+
+
+class _PlanApplier:
+    """The plan, carried out on one model."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        axis: MeshAxis,
+        plan: TensorParallelPlan,
+        stacks: list[LayerStack],
+        tp_overlap_chunks: int,
+    ) -> None:
+        self._model, self._axis, self._plan, self._tp_overlap_chunks = model, axis, plan, tp_overlap_chunks
+        self._modules = dict(model.named_modules())
+        self._parameters = dict(model.named_parameters(remove_duplicate=False))
+        self._has_dropout = has_dropout(model)
+        self._input_hooks: dict[str, ChainInputHook] = {}
+        self._stacks = [(stack, StackSequenceSharding(axis)) for stack in stacks]
+        self._sharded_ids: set[int] = set()
+
+    def run(self) -> None:
+        """Cut everything; parameters first by their chains, then what is beside."""
+        if self._has_dropout:
+            sync_rng_states(self._axis)
+        for cut in self._plan.shards:
+            self._apply_shard(cut)
+        for heads in self._plan.head_partitions:
+            self._fit_attention(heads.module_name)
+        for stack, sequence in self._stacks:
+            self._shard_stack(stack, sequence)
+
+    def _apply_shard(self, shard: ModuleShard) -> None:
+        axis, module = self._axis, self._modules.get(shard.name)
+        if shard.style is ShardStyle.PARAMETER:
+            self._shard_parameter(shard.name, shard.dim, shard)
+        elif shard.style is ShardStyle.PARTIAL and module is None:
+            mark_partial_gradient(self._parameters[shard.name], axis.name)
+        elif module is None:
+            return
+        elif shard.style is ShardStyle.PARTIAL:
+            for parameter in module.parameters():
+                mark_partial_gradient(parameter, axis.name)
+        elif shard.style is ShardStyle.VOCABULARY:
+            self._shard_vocabulary(shard, module)
+        elif shard.style is ShardStyle.EXPERTS:
+            self._shard_experts(shard, module)
+        elif shard.style is ShardStyle.IDENTITY:
+            module.register_forward_hook(DivideByRanksHook(axis))
+        else:
+            layer = as_linear_layer(shard.name, module)
+            if layer is not None:
+                self._shard_linear(shard, layer)
+
+    def _shard_linear(self, shard: ModuleShard, layer: LinearLayer) -> None:
+        if shard.style is ShardStyle.TAIL_FEATURES:
+            hook_tail_features(layer, shard.sharded_size, self._axis)
+            return
+        entrance, sequence = self._input_hook(shard.chain), self._sequence_sharding(shard.chain)
+        if shard.style in (ShardStyle.ROW, ShardStyle.ROW_SPLIT):
+            shard_row(layer, shard, entrance, sequence, self._tp_overlap_chunks)
+            shard_adapters(layer, shard, entrance, sequence, self._tp_overlap_chunks)
+            return
+        gathered = (
+            sequence is not None and shard.chain in self._attention_chains()
+        )  # by the module, for all its layers at once
+        before = None if gathered else ColumnInputHook(entrance, sequence)
+        (select_needed_rows if shard.style is ShardStyle.COLUMN_SHARED else shard_column)(
+            layer, shard, entrance, before
+        )
+        shard_adapters(layer, shard, entrance, None, self._tp_overlap_chunks)
+
+    def _shard_parameter(self, name: str, dim: int, shard: ModuleShard) -> None:
+        """Cut one parameter; what modules share is cut once."""
+        parameter = self._parameters[name]
+        if id(parameter) not in self._sharded_ids:
+            self._sharded_ids.add(id(parameter))
+            shard_parameter(name, parameter, dim, shard.rank_ranges[self._axis.index], self._axis.name)
+
+    def _shard_vocabulary(self, shard: ModuleShard, module: nn.Module) -> None:
+        layer = as_linear_layer(shard.name, module)
+        self._shard_parameter(f"{shard.name}.weight", layer.output_dim if layer is not None else 0, shard)
+        if isinstance(module, nn.Embedding):
+            shard_embedding(module, shard, self._axis)
+        elif layer is not None:
+            if module._parameters.get("bias") is not None:
+                self._shard_parameter(f"{shard.name}.bias", 0, shard)
+            shard_output_head(layer, shard, self._axis, self._model)
+
+    def _shard_experts(self, shard: ModuleShard, module: nn.Module) -> None:
+        second = next(one for one in self._plan.chain_shards(shard.name) if one.name.endswith(".down_proj"))
+        here = count_elements(second.rank_ranges[self._axis.index])
+        bias = next((one.name for one in self._plan.chain_shards(shard.name) if one.style is ShardStyle.PARTIAL), None)
+        fit_experts_to_local_features(
+            module, self._axis, second.sharded_size, here, bias.rpartition(".")[2] if bias else None
+        )
+
+    def _fit_attention(self, name: str) -> None:
+        heads = next(heads for heads in self._plan.head_partitions if heads.module_name == name)
+        row = self._output_shard(name)
+        fit_attention_to_local_heads(self._modules[name], heads, self._axis.index, row.sharded_size)
+        sequence = self._sequence_sharding(row.chain)
+        if sequence is not None:
+            gathered = AttentionGatherHook(self._input_hook(row.chain), sequence)
+            self._modules[name].register_forward_pre_hook(gathered, with_kwargs=True)
+
+    def _output_shard(self, attention: str) -> ModuleShard:
+        chain = next(cut.chain for cut in self._plan.shards if is_inside(cut.name, attention) and cut.chain)
+        return next(cut for cut in self._plan.chain_shards(chain) if cut.name == chain)
+
+    def _attention_chains(self) -> set[str]:
+        return {self._output_shard(heads.module_name).chain for heads in self._plan.head_partitions}
+
+    def _input_hook(self, chain: str) -> ChainInputHook:
+        """The entrance of a chain; random numbers become common again where the module ends that holds the chain."""
+        if chain not in self._input_hooks:
+            draws = LocalRng(self._axis) if self._has_dropout else None
+            self._input_hooks[chain] = ChainInputHook(self._axis, draws)
+            if draws is not None:
+                members = [cut.name for cut in self._plan.chain_shards(chain)]
+                holders = (
+                    one for one in iterate_parent_names(chain) if all(is_inside(member, one) for member in members)
+                )
+                holder = next(one for one in holders if not isinstance(self._modules[one], nn.ModuleList))
+                self._modules[holder].register_forward_hook(LocalRngEndHook(draws), always_call=True)
+        return self._input_hooks[chain]
+
+    def _sequence_sharding(self, chain: str) -> StackSequenceSharding | None:
+        return next((sequence for stack, sequence in self._stacks if chain in stack.chains), None)
+
+    def _shard_stack(self, stack: LayerStack, sequence_sharding: StackSequenceSharding) -> None:
+        """Hidden states are cut before the first layer, and put together after the last one."""
+        for parameter in stack.partial_parameters:
+            mark_partial_gradient(self._parameters[parameter], self._axis.name)
+        draws = LocalRng(self._axis) if self._has_dropout else None
+        for name in stack.layers:
+            layer = self._modules[name]
+            before = StackInputHook(sequence_sharding, name == stack.layers[0], draws)
+            layer.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+            if draws is not None:
+                layer.register_forward_hook(LocalRngEndHook(draws), always_call=True)
+        for salt, name in enumerate(stack.full_sequence_modules):
+            inside = FullSequenceHook(sequence_sharding, salt if self._has_dropout else None)
+            self._modules[name].register_forward_pre_hook(inside.pre_forward, prepend=True, with_kwargs=True)
+            self._modules[name].register_forward_hook(inside.post_forward)
+        self._modules[stack.layers[-1]].register_forward_hook(StackOutputHook(sequence_sharding))

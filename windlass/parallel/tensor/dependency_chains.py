@@ -1,0 +1,291 @@
+"""From wishes to cuts: layers that belong together get shares that fit together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from windlass.parallel.tensor.attention_parameters import shard_attention_parameters
+from windlass.parallel.tensor.attention_sharding import HeadProjection, shard_attention
+from windlass.parallel.tensor.find_language_model import find_language_model
+from windlass.parallel.tensor.fused_qkv import (
+    FUSED_GATE_UP_NAMES,
+    FusedQkvLayout,
+    compute_qkv_sections,
+    find_fused_qkv_layout,
+)
+from windlass.parallel.tensor.head_counts import FUSED_NAMES, KEY_NAMES, VALUE_NAMES, count_heads, is_attention
+from windlass.parallel.tensor.head_partition import HeadPartition, partition_heads
+from windlass.parallel.tensor.linear_layers import (
+    LinearLayer,
+    as_linear_layer,
+    has_plain_lora,
+    is_inside,
+    is_plain_linear,
+    iterate_parent_names,
+)
+from windlass.parallel.tensor.plan_entry import PlanEntry
+from windlass.parallel.tensor.rank_ranges import join_sections, make_even_ranges
+from windlass.parallel.tensor.tensor_parallel_plan import ModuleShard, ShardStyle, make_cannot_shard_error
+
+
+@dataclass(frozen=True)
+class DependencyChain:
+    """Columns, and the row that ends them."""
+
+    row: PlanEntry
+    columns: tuple[PlanEntry, ...]
+
+
+def find_dependency_chains(entries: Mapping[str, PlanEntry]) -> list[DependencyChain]:
+    """The columns that belong to each row: those that say so, else those in the nearest module that holds both.
+
+    Raises:
+        ModelError: a column without a row, or a row without columns.
+    """
+    rows = [wish for wish in entries.values() if wish.style in (ShardStyle.ROW, ShardStyle.ROW_SPLIT)]
+    free = {
+        name: wish for name, wish in entries.items() if wish.style in (ShardStyle.COLUMN, ShardStyle.COLUMN_GATHERED)
+    }
+    found: dict[str, list[PlanEntry]] = {
+        row.name: [free.pop(name) for name in _columns_naming_row(free, row)] for row in rows
+    }
+    for row in sorted(rows, key=lambda wish: -wish.name.count(".")):
+        if found[row.name]:
+            continue
+        holder = next(
+            (one for one in iterate_parent_names(row.name) if any(is_inside(name, one) for name in free)), None
+        )
+        found[row.name] = [free.pop(name) for name in list(free) if holder is not None and is_inside(name, holder)]
+    for row in rows:
+        if not found[row.name] and row.style is ShardStyle.ROW:
+            raise make_cannot_shard_error(row.name, "it is to take cut features, and nothing beside it makes such")
+    for wish in free.values():
+        if wish.style is ShardStyle.COLUMN:
+            raise make_cannot_shard_error(
+                wish.name, "its output features are to be cut, and nothing beside it takes such"
+            )
+    alone = [DependencyChain(PlanEntry(wish.name, ShardStyle.REPLICATED), (wish,)) for wish in free.values()]
+    return [*(DependencyChain(row, tuple(found[row.name])) for row in rows), *alone]
+
+
+def _columns_naming_row(free: Mapping[str, PlanEntry], row: PlanEntry) -> list[str]:
+    return [name for name, wish in free.items() if wish.chain and wish.chain == row.name]
+
+
+class ChainResolver:
+    """Makes the cuts of chains over `ranks` ranks.
+
+    Args:
+        model: of which the chains are.
+        wishes: for parameters by themselves, and norms between layers.
+        ranks: of the axis.
+    """
+
+    def __init__(self, model: nn.Module, entries: Mapping[str, PlanEntry], ranks: int) -> None:
+        self._modules = dict(model.named_modules())
+        config: Any = getattr(find_language_model(model)[1], "config", None)
+        text = getattr(config, "get_text_config", None)
+        self._config = text() if callable(text) else config
+        self._entries, self._ranks = entries, ranks
+        self.head_partitions: list[HeadPartition] = []
+
+    def shards_of(self, chain: DependencyChain) -> list[ModuleShard]:
+        """The cuts of one chain.
+
+        Raises:
+            ModelError: sizes don't fit, or heads don't suffice.
+        """
+        columns = [self._require_linear(wish) for wish in chain.columns]
+        if chain.row.style is ShardStyle.REPLICATED:
+            return [self._shard_gathered(layer, layer.name) for layer in columns]
+        row = self._require_linear(chain.row)
+        chain = self._without_gather(chain, columns, row)
+        if (
+            any(wish.style is ShardStyle.COLUMN_GATHERED for wish in chain.columns)
+            or chain.row.style is ShardStyle.ROW_SPLIT
+        ):
+            return self._shard_gathered_chain(chain, columns, row)
+        holder = self._common_module(columns)
+        counts = self._head_counts(chain, columns, row, holder)
+        if counts is None:
+            return self._shard_feed_forward(chain, columns, row)
+        return self._shard_attention(chain, columns, row, holder, counts)
+
+    def _require_linear(self, entry: PlanEntry) -> LinearLayer:
+        layer = as_linear_layer(entry.name, self._modules[entry.name]) if entry.name in self._modules else None
+        if layer is None:
+            kind = type(self._modules[entry.name]).__name__ if entry.name in self._modules else "parameter"
+            raise make_cannot_shard_error(entry.name, f"it is to be a {entry.style} and is a {kind}, no linear layer")
+        if entry.style in (ShardStyle.ROW, ShardStyle.ROW_SPLIT) and not is_plain_linear(layer.module):
+            raise make_cannot_shard_error(
+                entry.name, f"{type(layer.module).__name__} computes more than a product with its weight"
+            )
+        if layer.adapter_module is not None and not has_plain_lora(layer.adapter_module):
+            raise make_cannot_shard_error(
+                entry.name,
+                f"its adapters (a {type(layer.adapter_module).__name__} of peft) are DoRA's or another variant of LoRA, which "
+                "compute with norms of whole rows of the weight",
+            )
+        return layer
+
+    def _common_module(self, columns: Sequence[LinearLayer]) -> str:
+        """The nearest module that holds all columns."""
+        first, *others = columns
+        return next(
+            one for one in iterate_parent_names(first.name) if all(is_inside(other.name, one) for other in others)
+        )
+
+    def _without_gather(
+        self, chain: DependencyChain, columns: Sequence[LinearLayer], row: LinearLayer
+    ) -> DependencyChain:
+        """A chain whose one fused projection a plan gathers only because it can't cut it where sections meet."""
+        gathers = (
+            chain.row.style is ShardStyle.ROW_SPLIT
+            and len(columns) == 1
+            and chain.columns[0].style is ShardStyle.COLUMN_GATHERED
+        )
+        if not gathers:
+            return chain
+        known = columns[0].leaf_name in FUSED_GATE_UP_NAMES and columns[0].out_features == 2 * row.in_features
+        known |= (
+            columns[0].leaf_name in FUSED_NAMES
+            and find_fused_qkv_layout(self._modules[self._common_module(columns)]) is not None
+        )
+        if not known:
+            return chain
+        return DependencyChain(
+            replace(chain.row, style=ShardStyle.ROW), (replace(chain.columns[0], style=ShardStyle.COLUMN),)
+        )
+
+    def _shard_gathered(self, layer: LinearLayer, chain: str) -> ModuleShard:
+        shares = make_even_ranges(layer.out_features, self._ranks)
+        return ModuleShard(
+            layer.name, ShardStyle.COLUMN_GATHERED, layer.out_features, shares, f"{layer.out_features} features", chain
+        )
+
+    def _shard_gathered_chain(
+        self, chain: DependencyChain, columns: Sequence[LinearLayer], row: LinearLayer
+    ) -> list[ModuleShard]:
+        """What is gathered in between may be cut anywhere."""
+        if chain.row.style is not ShardStyle.ROW_SPLIT or any(
+            wish.style is not ShardStyle.COLUMN_GATHERED for wish in chain.columns
+        ):
+            raise make_cannot_shard_error(row.name, "some layers before it are gathered, and others are not")
+        cut = ModuleShard(
+            row.name,
+            ShardStyle.ROW_SPLIT,
+            row.in_features,
+            make_even_ranges(row.in_features, self._ranks),
+            f"{row.in_features} features",
+            row.name,
+        )
+        return [*(self._shard_gathered(layer, row.name) for layer in columns), cut]
+
+    def _head_counts(
+        self, chain: DependencyChain, columns: Sequence[LinearLayer], row: LinearLayer, module_name: str
+    ) -> tuple[int, int] | None:
+        """Query and key heads; None: the chain has no heads."""
+        said = [wish.heads for wish in (*chain.columns, chain.row) if wish.heads]
+        if said:
+            each = [count for heads in said for count in heads]
+            return max(each), min(each)
+        module = self._modules[module_name]
+        if not is_attention(module, columns):
+            return None
+        return count_heads(module_name, module, self._config, columns, row)
+
+    def _shard_feed_forward(
+        self, chain: DependencyChain, columns: Sequence[LinearLayer], row: LinearLayer
+    ) -> list[ModuleShard]:
+        """A feed-forward chain: each section of each column has a feature for each that the row takes."""
+        shares = make_even_ranges(row.in_features, self._ranks)
+        if row.in_features < self._ranks:
+            raise make_cannot_shard_error(row.name, f"{row.in_features} features are too few for {self._ranks} ranks")
+        cuts = []
+        for wish, layer in zip(chain.columns, columns, strict=True):
+            sections = wish.sections or (layer.out_features,)
+            if (
+                not wish.sections
+                and layer.leaf_name in FUSED_GATE_UP_NAMES
+                and layer.out_features == 2 * row.in_features
+            ):
+                sections = (row.in_features, row.in_features)
+            if sum(sections) != layer.out_features or set(sections) != {row.in_features}:
+                raise make_cannot_shard_error(
+                    layer.name,
+                    f"its {'+'.join(map(str, sections))} of {layer.out_features} output features don't fit the "
+                    f"{row.in_features} that {row.leaf_name} takes",
+                    (layer.name, f"column:{row.in_features}+{row.in_features}"),
+                    (row.name, "row"),
+                )
+            what = f"{'2 x ' if len(sections) == 2 else ''}{row.in_features} features"
+            both = join_sections([(size, shares) for size in sections])
+            cuts.append(ModuleShard(layer.name, ShardStyle.COLUMN, layer.out_features, both, what, row.name))
+        return [
+            *cuts,
+            ModuleShard(row.name, ShardStyle.ROW, row.in_features, shares, f"{row.in_features} features", row.name),
+        ]
+
+    def _shard_attention(
+        self,
+        chain: DependencyChain,
+        columns: Sequence[LinearLayer],
+        row: LinearLayer,
+        module_name: str,
+        head_counts: tuple[int, int],
+    ) -> list[ModuleShard]:
+        query, key = head_counts
+        if query < self._ranks:
+            raise make_cannot_shard_error(
+                module_name,
+                f"{query} query heads are too few for {self._ranks} ranks; take at most {query}, or leave it whole",
+                *((name, "replicated") for name in (*(layer.name for layer in columns), row.name)),
+            )
+        projections = [
+            self._head_projection(wish, layer, row, module_name, head_counts)
+            for wish, layer in zip(chain.columns, columns, strict=True)
+        ]
+        by_head = any(projection.is_interleaved for projection in projections) and key < query
+        heads = partition_heads(module_name, query, key, self._ranks, keep_groups=by_head)
+        self.head_partitions.append(heads)
+        cuts = shard_attention(heads, projections, row)
+        plain = [layer.name for layer in (*columns, row)]
+        return cuts + shard_attention_parameters(
+            module_name, self._modules[module_name], heads, self._entries, plain, row.name
+        )
+
+    def _head_projection(
+        self, entry: PlanEntry, layer: LinearLayer, row: LinearLayer, module_name: str, head_counts: tuple[int, int]
+    ) -> HeadProjection:
+        """How heads lie in one column."""
+        query, key = head_counts
+        if entry.sections:
+            heads = entry.heads if len(entry.heads) == len(entry.sections) else (query, key, key)[: len(entry.sections)]
+            if sum(entry.sections) != layer.out_features or len(heads) != len(entry.sections):
+                raise make_cannot_shard_error(
+                    layer.name,
+                    f"sections of {'+'.join(map(str, entry.sections))} don't make its {layer.out_features} output features",
+                )
+            return HeadProjection(layer, entry.sections, heads)
+        if layer.leaf_name in FUSED_NAMES and not entry.heads:
+            return self._fused_projection(layer, row, module_name, head_counts)
+        count = entry.heads[0] if entry.heads else key if layer.leaf_name in (*KEY_NAMES, *VALUE_NAMES) else query
+        return HeadProjection(layer, (layer.out_features,), (count,))
+
+    def _fused_projection(
+        self, layer: LinearLayer, row: LinearLayer, module_name: str, head_counts: tuple[int, int]
+    ) -> HeadProjection:
+        query, key = head_counts
+        sections = compute_qkv_sections(query, key, layer)
+        layout = find_fused_qkv_layout(self._modules[module_name])
+        if sections is None or layout is None:
+            why = f"it is not known how {query} query and {key} key heads lie in its {layer.out_features} features"
+            sizes = "+".join(map(str, sections or (layer.out_features // 3,) * 3))
+            raise make_cannot_shard_error(layer.name, why, (layer.name, f"column:{sizes}"), (row.name, "row"))
+        if layout is FusedQkvLayout.CONCATENATED:
+            return HeadProjection(layer, sections, (query, key, key))
+        return HeadProjection(layer, (layer.out_features,), (key,), is_interleaved=True)

@@ -1,0 +1,78 @@
+"""How modules of experts with fused weights lie in memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+
+@dataclass(frozen=True)
+class FusedExpertsLayout:
+    """The weights of a module of experts.
+
+    Attributes:
+        first: the name of what makes the intermediate features, `[experts, features, hidden]`: gate and up, or up.
+        second: the name of what ends them, `[experts, hidden, intermediate]`.
+        intermediate: features of one expert.
+        sections: how many of that size `first` makes: 2 with a gate.
+        interleaved: gate and up take turns; else the one follows the other.
+        first_dim, second_dim: where the intermediate features lie.
+        first_bias, second_bias: names of biases `[experts, features]`, or None.
+    """
+
+    up_name: str
+    down_name: str
+    intermediate_size: int
+    num_sections: int
+    is_interleaved: bool
+    up_dim: int
+    down_dim: int
+    up_bias: str | None
+    down_bias: str | None
+
+
+def has_fused_experts(module: nn.Module) -> bool:
+    """It has the weights of all its experts in two parameters of three dimensions."""
+    own = dict(module.named_parameters(recurse=False))
+    first = own.get("gate_up_proj", own.get("up_proj"))
+    second = own.get("down_proj")
+    return first is not None and second is not None and first.dim() == 3 and second.dim() == 3
+
+
+def read_fused_experts_layout(module: nn.Module) -> FusedExpertsLayout | str:
+    """How its weights lie, or why that isn't known.
+
+    transformers notes down on the module whether weights are transposed and whether gate and up take turns.
+    """
+    own = dict(module.named_parameters(recurse=False))
+    first_name = "gate_up_proj" if "gate_up_proj" in own else "up_proj"
+    first, second = own[first_name], own["down_proj"]
+    hidden = {tuple(first.shape[1:])[dim] for dim in (0, 1)} & {tuple(second.shape[1:])[dim] for dim in (0, 1)}
+    if getattr(module, "has_post_expert_norm", False):
+        return "a norm follows each expert, before outputs are added up"
+    transposed = getattr(module, "is_transposed", None)
+    if transposed is None:
+        straight = first.shape[2] == second.shape[1]
+        turned = first.shape[1] == second.shape[2]
+        if straight == turned:
+            return f"weights {tuple(first.shape)} and {tuple(second.shape)} don't tell where hidden features lie"
+        transposed = turned
+    first_dim, second_dim = (2, 1) if transposed else (1, 2)
+    intermediate, features = second.shape[second_dim], first.shape[first_dim]
+    if not hidden or features not in (intermediate, 2 * intermediate):
+        return f"{first_name} makes {features} features and down_proj takes {intermediate}"
+    known = {first_name, "down_proj", f"{first_name}_bias", "down_proj_bias"}
+    if set(own) - known:
+        return f"its parameters {sorted(set(own) - known)} are not known"
+    return FusedExpertsLayout(
+        up_name=first_name,
+        down_name="down_proj",
+        intermediate_size=intermediate,
+        num_sections=features // intermediate,
+        is_interleaved=not getattr(module, "is_concatenated", True),
+        up_dim=first_dim,
+        down_dim=second_dim,
+        up_bias=f"{first_name}_bias" if f"{first_name}_bias" in own else None,
+        down_bias="down_proj_bias" if "down_proj_bias" in own else None,
+    )

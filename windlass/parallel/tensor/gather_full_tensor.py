@@ -1,0 +1,45 @@
+"""Whole tensors from the parts that ranks hold, for tests and for export."""
+
+from __future__ import annotations
+
+import torch
+
+from windlass.comm.mesh_axis import MeshAxis
+from windlass.parallel.full_parameters import write_local_shard
+from windlass.parallel.placement import Placement
+
+
+def gather_full_tensor(local: torch.Tensor, placement: Placement, *axes: MeshAxis) -> torch.Tensor:
+    """The whole tensor, on every rank of the axes. Collective.
+
+    Args:
+        local: this rank's part: a parameter, its gradient, a state of its shape.
+        placement: of the parameter; ranks hold other parts of it along the axes of `placement.cut`.
+        axes: those axes; others are left out of account.
+
+    Raises:
+        ValueError: an axis along which it is cut is missing.
+    """
+    missing = placement.sharded_axes - {axis.name for axis in axes}
+    if missing:
+        raise ValueError(f"it is cut over {sorted(placement.sharded_axes)}, and {sorted(missing)} is not given")
+    parts = [(placement, local.detach().reshape(-1))]
+    for axis in axes:
+        if axis.name in placement.sharded_axes:
+            parts = _all_gather_parts(parts, axis)
+    whole = local.new_empty(placement.global_shape)
+    for placed, flat in parts:
+        write_local_shard(flat.view(placed.local_shape), whole, placed)
+    return whole
+
+
+def _all_gather_parts(
+    parts: list[tuple[Placement, torch.Tensor]], axis: MeshAxis
+) -> list[tuple[Placement, torch.Tensor]]:
+    """Each rank's parts, of all ranks."""
+    placements = axis.all_gather_object([placed for placed, _ in parts])
+    counts = [[torch.Size(placed.local_shape).numel() for placed in of_rank] for of_rank in placements]
+    flat = axis.all_gather(torch.cat([part for _, part in parts]), 0, [sum(of_rank) for of_rank in counts])
+    sizes = [count for of_rank in counts for count in of_rank]
+    everything = [placed for of_rank in placements for placed in of_rank]
+    return list(zip(everything, flat.split(sizes), strict=True))

@@ -1,0 +1,226 @@
+"""Linear layers that are cut, in place: hooks before and after a module's own forward, or a forward for this one
+module where that has to be computed in parts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from windlass.comm.mesh_axis import MeshAxis
+from windlass.parallel.autograd_collectives import (
+    copy_to_parallel_region,
+    gather_from_parallel_region,
+    reduce_scatter,
+    scatter_to_parallel_region,
+)
+from windlass.parallel.placement import Ranges
+from windlass.parallel.tensor.contiguous_non_view import as_contiguous_non_view
+from windlass.parallel.tensor.input_hooks import ChainInputHook
+from windlass.parallel.tensor.linear_layers import LinearLayer
+from windlass.parallel.tensor.parameter_sharding import mark_partial_gradient, shard_parameter
+from windlass.parallel.tensor.rank_ranges import count_elements, count_rank_elements
+from windlass.parallel.tensor.row_parallel_linear import row_parallel_linear
+from windlass.parallel.tensor.stack_sequence_sharding import StackSequenceSharding
+from windlass.parallel.tensor.tensor_parallel_plan import ModuleShard, ShardStyle
+
+
+def shard_column(
+    layer: LinearLayer, shard: ModuleShard, input_hook: ChainInputHook, column_hook: ColumnInputHook | None
+) -> None:
+    """Cut the output features of a layer.
+
+    Args:
+        entrance: the chain's.
+        before: by which its input enters; None: it has done so.
+    """
+    axis = input_hook.axis
+    shard_outputs(layer, shard, axis)
+    if column_hook is not None:
+        layer.entry_module.register_forward_pre_hook(column_hook)
+    if shard.style is ShardStyle.COLUMN_GATHERED:
+        layer.entry_module.register_forward_hook(ColumnGatherHook(axis, count_rank_elements(shard.rank_ranges)))
+    elif input_hook.local_rng is not None:
+        layer.entry_module.register_forward_hook(ColumnRngHook(input_hook))
+
+
+def shard_outputs(layer: LinearLayer, shard: ModuleShard, axis: MeshAxis) -> None:
+    """Keep this rank's output features of a layer, and nothing else: its input has entered, its output stays cut."""
+    ranges = shard.rank_ranges[axis.index]
+    shard_parameter(f"{layer.name}.weight", _weight(layer), layer.output_dim, ranges, axis.name)
+    bias = layer.module._parameters.get("bias")
+    if bias is not None:
+        shard_parameter(f"{layer.name}.bias", bias, 0, ranges, axis.name)
+    _set_features(layer, outputs=count_elements(ranges))
+
+
+def select_needed_rows(
+    layer: LinearLayer, shard: ModuleShard, input_hook: ChainInputHook, column_hook: ColumnInputHook | None
+) -> None:
+    """Leave a layer whole, and compute only the output features that this rank needs."""
+    axis = input_hook.axis
+    for parameter in layer.module.parameters(recurse=False):
+        mark_partial_gradient(parameter, axis.name)
+    rank = axis.index
+    if column_hook is not None:
+        layer.entry_module.register_forward_pre_hook(column_hook)
+    layer.module.forward = PartialRowsForward(layer, shard.rank_ranges[rank], shard.repeated_ranges[rank])
+    if input_hook.local_rng is not None:
+        layer.entry_module.register_forward_hook(ColumnRngHook(input_hook))
+
+
+def shard_row(
+    layer: LinearLayer,
+    shard: ModuleShard,
+    input_hook: ChainInputHook,
+    sequence_sharding: StackSequenceSharding | None,
+    tp_overlap_chunks: int,
+) -> None:
+    """Cut the input features of a layer.
+
+    Args:
+        entrance: the chain's, which ends here.
+        sequence: that cuts the layer's output; None: it is whole.
+        chunks: see `row_product`.
+    """
+    axis = input_hook.axis
+    shard_parameter(f"{layer.name}.weight", _weight(layer), layer.input_dim, shard.rank_ranges[axis.index], axis.name)
+    bias = layer.module._parameters.get("bias")
+    if bias is not None and sequence_sharding is not None:
+        mark_partial_gradient(bias, axis.name)
+    _set_features(layer, inputs=count_elements(shard.rank_ranges[axis.index]))
+    sizes = count_rank_elements(shard.rank_ranges) if shard.style is ShardStyle.ROW_SPLIT else None
+    layer.module.forward = RowParallelForward(layer, input_hook, sizes, sequence_sharding, tp_overlap_chunks)
+
+
+def hook_tail_features(layer: LinearLayer, features: int, axis: MeshAxis) -> None:
+    """Let gradients of the last features of a whole layer's output in: they go to heads on all ranks."""
+    layer.entry_module.register_forward_hook(TailInputHook(axis, features))
+
+
+class ColumnInputHook:
+    """Before a column: its input enters, once for all columns of the chain."""
+
+    def __init__(self, input_hook: ChainInputHook, sequence_sharding: StackSequenceSharding | None) -> None:
+        self._input_hook, self._sequence_sharding = input_hook, sequence_sharding
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        sizes = self._sequence_sharding.rank_sizes(args[0]) if self._sequence_sharding is not None else None
+        return self._input_hook(args[0], sizes), *args[1:]
+
+
+class ColumnGatherHook:
+    """After a column: all ranks' features, end to end."""
+
+    def __init__(self, axis: MeshAxis, sizes: list[int]) -> None:
+        self._axis, self._sizes = axis, sizes
+
+    def __call__(self, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        return as_contiguous_non_view(gather_from_parallel_region(output, self._axis, -1, self._sizes))
+
+
+class ColumnRngHook:
+    """After the first column of a chain: random numbers are the rank's own, until its row."""
+
+    def __init__(self, input_hook: ChainInputHook) -> None:
+        self._input_hook = input_hook
+
+    def __call__(self, module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        draws = self._input_hook.local_rng
+        if module.training and draws is not None:
+            draws.begin(output.device)
+
+
+class PartialRowsForward:
+    """The forward of a layer of which this rank needs some output features, and some of those several times."""
+
+    def __init__(self, layer: LinearLayer, rows: Ranges, repeats: Ranges) -> None:
+        self._module, self._dim, self._rows = layer.module, layer.output_dim, rows
+        self._repeats = _merge_ranges(repeats)
+
+    def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
+        weight, bias = self._module.weight, self._module._parameters.get("bias")
+        some = _select_ranges(weight, self._dim, self._rows)  # type: ignore[arg-type]
+        made = functional.linear(
+            inputs, some if self._dim == 0 else some.t(), None if bias is None else _select_ranges(bias, 0, self._rows)
+        )
+        if self._repeats == ((0, made.shape[-1]),):
+            return made
+        return torch.cat([made[..., start:stop] for start, stop in self._repeats], -1)
+
+
+class RowParallelForward:
+    """The forward of a layer whose input features are cut: a part of the sum, the sum, and the bias once."""
+
+    def __init__(
+        self,
+        layer: LinearLayer,
+        input_hook: ChainInputHook,
+        sizes: list[int] | None,
+        sequence_sharding: StackSequenceSharding | None,
+        tp_overlap_chunks: int,
+    ) -> None:
+        self._module, self._transposed = layer.module, layer.transposed
+        self._input_hook, self._sizes, self._sequence_sharding, self._tp_overlap_chunks = (
+            input_hook,
+            sizes,
+            sequence_sharding,
+            tp_overlap_chunks,
+        )
+
+    def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
+        entrance, axis = self._input_hook, self._input_hook.axis
+        gathered = entrance.gathered_sizes
+        entrance.end_chain()
+        if self._sizes is not None:
+            inputs = scatter_to_parallel_region(inputs, axis, -1, self._sizes)
+        weight: Any = self._module.weight
+        weight = weight.t() if self._transposed else weight
+        if self._sequence_sharding is None:
+            out = row_parallel_linear(inputs, weight, axis, self._tp_overlap_chunks)
+        else:
+            out = as_contiguous_non_view(reduce_scatter(functional.linear(inputs, weight), axis, -2, gathered))
+        bias = self._module._parameters.get("bias")
+        return out if bias is None else out + bias.to(out.dtype)
+
+
+class TailInputHook:
+    """After a layer that is whole: the last features of its output enter."""
+
+    def __init__(self, axis: MeshAxis, features: int) -> None:
+        self._axis, self._features = axis, features
+
+    def __call__(self, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        head, tail = output.split([output.shape[-1] - self._features, self._features], -1)
+        return torch.cat([head, copy_to_parallel_region(tail, self._axis)], -1)
+
+
+def _weight(layer: LinearLayer) -> nn.Parameter:
+    weight = layer.module._parameters["weight"]
+    assert weight is not None
+    return weight
+
+
+def _set_features(layer: LinearLayer, inputs: int | None = None, outputs: int | None = None) -> None:
+    """What the module says of its sizes, and `Conv1D` computes with."""
+    for names, size in ((("in_features", "nx"), inputs), (("out_features", "nf"), outputs)):
+        for name in names:
+            if size is not None and hasattr(layer.module, name):
+                setattr(layer.module, name, size)
+
+
+def _select_ranges(tensor: torch.Tensor, dim: int, ranges: Ranges) -> torch.Tensor:
+    parts = [tensor.narrow(dim, start, stop - start) for start, stop in ranges]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+def _merge_ranges(ranges: Ranges) -> Ranges:
+    found: list[tuple[int, int]] = []
+    for start, stop in ranges:
+        if found and found[-1][1] == start:
+            found[-1] = (found[-1][0], stop)
+        else:
+            found.append((start, stop))
+    return tuple(found)

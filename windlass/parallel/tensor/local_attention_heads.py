@@ -1,0 +1,113 @@
+"""An attention module that computes some of its heads: what it knows of their number is made to fit, for itself alone.
+
+The forward stays the module's own. It reckons with numbers that it keeps as attributes, with its configuration, or
+with the shapes of what its layers make; the last need nothing, the first two are adapted.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+
+from windlass.parallel.tensor.head_counts import GROUP_SIZES, KEY_COUNT_ATTRIBUTES, QUERY_COUNT_ATTRIBUTES
+from windlass.parallel.tensor.head_partition import HeadPartition
+
+_WIDTHS = ("split_size", "all_head_size", "embed_dim", "hidden_size", "inner_dim", "qkv_dim", "q_size")
+_KEY_WIDTHS = ("kv_dim", "kv_size")
+_BIASES = ("alibi", "position_bias")
+"""Arguments that are added to scores, for each head: `[heads, ...]`, `[batch x heads, ...]` or `[batch, heads, ...]`
+of four dims. Where there is one, models put it into the mask too."""
+
+
+def fit_attention_to_local_heads(
+    module: nn.Module, head_partition: HeadPartition, rank: int, query_features: int
+) -> None:
+    """Have the module reckon with the heads of this rank.
+
+    Args:
+        width: features of all query heads together.
+    """
+    query, key = head_partition.local_counts(rank)
+    size = query_features // head_partition.num_query_heads
+    numbers = {
+        **{name: (head_partition.num_query_heads, query) for name in QUERY_COUNT_ATTRIBUTES},
+        **{name: (head_partition.num_key_heads, key) for name in KEY_COUNT_ATTRIBUTES},
+        **{name: (head_partition.queries_per_key, query // key) for name in GROUP_SIZES},
+        **{name: (query_features, query * size) for name in _WIDTHS},
+        **{name: (head_partition.num_key_heads * size, key * size) for name in _KEY_WIDTHS},
+    }
+    for name, (whole, here) in numbers.items():
+        if vars(module).get(name) == whole:
+            setattr(module, name, here)
+    if _reads_heads_elsewhere(module, *QUERY_COUNT_ATTRIBUTES, *KEY_COUNT_ATTRIBUTES) and hasattr(module, "config"):
+        own = {"num_attention_heads": query, "num_key_value_heads": key}
+        vars(module)["config"] = LocalHeadsConfig(module.config, own)
+    arguments = inspect.signature(module.forward).parameters
+    if any(name in _BIASES for name in arguments):
+        biases = [name for name in arguments if name in (*_BIASES, "attention_mask")]
+        module.register_forward_pre_hook(
+            LocalHeadBias(biases, head_partition.num_query_heads, head_partition.query_ranges[rank]), with_kwargs=True
+        )
+
+
+class LocalHeadsConfig:
+    """A configuration as one module sees it: some values are its own, all others those of the model, now and later."""
+
+    def __init__(self, config: Any, overrides: dict[str, Any]) -> None:
+        vars(self).update(
+            _config=config, _own={name: value for name, value in overrides.items() if hasattr(config, name)}
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        own = vars(self)["_own"]
+        return own[name] if name in own else getattr(vars(self)["_config"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(vars(self)["_config"], name, value)
+
+
+class LocalHeadBias:
+    """Before attention: what is added to scores, of the rank's heads alone.
+
+    Args:
+        names: of the arguments that hold such.
+        heads: in all.
+        span: those of this rank.
+    """
+
+    def __init__(self, names: list[str], num_heads: int, head_range: tuple[int, int]) -> None:
+        self._names, self._num_heads, self._head_range = names, num_heads, head_range
+
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        order = list(inspect.signature(module.forward).parameters)
+        cut = list(args)
+        for name in self._names:
+            at = order.index(name)
+            if name in kwargs:
+                kwargs = {**kwargs, name: self._local_heads(kwargs[name])}
+            elif at < len(cut):
+                cut[at] = self._local_heads(cut[at])
+        return tuple(cut), kwargs
+
+    def _local_heads(self, bias: Any) -> Any:
+        if not isinstance(bias, torch.Tensor):
+            return bias
+        start, stop = self._head_range
+        if bias.dim() == 4:
+            return bias[:, start:stop] if bias.shape[1] == self._num_heads else bias
+        if bias.dim() != 3:
+            return bias
+        return bias.unflatten(0, (-1, self._num_heads))[:, start:stop].flatten(0, 1)
+
+
+def _reads_heads_elsewhere(module: nn.Module, *names: str) -> bool:
+    """Whether the module's forward reads a number of heads from somewhere else than its own attributes."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return code is not None and "config" in code.co_names and bool(set(names) & set(code.co_names))

@@ -1,0 +1,100 @@
+"""What a model of transformers says of itself: its `tp_plan`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from windlass.parallel.tensor.find_language_model import find_language_model
+from windlass.parallel.tensor.fused_experts_layout import has_fused_experts
+from windlass.parallel.tensor.linear_layers import as_linear_layer, is_inside, is_stub
+from windlass.parallel.tensor.plan_entry import PlanEntry
+from windlass.parallel.tensor.tensor_parallel_plan import ShardStyle, make_cannot_shard_error
+
+_STYLE_OF_TP_PLAN = {
+    "colwise": ShardStyle.COLUMN,
+    "packed_colwise": ShardStyle.COLUMN,
+    "colwise_gather_output": ShardStyle.COLUMN_GATHERED,
+    "colwise_rep": ShardStyle.COLUMN_GATHERED,
+    "rowwise": ShardStyle.ROW,
+    "rowwise_split_input": ShardStyle.ROW_SPLIT,
+    "rowwise_rep": ShardStyle.ROW_SPLIT,
+    "embedding_rowwise": ShardStyle.VOCABULARY,
+    "replicated_with_grad_allreduce": ShardStyle.PARTIAL,
+    "mla_kv_a_proj": ShardStyle.TAIL_FEATURES,
+    "moe_tp_experts": ShardStyle.EXPERTS,
+    "moe_identity_expert": ShardStyle.IDENTITY,
+    "replicate": ShardStyle.REPLICATED,
+    "local_params": ShardStyle.REPLICATED,
+    "embedding_colwise": ShardStyle.REPLICATED,
+    "sequence_parallel": ShardStyle.REPLICATED,
+}
+
+
+def read_tp_plan(model: nn.Module) -> dict[str, str]:
+    """The model's own plan, by names in which `*` stands for numbers; without what lies beside its layers.
+
+    Empty where it has none, or where all modules that it names were replaced by others of other names: that of the
+    layer which makes logits is said of all models of transformers.
+    """
+    prefix, inner = find_language_model(model)
+    plan: Any = getattr(inner, "tp_plan", None)
+    if not isinstance(plan, Mapping):
+        return {}
+    names = {_wildcard_name(name) for name, _ in model.named_modules()}
+    said = {f"{prefix}.{name}" if prefix else name: str(style) for name, style in plan.items()}
+    return said if any("*" in name and name in names for name in said) else {}
+
+
+def read_tp_plan_entries(model: nn.Module, tp_plan: Mapping[str, str]) -> dict[str, PlanEntry]:
+    """What the plan says of the modules of the model, and of parameters by themselves.
+
+    Raises:
+        ModelError: it says something that is not known here.
+    """
+    found: dict[str, PlanEntry] = {}
+    modules = dict(model.named_modules())
+    experts = [name for name, module in modules.items() if has_fused_experts(module)]
+    for name, module in modules.items():
+        said = tp_plan.get(_wildcard_name(name))
+        if is_stub(module):
+            continue
+        if said is None or any(is_inside(name, holder) and said != "moe_identity_expert" for holder in experts):
+            continue
+        found[name] = _plan_entry(name, module, said)
+    for name, _ in model.named_parameters():
+        said, holder = tp_plan.get(_wildcard_name(name)), name.rpartition(".")[0]
+        if said is not None and holder not in experts and as_linear_layer(holder, modules[holder]) is None:
+            found[name] = PlanEntry(name, ShardStyle.PARAMETER)
+    return found
+
+
+def _plan_entry(name: str, module: nn.Module, tp_style: str) -> PlanEntry:
+    if tp_style not in _STYLE_OF_TP_PLAN:
+        raise make_cannot_shard_error(name, f"the model's own plan says {tp_style!r}, which is not known here")
+    style = _STYLE_OF_TP_PLAN[tp_style]
+    layer = as_linear_layer(name, module)
+    if (
+        style
+        in (
+            ShardStyle.COLUMN,
+            ShardStyle.COLUMN_GATHERED,
+            ShardStyle.ROW,
+            ShardStyle.ROW_SPLIT,
+            ShardStyle.TAIL_FEATURES,
+        )
+        and layer is None
+    ):
+        raise make_cannot_shard_error(
+            name, f"the model's own plan says {tp_style!r}, and it is a {type(module).__name__}, no linear layer"
+        )
+    if tp_style == "packed_colwise" and layer is not None:
+        return PlanEntry(name, style, (layer.out_features // 2,) * 2)
+    return PlanEntry(name, style)
+
+
+def _wildcard_name(name: str) -> str:
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name)

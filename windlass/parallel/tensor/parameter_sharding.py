@@ -1,0 +1,40 @@
+"""A parameter becomes this rank's part of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import nn
+
+from windlass.base.errors import ModelError
+from windlass.parallel.narrow_to_ranges import narrow_to_ranges
+from windlass.parallel.placement import Ranges, get_placement, set_placement
+
+
+def shard_parameter(name: str, parameter: nn.Parameter, dim: int, ranges: Ranges, axis: str) -> None:
+    """Keep only `ranges` of a parameter along `dim`, and note that down. Its memory goes back; on the meta device only
+    its shape changes.
+
+    It may be cut along other dims already (experts along "ep").
+
+    Raises:
+        ModelError: it is cut along this axis or dim already.
+    """
+    placed = get_placement(parameter)
+    size = placed.global_shape[dim]
+    if axis in placed.sharded_axes or placed.ranges[dim] != ((0, size),):
+        raise ModelError(
+            f"{name} is cut along its dim {dim} already: {placed.local_shape} of {placed.global_shape} lie here; only other "
+            f"dims can be cut over {axis}"
+        )
+    along = list(placed.ranges)
+    along[dim] = ranges
+    parameter.grad = None
+    parameter.data = narrow_to_ranges(parameter.detach(), dim, ranges)
+    set_placement(parameter, replace(placed, ranges=tuple(along), sharded_axes=placed.sharded_axes | {axis}))
+
+
+def mark_partial_gradient(parameter: nn.Parameter, axis: str) -> None:
+    """Note down that along `axis` each rank sees only a part of this parameter's gradient, to be added up."""
+    placed = get_placement(parameter)
+    set_placement(parameter, replace(placed, partial_axes=placed.partial_axes | {axis}))

@@ -1,0 +1,186 @@
+"""The plan of a model: from its own plan, by tracing, and by the user's table, which goes before both."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from windlass.base.errors import ModelError
+from windlass.parallel.tensor.block_tracing import find_blocks, trace_block, trace_known_layers
+from windlass.parallel.tensor.dependency_chains import ChainResolver, find_dependency_chains
+from windlass.parallel.tensor.find_language_model import find_language_model
+from windlass.parallel.tensor.fused_experts_layout import read_fused_experts_layout
+from windlass.parallel.tensor.linear_layers import find_linear_layers, is_inside
+from windlass.parallel.tensor.model_tp_plan import read_tp_plan, read_tp_plan_entries
+from windlass.parallel.tensor.plan_entry import PlanEntry
+from windlass.parallel.tensor.rank_ranges import join_sections, make_even_ranges
+from windlass.parallel.tensor.tensor_parallel_plan import (
+    ModuleShard,
+    ShardStyle,
+    TensorParallelPlan,
+    make_cannot_shard_error,
+)
+from windlass.parallel.tensor.tensor_table import read_tensor_table
+from windlass.parallel.tensor.vocabulary_modules import find_vocabulary_modules, get_hidden_size
+
+_UNCHAINED_STYLES = (ShardStyle.PARTIAL, ShardStyle.IDENTITY)
+
+
+def build_tensor_parallel_plan(
+    model: nn.Module, ranks: int, tensor_table: Mapping[str, str] | None = None
+) -> TensorParallelPlan:
+    """How a model is cut over `ranks` ranks; nothing of it is changed, and its values are not looked at.
+
+    A model of transformers, by itself or inside of another one, is cut by its own `tp_plan`, but for what that gathers
+    only because it knows no fused sections. What such a plan says nothing of is traced as far as it is understood,
+    models without a plan altogether (`tracing`). What the table says goes before all that.
+
+    Args:
+        model: whole, or on the meta device.
+        ranks: of the axis.
+        table: see `read_table`.
+
+    Raises:
+        ConfigError: the table is wrong.
+        ModelError: a module can't be cut; the message names it and shows how to write its line of the table.
+    """
+    said = read_tensor_table(model, tensor_table or {})
+    plan = read_tp_plan(model)
+    wishes = read_tp_plan_entries(model, plan) if plan else {}
+    wishes = _apply_table(wishes, said)
+    vocabulary = find_vocabulary_modules(model, wishes)
+    ends = {
+        name: wish for name, wish in wishes.items() if wish.style is not ShardStyle.VOCABULARY or name in vocabulary
+    }
+    wishes = {**ends, **vocabulary}
+    told = len(wishes)
+    _add_traced_entries(model, wishes, strict=not plan)
+    sources = ["the model's own tp_plan"] if plan else []
+    sources += ["the names and sizes of its layers"] if len(wishes) > told else []
+    sources += ["the table"] if said else []
+    resolver = ChainResolver(model, wishes, ranks)
+    cuts = [cut for chain in find_dependency_chains(wishes) for cut in resolver.shards_of(chain)]
+    known = {cut.name for cut in cuts}
+    for name, wish in wishes.items():
+        if name not in known:
+            cuts += _shard_unchained(model, wish, ranks)
+    if not any(cut.rank_ranges for cut in cuts):
+        raise ModelError(
+            f"tensor parallelism found nothing to cut in this {type(model).__name__}; write parallel.tensor_table, by "
+            f"regular expressions of modules' names with column or row, e.g. "
+            f'{{"layers\\\\.\\\\d+\\\\.up": "column", "layers\\\\.\\\\d+\\\\.down": "row"}}'
+        )
+    return TensorParallelPlan(
+        ranks,
+        " and ".join(sources),
+        _in_model_order(model, cuts),
+        tuple(resolver.head_partitions),
+        _replicated_modules(model, cuts),
+    )
+
+
+def _apply_table(entries: dict[str, PlanEntry], table_entries: Mapping[str, PlanEntry]) -> dict[str, PlanEntry]:
+    """The table goes before what the model says; a module that it names is taken with all that lies in it."""
+    kept = {name: wish for name, wish in entries.items() if not any(is_inside(name, one) for one in table_entries)}
+    return {**kept, **table_entries}
+
+
+def _add_traced_entries(model: nn.Module, entries: dict[str, PlanEntry], *, strict: bool) -> None:
+    """Add what tracing finds: of all blocks, or only attention of which nobody spoke."""
+    hidden = get_hidden_size(model)
+    for name, block in find_blocks(model):
+        taken = {one for one in entries if is_inside(one, name) or one == name}
+        taken |= {
+            layer.name
+            for layer in find_linear_layers(block, name)
+            if any(is_inside(layer.name, one) for one in taken if entries[one].is_from_user)
+        }
+        found = trace_block(name, block, taken, hidden) if strict else trace_known_layers(name, block, taken)
+        entries.update({wish.name: wish for wish in found if wish.name not in entries})
+
+
+def _shard_unchained(model: nn.Module, entry: PlanEntry, ranks: int) -> list[ModuleShard]:
+    """The cuts of what belongs to no chain."""
+    if entry.style is ShardStyle.VOCABULARY:
+        weight = model.get_submodule(entry.name).weight
+        size = int(weight.shape[0])  # type: ignore[index]
+        if size < ranks:
+            raise make_cannot_shard_error(entry.name, f"{size} tokens are too few for {ranks} ranks")
+        return [
+            ModuleShard(
+                entry.name, ShardStyle.VOCABULARY, size, make_even_ranges(size, ranks), f"{size} tokens", entry.name
+            )
+        ]
+    if entry.style is ShardStyle.EXPERTS:
+        return _shard_experts(entry.name, model.get_submodule(entry.name), ranks)
+    if entry.style is ShardStyle.TAIL_FEATURES:
+        return [
+            ModuleShard(
+                entry.name,
+                ShardStyle.TAIL_FEATURES,
+                _rotary_features(model, entry.name),
+                description="its rotary features",
+            )
+        ]
+    return [ModuleShard(entry.name, entry.style)] if entry.style in _UNCHAINED_STYLES else []
+
+
+def _rotary_features(model: nn.Module, name: str) -> int:
+    holder = model.get_submodule(name.rpartition(".")[0])
+    config: Any = getattr(holder, "config", None) or getattr(find_language_model(model)[1], "config", None)
+    size = getattr(config, "qk_rope_head_dim", None)
+    if not isinstance(size, int):
+        raise make_cannot_shard_error(name, "its config does not tell the number of rotary features, qk_rope_head_dim")
+    return size
+
+
+def _shard_experts(name: str, module: nn.Module, ranks: int) -> list[ModuleShard]:
+    """Each expert is cut along its intermediate features, in all parameters; in eights where that is possible, since
+    grouped matrix products ask for rows of whole 16 bytes."""
+    layout = read_fused_experts_layout(module)
+    if isinstance(layout, str):
+        raise make_cannot_shard_error(name, layout)
+    size, sections = layout.intermediate_size, layout.num_sections
+    if size < ranks:
+        raise make_cannot_shard_error(name, f"{size} features of an expert are too few for {ranks} ranks")
+    grain = next(grain for grain in (8, 4, 2, 1) if size % grain == 0 and (size // grain >= ranks or grain == 1))
+    shares = make_even_ranges(size, ranks, grain)
+    if layout.is_interleaved:
+        first = tuple(tuple((start * sections, stop * sections) for start, stop in ranges) for ranges in shares)
+    else:
+        first = join_sections([(size, shares)] * sections)
+    what = f"{sections} x {size} features" if sections > 1 else f"{size} features"
+    cuts = [
+        ModuleShard(name, ShardStyle.EXPERTS, chain=name),
+        ModuleShard(
+            f"{name}.{layout.up_name}", ShardStyle.PARAMETER, sections * size, first, what, name, layout.up_dim
+        ),
+        ModuleShard(
+            f"{name}.{layout.down_name}", ShardStyle.PARAMETER, size, shares, f"{size} features", name, layout.down_dim
+        ),
+    ]
+    if layout.up_bias is not None:
+        cuts.append(
+            ModuleShard(f"{name}.{layout.up_bias}", ShardStyle.PARAMETER, sections * size, first, what, name, 1)
+        )
+    if layout.down_bias is not None:
+        cuts.append(ModuleShard(f"{name}.{layout.down_bias}", ShardStyle.PARTIAL, chain=name))
+    return cuts
+
+
+def _in_model_order(model: nn.Module, shards: list[ModuleShard]) -> tuple[ModuleShard, ...]:
+    """In the order of the model, a module before its parameters."""
+    order: dict[str, int] = {}
+    for name, module in model.named_modules():
+        order.setdefault(name, len(order))
+        for parameter, _ in module.named_parameters(prefix=name, recurse=False):
+            order.setdefault(parameter, len(order))
+    return tuple(sorted(shards, key=lambda cut: order[cut.name]))
+
+
+def _replicated_modules(model: nn.Module, shards: list[ModuleShard]) -> tuple[str, ...]:
+    cut = {one.name for one in shards if one.rank_ranges}
+    kinds = [name for name, module in model.named_modules() if isinstance(module, nn.Embedding)]
+    return tuple(name for name in (*kinds, *(layer.name for layer in find_linear_layers(model))) if name not in cut)

@@ -1,0 +1,176 @@
+"""Hidden states between layers that are cut along the sequence: whose tokens are where, in the forward that runs now.
+
+Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", arXiv:2205.05198.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from windlass.base.backward_callbacks import current_backward_id
+from windlass.comm.mesh_axis import MeshAxis
+from windlass.parallel.autograd_collectives import gather_from_parallel_region, scatter_to_parallel_region
+from windlass.parallel.placement import compute_shard_range
+from windlass.parallel.tensor.contiguous_non_view import as_contiguous_non_view
+from windlass.parallel.tensor.input_hooks import ChainInputHook
+from windlass.parallel.tensor.local_rng import LocalRng, compute_shared_seed, get_default_generator
+
+
+class StackSequenceSharding:
+    """The cut of one stack of layers.
+
+    [Note: lengths in a recomputation] The first layer knows how long the sequence is, the others only their part of it,
+    from which that does not follow. In a forward they take what the first one noted down. What runs again, in a
+    backward, may belong to an earlier forward of another length; and where a pipeline is cut the first layer may run on
+    other ranks. There the ranks tell each other their lengths, unless all sequences that the first layer saw could be
+    cut evenly.
+    """
+
+    def __init__(self, axis: MeshAxis) -> None:
+        self.axis = axis
+        self._rank_sizes: list[int] = []  # tokens of each rank, in the forward that runs now
+        self._num_samples = 0  # samples in it
+        self._has_first_layer, self._is_uneven = (
+            False,
+            False,
+        )  # the first layer runs here; it has seen what can't be cut evenly
+
+    def shard_input(self, hidden: torch.Tensor) -> torch.Tensor:
+        """This rank's part of hidden states `[batch, sequence, features]`, which are the same on all ranks."""
+        length = hidden.shape[1]
+        spans = [compute_shard_range(length, self.axis.size, rank) for rank in range(self.axis.size)]
+        self._rank_sizes = [stop - start for start, stop in spans]
+        self._num_samples, self._has_first_layer = hidden.shape[0], True
+        self._is_uneven |= length % self.axis.size > 0
+        return self.local_shard(hidden, self._rank_sizes)
+
+    def rank_sizes(self, part: torch.Tensor) -> list[int]:
+        """How many rows along dim -2 each rank has of a tensor like this one: `[batch, part of the sequence, ...]`, or
+        with both in one dim."""
+        own, ranks = part.shape[-2], self.axis.size
+        if not self._has_first_layer or (self._is_uneven and current_backward_id() != -1):
+            found: list[int] = self.axis.all_gather(torch.tensor([own], device=part.device)).tolist()
+            return found
+        if not self._is_uneven:
+            return [own] * ranks
+        return self._rank_sizes if part.dim() > 2 else [size * self._num_samples for size in self._rank_sizes]
+
+    def gather(self, part: torch.Tensor, sizes: list[int]) -> torch.Tensor:
+        """All ranks' parts `[batch, part of the sequence, ...]`, the same on every rank."""
+        return as_contiguous_non_view(gather_from_parallel_region(part, self.axis, 1, sizes))
+
+    def local_shard(self, full: torch.Tensor, sizes: list[int]) -> torch.Tensor:
+        """This rank's part of `[batch, sequence, ...]`, or with both in one dim, which is the same on every rank."""
+        if full.dim() < 3:
+            return self.local_shard(full.unflatten(0, (-1, sum(sizes))), sizes).flatten(0, 1)
+        return as_contiguous_non_view(scatter_to_parallel_region(full, self.axis, 1, sizes))
+
+
+class StackInputHook:
+    """Before a layer of the stack: the first one cuts hidden states."""
+
+    def __init__(self, sequence_sharding: StackSequenceSharding, is_first: bool, local_rng: LocalRng | None) -> None:
+        self._sequence_sharding, self._is_first, self._local_rng = sequence_sharding, is_first, local_rng
+
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        hidden = get_hidden_states(args, kwargs)
+        if self._local_rng is not None and module.training:
+            self._local_rng.begin(hidden.device)
+        return (
+            replace_hidden_states(args, kwargs, self._sequence_sharding.shard_input(hidden))
+            if self._is_first
+            else (args, kwargs)
+        )
+
+
+class StackOutputHook:
+    """After the last layer of the stack: hidden states are put together."""
+
+    def __init__(self, sequence_sharding: StackSequenceSharding) -> None:
+        self._sequence_sharding = sequence_sharding
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return map_first_output(
+            output, lambda part: self._sequence_sharding.gather(part, self._sequence_sharding.rank_sizes(part))
+        )
+
+
+class AttentionGatherHook:
+    """Before attention: the hidden states of all ranks, for all columns of its chain."""
+
+    def __init__(self, input_hook: ChainInputHook, sequence_sharding: StackSequenceSharding) -> None:
+        self._input_hook, self._sequence_sharding = input_hook, sequence_sharding
+
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        hidden = get_hidden_states(args, kwargs)
+        return replace_hidden_states(args, kwargs, self._input_hook(hidden, self._sequence_sharding.rank_sizes(hidden)))
+
+
+class FullSequenceHook:
+    """Before and after a module that is to see whole sequences, and computes the same on all ranks.
+
+    Args:
+        salt: another one for each such module, if it may draw numbers; else None.
+    """
+
+    def __init__(self, sequence_sharding: StackSequenceSharding, salt: int | None) -> None:
+        self._sequence_sharding, self._salt = sequence_sharding, salt
+        self._rank_sizes: list[int] = []
+        self._saved_rng_state: tuple[torch.Generator, torch.Tensor] | None = None
+
+    def pre_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        part = get_hidden_states(args, kwargs)
+        self._rank_sizes = self._sequence_sharding.rank_sizes(part)
+        self._saved_rng_state = None
+        if self._salt is not None and module.training:
+            generator = get_default_generator(part.device)
+            self._saved_rng_state = generator, generator.get_state()
+            generator.manual_seed(compute_shared_seed(self._sequence_sharding.axis, part.device, self._salt))
+        return replace_hidden_states(args, kwargs, self._sequence_sharding.gather(part, self._rank_sizes))
+
+    def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if self._saved_rng_state is not None:
+            self._saved_rng_state[0].set_state(self._saved_rng_state[1])
+            self._saved_rng_state = None
+        return map_first_output(output, lambda whole: self._sequence_sharding.local_shard(whole, self._rank_sizes))
+
+
+class LocalRngEndHook:
+    """After a module, whatever became of it: numbers are common ones again."""
+
+    def __init__(self, local_rng: LocalRng) -> None:
+        self._local_rng = local_rng
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._local_rng.end()
+
+
+def get_hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """The hidden states that a module of transformers is given: `hidden_states`, or its first argument."""
+    found: torch.Tensor = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+    return found
+
+
+def replace_hidden_states(
+    args: tuple[Any, ...], kwargs: dict[str, Any], hidden: torch.Tensor
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with other hidden states."""
+    if "hidden_states" in kwargs:
+        return args, {**kwargs, "hidden_states": hidden}
+    return (hidden, *args[1:]), kwargs
+
+
+def map_first_output(output: Any, function: Any) -> Any:
+    """What a module gives, a tensor or a tuple that begins with one, with another one in its place."""
+    if isinstance(output, torch.Tensor):
+        return function(output)
+    return type(output)((function(output[0]), *output[1:]))

@@ -1,0 +1,79 @@
+"""How many bytes tensor parallelism moves in a step: the formula that measured traffic is held to."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from windlass.parallel.placement import compute_shard_range
+from windlass.parallel.tensor.layer_stacks import LayerStack
+from windlass.parallel.tensor.rank_ranges import count_elements
+from windlass.parallel.tensor.tensor_parallel_plan import ShardStyle, TensorParallelPlan
+
+_LOSS = 3  # a maximum, a sum and a label's logit of each token, in 4 bytes
+
+
+def count_step_bytes(
+    plan: TensorParallelPlan,
+    rank: int,
+    *,
+    batch: int,
+    tokens: int,
+    hidden: int,
+    itemsize: int,
+    top_k: int = 0,
+    stacks: list[LayerStack] | None = None,
+) -> Counter[str]:
+    """Bytes that a rank receives in the forward and backward of one micro-batch with labels, by operation.
+
+    With n ranks and B = batch x tokens x hidden x itemsize: each chain, and each module of experts, costs an all-reduce
+    of B in forward and one in backward, `2 B (n - 1) / n` bytes each; so do the embedding in forward and the head in
+    backward. The loss costs three numbers a token. Between cut sequences chains gather and scatter instead, which
+    is as much.
+
+    Nothing is recomputed, all parameters are trained, and each chain begins with one tensor (latent attention begins
+    with several, of other widths).
+
+    Args:
+        plan: of the model.
+        rank: its place along the axis.
+        batch, tokens: samples, and the length of each.
+        hidden: features between layers.
+        itemsize: bytes of a hidden state's number.
+        chosen: experts of a token.
+        stacks: of layers between which sequences are cut; None: none.
+    """
+    found: Counter[str] = Counter()
+    ranks, rows = plan.ranks, batch * tokens
+    if ranks == 1:
+        return found
+
+    def all_reduce(numbers: int, size: int = itemsize) -> None:
+        found["all_reduce"] += 2 * numbers * size * (ranks - 1) // ranks
+
+    def all_gather(features: int, own: int) -> None:
+        found["all_gather"] += rows * (features - own) * itemsize
+
+    start, stop = compute_shard_range(tokens, ranks, rank)
+    own = batch * (stop - start) * hidden * itemsize
+    whole = rows * hidden * itemsize
+    chains = {chain for stack in stacks or [] for chain in stack.chains}
+    for cut in plan.shards:
+        if cut.style in (ShardStyle.ROW, ShardStyle.ROW_SPLIT) and cut.chain in chains:
+            found["all_gather"] += 2 * (whole - own)
+            found["reduce_scatter"] += 2 * own * (ranks - 1)
+        elif cut.style in (ShardStyle.ROW, ShardStyle.ROW_SPLIT):
+            all_reduce(rows * hidden)
+            all_reduce(rows * hidden)
+        elif cut.style is ShardStyle.EXPERTS:
+            all_reduce(rows * hidden)
+            all_reduce(rows * hidden)
+            all_reduce(rows * top_k)
+        elif cut.style is ShardStyle.VOCABULARY:
+            all_reduce(rows * hidden)
+        if cut.style in (ShardStyle.COLUMN_GATHERED, ShardStyle.ROW_SPLIT):
+            all_gather(cut.sharded_size, count_elements(cut.rank_ranges[rank]))
+    for stack in stacks or []:
+        found["all_gather"] += (2 + 2 * len(stack.full_sequence_modules)) * (whole - own)
+    all_reduce(rows, 4)
+    all_reduce((_LOSS - 1) * rows, 4)
+    return found

@@ -1,0 +1,95 @@
+"""The user's table: regular expressions of module names, and how such modules are cut."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+
+from torch import nn
+
+from windlass.base.errors import ConfigError
+from windlass.parallel.tensor.linear_layers import as_linear_layer
+from windlass.parallel.tensor.plan_entry import PlanEntry
+from windlass.parallel.tensor.tensor_parallel_plan import ShardStyle
+
+_STYLES_BY_WORD = {
+    "column": ShardStyle.COLUMN,
+    "row": ShardStyle.ROW,
+    "vocabulary": ShardStyle.VOCABULARY,
+    "partial": ShardStyle.PARTIAL,
+    "replicated": ShardStyle.REPLICATED,
+}
+_VALUE_PATTERN = re.compile(r"(\w+)(?::(\d+(?:\+\d+)*))?(?: of (\d+(?:\+\d+)*) heads)?")
+
+
+def read_tensor_table(model: nn.Module, tensor_table: Mapping[str, str]) -> dict[str, PlanEntry]:
+    """What the table says of the modules of a model, by their names; the last line that fits a module counts.
+
+    A line's key is a regular expression that fits the whole name of a module, or of a parameter that lies directly in
+    a module which is no linear layer. Its value is one of
+
+    - `column`: the output features are cut; with `column:256+64+64` they are fused from sections of these sizes, one
+      after another (queries, keys and values), and each is cut.
+    - `row`: the input features are cut, and the outputs added up.
+    - `vocabulary`: an embedding, or the layer that makes logits.
+    - `partial`: whole, between layers that are cut (a norm of single heads).
+    - `replicated`: whole.
+
+    Heads stay whole. Where a module does not tell how many it has, `column of 8 heads` and `row of 8 heads` do, with a
+    number for each section where those differ: `column:256+64+64 of 8+2+2 heads`.
+
+    Raises:
+        ConfigError: a line that is no regular expression, says something else or fits nothing.
+    """
+    modules = dict(model.named_modules())
+    names = [name for name in modules if name]
+    bare = [name for name, _ in model.named_parameters()]
+    found: dict[str, PlanEntry] = {}
+    for key, value in tensor_table.items():
+        try:
+            expression = re.compile(key)
+        except re.error as error:
+            raise ConfigError(f"parallel.tensor_table has {key!r}, no regular expression: {error}") from error
+        style, sections, heads = _parse_value(key, value)
+        fitting = [name for name in (*names, *bare) if expression.fullmatch(name)]
+        if not fitting:
+            near = difflib.get_close_matches(key.replace("\\", ""), [*names, *bare], n=3, cutoff=0.0)
+            raise ConfigError(
+                f"parallel.tensor_table has {key!r}, which fits no module of the model; the nearest names "
+                f"are {', '.join(near)}"
+            )
+        if style in (ShardStyle.COLUMN, ShardStyle.ROW):
+            layers = [name for name in fitting if name in modules and as_linear_layer(name, modules[name]) is not None]
+            if not layers:
+                kind = type(modules[fitting[0]]).__name__ if fitting[0] in modules else "parameter"
+                raise ConfigError(
+                    f"parallel.tensor_table says {value!r} of {key!r}, which fits {fitting[0]}, a {kind}, "
+                    f"and no linear layer"
+                )
+            fitting = layers
+        for name in fitting:
+            found[name] = PlanEntry(name, style, sections, heads, is_from_user=True)
+    return found
+
+
+def _parse_value(key: str, value: str) -> tuple[ShardStyle, tuple[int, ...], tuple[int, ...]]:
+    form = _VALUE_PATTERN.fullmatch(value.strip()) if isinstance(value, str) else None
+    if form is None or form[1] not in _STYLES_BY_WORD:
+        raise ConfigError(
+            f"parallel.tensor_table says {value!r} of {key!r}; it may say {', '.join(_STYLES_BY_WORD)}, sections as "
+            f"in 'column:256+64+64', and heads as in 'column of 8 heads'"
+        )
+    sections, heads = ([int(number) for number in (part or "").split("+") if number] for part in (form[2], form[3]))
+    style = _STYLES_BY_WORD[form[1]]
+    if (sections and style is not ShardStyle.COLUMN) or (heads and style not in (ShardStyle.COLUMN, ShardStyle.ROW)):
+        raise ConfigError(
+            f"parallel.tensor_table says {value!r} of {key!r}; only columns have sections, and only "
+            f"columns and rows heads"
+        )
+    if len(heads) > 1 and len(heads) != len(sections):
+        raise ConfigError(
+            f"parallel.tensor_table says {value!r} of {key!r}: {len(heads)} numbers of heads for "
+            f"{len(sections) or 'no'} sections"
+        )
+    return style, tuple(sections), tuple(heads)

@@ -1,0 +1,90 @@
+"""Which modules of a model know its vocabulary: the embedding of tokens, and the layer that makes logits."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from windlass.parallel.tensor.find_language_model import find_language_model
+from windlass.parallel.tensor.linear_layers import as_linear_layer, is_plain_linear, is_stub
+from windlass.parallel.tensor.plan_entry import PlanEntry
+from windlass.parallel.tensor.tensor_parallel_plan import ShardStyle, make_cannot_shard_error
+
+
+def find_vocabulary_modules(model: nn.Module, entries: Mapping[str, PlanEntry]) -> dict[str, PlanEntry]:
+    """The modules that are cut by tokens of the vocabulary.
+
+    These are the input and output embeddings that a model of transformers names, and what the wishes say. Modules that
+    share a weight are cut alike or not at all.
+
+    Raises:
+        ModelError: a module that the user named can't be cut so.
+    """
+    modules = dict(model.named_modules())
+    asked = {name for name, wish in entries.items() if wish.style is ShardStyle.VOCABULARY and name in modules}
+    other = {name for name, wish in entries.items() if wish.is_from_user and name not in asked}
+    _, inner = find_language_model(model)
+    ends = [
+        module
+        for module in (_call_getter(inner, "get_input_embeddings"), _call_getter(inner, "get_output_embeddings"))
+        if module
+    ]
+    found: set[str] = set()
+    for name, module in modules.items():
+        if name in found or not (name in asked or module in ends):
+            continue
+        alike = {name, *find_tied_modules(modules, name)}
+        why = next((why for why in (_why_not_shardable(modules[one]) for one in sorted(alike)) if why), "")
+        if why and any(entries[one].is_from_user for one in asked & alike):
+            raise make_cannot_shard_error(name, why)
+        if not why and not alike & other:
+            found |= alike
+    return {name: PlanEntry(name, ShardStyle.VOCABULARY) for name in modules if name in found}
+
+
+def get_hidden_size(model: nn.Module) -> int | None:
+    """Features of the hidden states between blocks: what its config says, else its embedding of tokens; None: neither
+    tells."""
+    _, inner = find_language_model(model)
+    size = getattr(getattr(inner, "config", None), "hidden_size", None)
+    embedding = _call_getter(inner, "get_input_embeddings")
+    if isinstance(size, int):
+        return size
+    return embedding.embedding_dim if isinstance(embedding, nn.Embedding) else None
+
+
+def find_tied_modules(modules: Mapping[str, nn.Module], name: str) -> list[str]:
+    """The other modules that hold this one's weight."""
+    weight = modules[name]._parameters.get("weight")
+    return [
+        other
+        for other, module in modules.items()
+        if other != name
+        and weight is not None
+        and any(held is weight for held in module._parameters.values())
+        and not is_stub(module)
+    ]
+
+
+def _call_getter(model: nn.Module, getter: str) -> nn.Module | None:
+    """What the model answers; some don't, and some have no such layer."""
+    ask: Any = getattr(model, getter, None)
+    if ask is None:
+        return None
+    with contextlib.suppress(NotImplementedError, AttributeError):
+        found = ask()
+        return found if isinstance(found, nn.Module) and not is_stub(found) else None
+    return None
+
+
+def _why_not_shardable(module: nn.Module) -> str:
+    """Why this module can't be cut by tokens; empty: it can."""
+    if isinstance(module, nn.Embedding):
+        if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
+            return "an embedding with max_norm, scale_grad_by_freq or sparse sees all its rows"
+    elif as_linear_layer("", module) is None or not is_plain_linear(module):
+        return f"its weight is used by a {type(module).__name__}"
+    return ""

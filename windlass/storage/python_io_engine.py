@@ -1,0 +1,193 @@
+"""The I/O where the native module is missing: threads of Python, each with one preadv or pwritev at a time.
+
+What the native engines promise (windlass/kernels/native/disk_queue.hpp) holds here too: reads and writes take turns,
+the first failure of a request stops what is left of it, closing cancels what waits and awaits what is in flight.
+Checksums of pages are those of zlib: they never leave the process, so that both kinds of engine need not agree.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import threading
+import time
+import zlib
+from collections import deque
+from collections.abc import Sequence
+
+from windlass.storage.extent_allocator import PAGE
+
+BlockSpan = tuple[int, int, int, int, int]
+"""File, offset, address, bytes, and the address of one 32-bit checksum a page; all but addresses in whole pages.
+
+A write sets the checksums, a read compares them; at address 0 there are none.
+"""
+
+
+class PythonIoRequest:
+    """What one call asked for."""
+
+    def __init__(self, write: bool, left: int, changed: threading.Condition) -> None:
+        self.write, self.left = write, left
+        self.error: tuple[int, int, int, int] | None = None
+        self._changed = changed
+
+    def done(self) -> bool:
+        return self.left == 0
+
+    def wait(self, seconds: float) -> bool:
+        with self._changed:
+            return self._changed.wait_for(self.done, seconds)
+
+    def failure(self) -> tuple[int, int, int, int] | None:
+        return self.error
+
+
+class _BusyTimer:
+    """A stopwatch that runs while at least one thing is outstanding."""
+
+    def __init__(self) -> None:
+        self._outstanding, self._total, self._since = 0, 0.0, 0.0
+
+    def begin(self) -> None:
+        if not self._outstanding:
+            self._since = time.monotonic()
+        self._outstanding += 1
+
+    def end(self) -> None:
+        self._outstanding -= 1
+        if not self._outstanding:
+            self._total += time.monotonic() - self._since
+
+    def seconds(self) -> float:
+        return self._total + (time.monotonic() - self._since if self._outstanding else 0.0)
+
+
+class PythonIoEngine:
+    """Moves blocks between files and memory.
+
+    Args:
+        files: descriptors.
+        at_once: threads, hence blocks in flight.
+        largest: bytes of the largest block.
+        alignment: of addresses; blocks elsewhere are copied on their way.
+    """
+
+    def __init__(self, files: Sequence[int], threads: int, block_size: int, alignment: int) -> None:
+        self._files, self._block_size, self._alignment = list(files), block_size, alignment
+        self._changed = threading.Condition()
+        self._waiting: tuple[deque[tuple[PythonIoRequest, BlockSpan]], ...] = (deque(), deque())  # reads, writes
+        self._busy_timers = (_BusyTimer(), _BusyTimer(), _BusyTimer())  # reads, writes, either
+        self._transferred_bytes = [0, 0]
+        self._next_is_write, self._stopped = False, False
+        # Daemons: Python joins all others before it runs what closes the tier at exit.
+        self._threads = [
+            threading.Thread(target=self._run_worker, name=f"windlass-disk-{i}", daemon=True) for i in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, write: bool, spans: Sequence[BlockSpan]) -> PythonIoRequest | None:
+        request = PythonIoRequest(write, len(spans), self._changed)
+        with self._changed:
+            if self._stopped:
+                return None
+            if spans:
+                self._busy_timers[write].begin()
+                self._busy_timers[2].begin()
+            self._waiting[write].extend((request, span) for span in spans)
+            self._changed.notify_all()
+        return request
+
+    def add_region(self, address: int, nbytes: int) -> int:
+        return -errno.ENOTSUP
+
+    def remove_region(self, place: int) -> None:
+        """Nothing: no place is ever given."""
+
+    def totals(self) -> tuple[int, int, float, float, float]:
+        with self._changed:
+            reads, writes, either = (busy.seconds() for busy in self._busy_timers)
+            return self._transferred_bytes[0], self._transferred_bytes[1], reads, writes, either
+
+    def close(self) -> None:
+        with self._changed:
+            self._stopped = True
+            for waiting in self._waiting:
+                for request, (file, offset, *_) in waiting:
+                    self._finish(request, (errno.ECANCELED, file, offset, 0))
+                waiting.clear()
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join()
+        self._threads = []
+
+    def _run_worker(self) -> None:
+        bounce: mmap.mmap | None = None
+        while (job := self._next()) is not None:
+            request, span = job
+            file, offset, address, nbytes, sums = span
+            memory = memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
+            aligned = address % self._alignment == 0
+            if not aligned and bounce is None:
+                bounce = mmap.mmap(-1, self._block_size)
+            target = memory if aligned or bounce is None else memoryview(bounce)[:nbytes]
+            if not aligned and request.write:
+                target[:] = memory
+            noted = (ctypes.c_uint32 * (nbytes // PAGE)).from_address(sums) if sums else None
+            if request.write and noted is not None:
+                noted[:] = [zlib.crc32(memory[at : at + PAGE]) for at in range(0, nbytes, PAGE)]
+            error, done = self._transfer_block(request.write, file, offset, target)
+            if not request.write and noted is not None and not error:
+                error, done = _verify_checksums(target, noted)
+            if not aligned and not request.write and not error:
+                memory[:] = target
+            with self._changed:
+                self._transferred_bytes[request.write] += done
+                self._finish(request, (error, file, offset, done) if error else None)
+
+    def _transfer_block(self, write: bool, file: int, offset: int, memory: memoryview) -> tuple[int, int]:
+        """Errno (ENODATA: the file ended) and bytes done."""
+        move, done = os.pwritev if write else os.preadv, 0
+        while done < len(memory):
+            try:
+                got = move(self._files[file], [memory[done:]], offset + done)
+            except OSError as error:
+                return error.errno or errno.EIO, done
+            done += got
+            if got == 0 or (done < len(memory) and done % PAGE):
+                return errno.ENODATA, done
+        return 0, done
+
+    def _next(self) -> tuple[PythonIoRequest, BlockSpan] | None:
+        with self._changed:
+            while True:
+                while any(self._waiting):
+                    self._next_is_write = (
+                        not self._next_is_write if self._waiting[not self._next_is_write] else self._next_is_write
+                    )
+                    request, span = self._waiting[self._next_is_write].popleft()
+                    if request.error is None:
+                        return request, span
+                    self._finish(request, None)
+                if self._stopped:
+                    return None
+                self._changed.wait()
+
+    def _finish(self, request: PythonIoRequest, error: tuple[int, int, int, int] | None) -> None:
+        request.error = request.error or error
+        request.left -= 1
+        if not request.left:
+            self._busy_timers[request.write].end()
+            self._busy_timers[2].end()
+            self._changed.notify_all()
+
+
+def _verify_checksums(memory: memoryview, sums: ctypes.Array[ctypes.c_uint32]) -> tuple[int, int]:
+    """EBADMSG and the bytes before the first page that is not what was written, or 0 and all bytes."""
+    for page, at in enumerate(range(0, len(memory), PAGE)):
+        if zlib.crc32(memory[at : at + PAGE]) != sums[page]:
+            return errno.EBADMSG, at
+    return 0, len(memory)

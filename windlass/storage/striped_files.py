@@ -1,0 +1,238 @@
+"""The files of a disk tier, one on each path; the tier's bytes go round them block by block."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import mmap
+import os
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from windlass.base.errors import StorageError
+from windlass.base.log import logger
+from windlass.storage.disk_error_messages import advice_for, error_name, format_bytes
+from windlass.storage.extent_allocator import PAGE
+from windlass.storage.process_directory import ProcessDirectory, unusable_path_error
+
+_DIRECT = getattr(os, "O_DIRECT", 0)
+MEMORY_FILESYSTEMS = ("tmpfs", "ramfs", "devtmpfs")
+
+
+class StripeSpan(NamedTuple):
+    """A span of one file. `start` is where it begins among the bytes that were asked for."""
+
+    file: int
+    offset: int
+    start: int
+    nbytes: int
+
+
+@dataclass
+class _StripeFile:
+    directory: ProcessDirectory
+    path: Path
+    descriptor: int
+    is_direct: bool
+    size: int = 0
+
+
+class StripedFiles:
+    """Files that together hold bytes 0, 1, 2, ...: block `b` lies in file `b % paths`.
+
+    [Note: unlinked files] Each file is removed from its directory as soon as it is open: the kernel gives the space
+    back when the process ends, however it ends, and no other user can open it. The directory stays, so that one can
+    see who uses the disk.
+
+    Args:
+        paths: one directory a disk.
+        block_size: bytes of a block, a multiple of the page size.
+        label: part of the directories' names.
+
+    Raises:
+        StorageError: a path can't be used; names it, the reason and the remedy. None of them is left behind.
+    """
+
+    def __init__(self, paths: Sequence[Path], block_size: int, label: str) -> None:
+        self._block = block_size
+        self._files: list[_StripeFile] = []
+        self._end = 0
+        try:
+            for path in paths:
+                self._files.append(_open_stripe(path, label))
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def descriptors(self) -> list[int]:
+        return [file.descriptor for file in self._files]
+
+    @property
+    def path_names(self) -> list[str]:
+        """Of the directories, for messages."""
+        return [str(file.path) for file in self._files]
+
+    @property
+    def directories(self) -> list[Path]:
+        """This process's own directories."""
+        return [file.directory.path for file in self._files]
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether all files pass by the page cache."""
+        return all(file.is_direct for file in self._files)
+
+    def memory_alignment(self, ask: Callable[[int], int] | None) -> int:
+        """What I/O on these files asks of addresses; `ask` tells it for a descriptor, 0 for unknown."""
+        direct = [file.descriptor for file in self._files if file.is_direct]
+        return max([(ask(descriptor) if ask else 0) or PAGE for descriptor in direct], default=1)
+
+    def locate(self, first: int, last: int) -> list[StripeSpan]:
+        """Where `[first, last)` lies, in order, cut at every block's end."""
+        pieces, at = [], first
+        while at < last:
+            block, within = divmod(at, self._block)
+            end = min(last, at - within + self._block)
+            turn, file = divmod(block, len(self._files))
+            pieces.append(StripeSpan(file, turn * self._block + within, at - first, end - at))
+            at = end
+        return pieces
+
+    def tier_offset(self, file: int, offset: int) -> int:
+        """Which byte of the tier lies at `offset` of a file; the inverse of `locate`."""
+        turn, within = divmod(offset, self._block)
+        return (turn * len(self._files) + file) * self._block + within
+
+    def resize(self, end: int, what: str) -> None:
+        """Make the files hold `[0, end)` and no more, with all of it really taken on the disks.
+
+        Raises:
+            StorageError: a disk has too little left. Nothing has changed then.
+        """
+        if end == self._end:
+            return
+        sizes = [self._size(index, end) for index in range(len(self._files))]
+        self._check_free(sizes, what)
+        before = [file.size for file in self._files]
+        try:
+            for file, size in zip(self._files, sizes, strict=True):
+                _resize(file, size)
+        except OSError as error:
+            number = error.errno or errno.EIO
+            for file, size in zip(self._files, before, strict=True):
+                os.ftruncate(file.descriptor, size)
+                file.size = size
+            grown = sum(sizes) - sum(before)
+            raise self._no_space_error(file, what, grown, f"{error_name(number)}; {advice_for(number)}") from error
+        self._end = end
+
+    def close(self) -> None:
+        """Give the space back and remove the directories. Closing again does nothing."""
+        for file in self._files:
+            with contextlib.suppress(OSError):  # of a lost device
+                os.ftruncate(file.descriptor, 0)  # the kernel may hold a registered file longer than we do
+            os.close(file.descriptor)
+            file.directory.release()
+        self._files = []
+
+    def _size(self, index: int, end: int) -> int:
+        blocks, rest = divmod(end, self._block)
+        turns, more = divmod(blocks, len(self._files))
+        return (turns + (index < more)) * self._block + (rest if index == more else 0)
+
+    def _check_free(self, sizes: list[int], what: str) -> None:
+        asked: dict[int, int] = defaultdict(int)  # two paths may lie on one disk
+        for file, size in zip(self._files, sizes, strict=True):
+            disk = os.fstat(file.descriptor).st_dev
+            asked[disk] += max(0, size - file.size)
+            state = os.fstatvfs(file.descriptor)
+            if asked[disk] > state.f_bavail * state.f_frsize:
+                raise self._no_space_error(file, what, asked[disk], advice_for(errno.ENOSPC))
+
+    def _no_space_error(self, file: _StripeFile, what: str, asked: int, reason: str) -> StorageError:
+        state = os.fstatvfs(file.descriptor)
+        free = format_bytes(state.f_bavail * state.f_frsize)
+        return StorageError(
+            f"no space for {what}: {format_bytes(asked)} more asked of {file.path}, {free} free; {reason}"
+        )
+
+
+def filesystem_of(path: Path) -> str:
+    """The type of the file system that `path` lies on, as `ext4`; `unknown` where the system does not tell."""
+    where, best, found = os.path.realpath(path), -1, "unknown"
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/mountinfo").read_text().splitlines():
+            left, _, right = line.partition(" - ")
+            mount = left.split()[4].replace("\\040", " ")
+            if len(mount) >= best and (where == mount or where.startswith(mount.rstrip("/") + "/")):
+                best, found = len(mount), right.split()[0]
+    return found
+
+
+def _open_stripe(path: Path, label: str) -> _StripeFile:
+    claim = ProcessDirectory(path, label)
+    name, flags = claim.path / "stripe", os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    try:
+        descriptor = os.open(name, flags, 0o600)
+    except OSError as error:
+        claim.release()
+        raise unusable_path_error(path, error) from error
+    try:
+        os.unlink(name)
+        file = _StripeFile(claim, path, descriptor, enable_direct_io(descriptor))
+    except OSError as error:
+        os.close(descriptor)
+        claim.release()
+        raise unusable_path_error(path, error) from error
+    _warn_about_filesystem(file)
+    return file
+
+
+def enable_direct_io(descriptor: int) -> bool:
+    """Turn the page cache off for an empty file; False where the file system needs it."""
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | _DIRECT)
+        os.pwrite(descriptor, mmap.mmap(-1, PAGE), 0)  # some accept the flag and refuse the I/O
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)
+        return False
+    os.ftruncate(descriptor, 0)
+    return bool(_DIRECT)
+
+
+def _warn_about_filesystem(file: _StripeFile) -> None:
+    kind = filesystem_of(file.path)
+    if kind in MEMORY_FILESYSTEMS:
+        logger.warning(
+            "%s is a %s: this is memory, so offloading to it saves none; name a directory on a disk (nvme_path)",
+            file.path,
+            kind,
+        )
+    elif not file.is_direct:
+        logger.warning(
+            "%s (%s) refuses direct I/O: what is offloaded to it also passes through the page cache, which takes memory"
+            " and time; name a directory on another file system (nvme_path)",
+            file.path,
+            kind,
+        )
+
+
+def _resize(file: _StripeFile, size: int) -> None:
+    if size <= file.size:
+        os.ftruncate(file.descriptor, size)
+    else:
+        try:
+            os.posix_fallocate(file.descriptor, file.size, size - file.size)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+                raise
+            os.ftruncate(file.descriptor, size)  # no such promise on this file system: a full disk shows when written
+    file.size = size

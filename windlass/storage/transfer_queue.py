@@ -1,0 +1,197 @@
+"""Moves tensors between memory and extents: starts transfers, keeps those that meet in order, notes how they went."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+
+import torch
+
+from windlass.base.errors import DamageError, StorageError
+from windlass.base.log import logger
+from windlass.base.native_memory import native_access_problem
+from windlass.base.pending import DONE, Pending
+from windlass.storage.disk_error_messages import advice_for, error_name, format_bytes, is_data_lost
+from windlass.storage.extent_allocator import PAGE, page_down, page_up, split_at_pages
+from windlass.storage.extent_transfer import DiskTransfer, Extent, PartialPage
+from windlass.storage.io_engine import IoEngine
+from windlass.storage.io_rates import IoRates
+from windlass.storage.python_io_engine import BlockSpan
+from windlass.storage.staging_memory import aligned_buffer
+from windlass.storage.striped_files import StripedFiles
+
+
+class TransferQueue:
+    """What a tier is beneath its space: files, the engine that moves blocks, and what is under way.
+
+    Nothing here refers to the tier, so that a tier that nobody holds any more ends at once, and this after it.
+
+    Attributes:
+        lock: held by whoever changes anything.
+        live: every extent of the tier.
+        owner: the only process that may use it.
+    """
+
+    def __init__(self, stripes: StripedFiles, engine: IoEngine) -> None:
+        self._stripes, self._engine = stripes, engine
+        self.lock = threading.RLock()
+        self.extents: set[Extent] = set()
+        self.owner_pid = os.getpid()
+        self._transferred_bytes = [0, 0]  # bytes of transfers that succeeded: reads, writes
+        self._failed_transfers: list[DiskTransfer] = []
+        self._open = True
+
+    def check_usable(self, extent: Extent | None = None) -> None:
+        """Raises StorageError if this can't be used here and now, or no longer has the extent."""
+        if os.getpid() != self.owner_pid:
+            raise StorageError(
+                f"a disk tier of process {self.owner_pid} can't be used in {os.getpid()}, forked from it; open one there"
+            )
+        if not self._open:
+            raise StorageError("the disk tier is closed, and what it held is gone; open another")
+        if extent is not None and extent not in self.extents:
+            raise StorageError(
+                f"{extent.name} is no longer on this disk tier (freed, or of another one); allocate it anew"
+            )
+
+    def start(self, write: bool, extent: Extent, first: int, tensor: torch.Tensor) -> Pending:
+        """Start moving all bytes of `tensor` to or from the extent, from its byte `first` on."""
+        data = _byte_view(tensor, extent)
+        last = first + data.numel()
+        with self.lock:
+            self.check_usable(extent)
+            if first < 0 or last > extent.nbytes:
+                raise StorageError(
+                    f"bytes {first} to {last} of {extent.name} were asked for, but it has {extent.nbytes} on disk; "
+                    "stay within them"
+                )
+            if first == last:
+                return DONE
+            for transfer in list(extent.transfers):
+                if transfer.conflicts_with(write, first, last):
+                    transfer.finish()
+            self.collect_finished(extent)
+            gap = None if write else extent.written_ranges.first_gap(first, last)
+            if gap is not None:
+                raise StorageError(
+                    f"bytes {gap[0]} to {gap[1]} of {extent.name} are read but hold nothing: they were never written, "
+                    "or writing them failed; write them first"
+                )
+            return self._submit(write, extent, first, data)
+
+    def collect_finished(self, extent: Extent) -> None:
+        """Find out what has finished, so that its tensors are let go."""
+        for transfer in list(extent.transfers):
+            if transfer.request is not None and transfer.request.done():
+                self._finish_transfer(transfer)
+
+    def totals(self) -> IoRates:
+        """Since the beginning."""
+        with self.lock:
+            for extent in self.extents:
+                self.collect_finished(extent)
+            read, write, reading, writing, busy = self._engine.totals()
+            return IoRates(self._transferred_bytes[0], self._transferred_bytes[1], read, write, reading, writing, busy)
+
+    def close(self) -> None:
+        """Cancel what waits, await what is in flight, give the space back; log failures that nobody was told of."""
+        if os.getpid() != self.owner_pid or not self._open:
+            return
+        with self.lock:
+            self._open = False
+            self._engine.close()
+            for extent in self.extents:
+                self.collect_finished(extent)
+            self._stripes.close()
+            for transfer in self._failed_transfers:
+                if not transfer.error_was_raised and transfer.error is not None:
+                    logger.error("nobody waited for this, and it went wrong: %s", transfer.error)
+            self._failed_transfers, self.extents = [], set()
+
+    def _submit(self, write: bool, extent: Extent, first: int, data: torch.Tensor) -> DiskTransfer:
+        parts, (body, end) = split_at_pages(first, first + data.numel())
+        edges = [self._partial_page(write, extent, low, data[low - first : high - first]) for low, high in parts]
+        spans = self._spans(extent, body, end, data.data_ptr() + body - first)
+        for edge in edges:
+            spans += self._spans(extent, edge.page_offset, edge.page_offset + PAGE, edge.page_buffer.data_ptr())
+        transfer = DiskTransfer(write, extent, first, first + data.numel(), data, edges, None, self._finish_transfer)
+        transfer.request = self._engine.submit(write, spans)
+        extent.transfers.append(transfer)
+        return transfer
+
+    def _partial_page(self, write: bool, extent: Extent, first: int, part: torch.Tensor) -> PartialPage:
+        """A page that is partly asked for. One to be written must hold what else is there."""
+        page = page_down(first)
+        edge = PartialPage(page, first - page, aligned_buffer(PAGE)[0], part)
+        if write:
+            end = first + part.numel()
+            if extent.written_ranges.overlaps(page, first) or extent.written_ranges.overlaps(end, page + PAGE):
+                old = DiskTransfer(False, extent, page, page + PAGE, edge.page_buffer, [], None, self._finish_transfer)
+                old.request = self._engine.submit(
+                    False, self._spans(extent, page, page + PAGE, edge.page_buffer.data_ptr())
+                )
+                extent.transfers.append(old)
+                old.wait()
+            edge.copy_in()
+        return edge
+
+    def _spans(self, extent: Extent, first: int, last: int, address: int) -> list[BlockSpan]:
+        """Whole pages `[first, last)` of an extent, as the engine moves them."""
+        pieces = self._stripes.locate(extent.start + first, extent.start + last)
+        sums = extent.page_checksums.data_ptr() + first // PAGE * extent.page_checksums.itemsize
+        return [
+            (p.file, p.offset, address + p.start, p.nbytes, sums + p.start // PAGE * extent.page_checksums.itemsize)
+            for p in pieces
+        ]
+
+    def _finish_transfer(self, transfer: DiskTransfer) -> None:
+        """Note how a finished transfer went; once."""
+        with self.lock:
+            request, extent = transfer.request, transfer.extent
+            if request is None:
+                return
+            failure = request.failure()
+            if failure is None:
+                self._transferred_bytes[transfer.write] += transfer.last - transfer.first
+                if transfer.write:
+                    extent.written_ranges.add(transfer.first, transfer.last)
+                else:
+                    for edge in transfer.partial_pages:
+                        edge.copy_out()
+            else:
+                if transfer.write:  # what shared its first or last page may be torn too
+                    extent.written_ranges.remove(page_down(transfer.first), page_up(transfer.last))
+                transfer.error = self._build_error(transfer, *failure)
+                if failure[0] != errno.ECANCELED:
+                    self._failed_transfers.append(transfer)
+            extent.transfers.remove(transfer)
+            transfer.data, transfer.partial_pages = None, []
+            transfer.request = None  # last: who polls without the lock then finds everything done
+
+    def _build_error(self, transfer: DiskTransfer, error: int, file: int, offset: int, done: int) -> StorageError:
+        doing, names = "writing" if transfer.write else "reading", self._stripes.path_names
+        where = names[file] if file < len(names) else "a closed tier"
+        damaged = is_data_lost(error) and not transfer.write
+        return (DamageError if damaged else StorageError)(
+            f"{doing} {format_bytes(transfer.last - transfer.first)} of {transfer.extent.name} failed at byte "
+            f"{offset + done} of the file on {where}{self._describe_damaged_page(transfer, file, offset + done) if damaged else ''}: "
+            f"{error_name(error)}; {advice_for(error)}"
+        )
+
+    def _describe_damaged_page(self, transfer: DiskTransfer, file: int, offset: int) -> str:
+        """What lies in a page of a file, as far as its extent can tell."""
+        extent = transfer.extent
+        first = page_down(self._stripes.tier_offset(file, offset) - extent.start)
+        last = min(first + PAGE, extent.nbytes)
+        names = extent.describe_content(first, last) if extent.describe_content is not None else ""
+        return f" (bytes {first} to {last} of it{', of ' if names else ''}{names})"
+
+
+def _byte_view(tensor: torch.Tensor, extent: Extent) -> torch.Tensor:
+    """`[bytes]` uint8 view of a tensor's memory."""
+    if why := native_access_problem(tensor):
+        raise StorageError(
+            f"{extent.name} can't be moved from or to a {tensor.dtype} tensor of shape {list(tensor.shape)}: it {why}"
+        )
+    return tensor.detach().reshape(-1).view(torch.uint8)

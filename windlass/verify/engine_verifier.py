@@ -1,0 +1,334 @@
+"""One engine, each of whose steps is held against the plain one's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from windlass.base.collective_activity import WaitScope
+from windlass.base.dtypes import dtype_name
+from windlass.base.errors import WindlassError
+from windlass.config import Config
+from windlass.engine.training_engine import Engine
+from windlass.optim.cpu_optimizer import CPUOptimizer
+from windlass.verify.independent_run import IndependentRun
+from windlass.verify.reference_model import ReferenceModel
+from windlass.verify.step_comparison import StepComparison
+from windlass.verify.step_recorder import StepRecord, StepRecorder
+from windlass.verify.tensor_difference import MISSING, Difference, measure_difference
+from windlass.verify.tolerance import Tolerance
+from windlass.verify.verification_report import PHASES, Deviation, VerificationReport
+from windlass.zero import full_grad, full_param
+
+_CONTINUE, _DONE = -1, -2  # where no rank has its turn
+
+
+class VerifyError(WindlassError, RuntimeError):
+    """A run that cannot be compared with a plain one; the text says why."""
+
+
+class EngineVerifier:
+    """One engine, and on rank 0 the plain copy of its model; `compared` is called after each compared step.
+
+    Attributes:
+        verdict: what was found so far; of rank 0 alone.
+        steps: compared so far.
+        deviated: something did, on all ranks.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        reference: ReferenceModel | None,
+        independent_run: IndependentRun | None,
+        config: Config,
+        on_step_compared: Callable[[EngineVerifier], None],
+    ) -> None:
+        self.engine, self.reference, self._independent_run, self._config, self._on_step_compared = (
+            engine,
+            reference,
+            independent_run,
+            config,
+            on_step_compared,
+        )
+        self._sharded = engine._sharded
+        self._names = [name for name, _ in engine.module.named_parameters()]
+        self._trained = [name for name, p in engine.module.named_parameters() if p.requires_grad]
+        self.compared_steps, self.has_deviated = 0, False
+        self._weights_were_edited = False  # the script set parameters itself
+        self._reduced_gradients: dict[str, torch.Tensor | None] = {}
+        self._clip: tuple[float, float] | None = None
+        self._options: list[dict[str, Any]] = []
+        self.report = self._build_report()
+        self._recorder = StepRecorder(engine)
+        self._wrap_engine()
+
+    def _build_report(self) -> VerificationReport:
+        table = self._sharded.settings
+        verdict = VerificationReport(
+            ranks=dist.get_world_size(),
+            stage=self._sharded.policy.stage,
+            dtypes=str(self._config.dtype_table(dtype_name(self._sharded.units[0].dtype))),
+            parameters=sum(unit.numel for unit in self._sharded.units),
+        )
+        if table.delayed_update:
+            verdict.notes.append(
+                "delayed_update: weights are read after every step, which finishes its update at once; what is "
+                "compared is the update, not that it is used one step late"
+            )
+        return verdict
+
+    def _wrap_engine(self) -> None:
+        engine: Any = self.engine
+        step, load = engine.step, engine.load_checkpoint
+
+        def watched_step(lr_kwargs: dict[str, Any] | None = None) -> None:
+            if not engine.progress.ends_at_step():
+                step(lr_kwargs)
+                return
+            if engine._sharded is not self._sharded:
+                raise VerifyError(
+                    "the model was laid out again in mid-run (parameters unfrozen or added, engine.refresh): verify "
+                    "compares runs whose trained parameters stay the same; verify it with them unfrozen from the start"
+                )
+            scale = engine.loss_scale()
+            self._load_edited_weights()
+            self._clip, self._reduced_gradients = None, {}
+            try:
+                step(lr_kwargs)
+            except BaseException:
+                self._recorder.take_record()  # a refused step has dropped its micro-batches
+                raise
+            self._compare_step(scale)
+            self._on_step_compared(self)
+
+        def watched_load(*args: Any, **kwargs: Any) -> Any:
+            found = load(*args, **kwargs)
+            self._load_after_checkpoint()
+            return found
+
+        engine.step, engine.load_checkpoint = watched_step, watched_load
+        engine.optimizer._step = watched_step
+        sharded: Any = self._sharded
+        renewing = sharded.renewing
+
+        def watched_renewing(units: Any, **words: Any) -> Any:
+            self._weights_were_edited = True
+            return renewing(units, **words)
+
+        sharded.before_update, sharded.renewing = self._before_update, watched_renewing
+
+    def _before_update(self, norm: float, clip: float) -> None:
+        """The reduced gradients are whole on all ranks together; the engine has reduced them by itself."""
+        module = self.engine.module
+        self._reduced_gradients = {name: full_grad(module.get_parameter(name)) for name in self._trained}
+        self._clip = norm, clip
+        assert self.engine.optimizer is not None
+        self._options = [
+            {key: _detached_copy(value) for key, value in group.items() if key != "params"}
+            for group in self.engine.optimizer.param_groups
+        ]
+
+    # whole values
+
+    def _full_parameters(self) -> dict[str, torch.Tensor]:
+        """Every parameter, on all ranks. Collective."""
+        module = self.engine.module
+        with torch.no_grad():
+            return {name: full_param(module.get_parameter(name)) for name in self._names}
+
+    def compare_initial_weights(self) -> None:
+        """Compare names, ties and values before the first step. Collective."""
+        values = self._full_parameters()
+        if self.reference is not None:
+            self._compare_initial_weights_here(self.reference, values)
+        self._share_deviated()
+
+    def _compare_initial_weights_here(self, reference: ReferenceModel, values: dict[str, torch.Tensor]) -> None:
+        ours, theirs = _first_names(self.engine.module), _first_names(reference.model)
+        for name in sorted(ours.keys() | theirs.keys()):
+            if ours.get(name) != theirs.get(name):
+                self._record_initial_deviation(
+                    name,
+                    f"{_describe_tie(ours.get(name))} in the sharded model, {_describe_tie(theirs.get(name))} in the plain one",
+                )
+        for name, wanted in reference.named_master_weights():
+            if name in values:
+                apart = measure_difference(values[name], wanted.to(values[name].dtype), 0.0, wanted.dtype)
+                if apart.exceeding_count:
+                    self._record_initial_deviation(name, "it is not the value that rank 0 began with", apart)
+
+    def _record_initial_deviation(self, name: str, hint: str, difference: Difference | None = None) -> None:
+        difference = difference or MISSING
+        module = name.rpartition(".")[0]
+        facts = {"step": 0, "phase": "start", "tensor": name, "module": module, "what": "weight before the first step"}
+        self.report.deviations.append(
+            Deviation.from_difference(difference, **facts, allowed="equal bit by bit", hint=hint)
+        )
+
+    def _load_edited_weights(self) -> None:
+        if self._weights_were_edited:
+            values = self._full_parameters()
+            self._set_reference_values(values)
+            if self._independent_run is not None:
+                self._independent_run.load_values(values)
+        self._weights_were_edited = False
+
+    def _set_reference_values(self, values: dict[str, torch.Tensor]) -> None:
+        if self.reference is not None:
+            for name, value in values.items():
+                self.reference.set_value(name, value)
+
+    def _load_after_checkpoint(self) -> None:
+        """What a checkpoint brought is where the plain side goes on from, too. Collective."""
+        assert self.engine.optimizer is not None
+        values, state = self._full_parameters(), self.engine.optimizer.state_dict()
+        self._set_reference_values(values)
+        if self.reference is not None:
+            self.reference.optimizer.load_state_dict(state)
+        if self._independent_run is not None:
+            self._independent_run.load_values(values, state)
+        self._recorder.take_record()
+        self._weights_were_edited = False
+
+    # a step
+
+    def _compare_step(self, scale: float) -> None:
+        """Hold the step that just ended against the plain one. Collective."""
+        record = self._recorder.take_record()
+        record.loss_scale = scale
+        problems: list[str] = [""] * dist.get_world_size()
+        dist.all_gather_object(problems, record.problem)
+        for rank, problem in enumerate(problems):
+            if problem:
+                raise VerifyError(f"step {self.compared_steps + 1} cannot be compared (rank {rank}): {problem}")
+        values = self._full_parameters()
+        self.compared_steps += 1
+        if self.reference is None:
+            self._send_record_when_asked(record)
+        else:
+            self._compare_step_here(self.reference, record, values)
+            _share_turn(_DONE)
+        self._share_deviated()
+
+    def _send_record_when_asked(self, record: StepRecord) -> None:
+        """Hear from rank 0, each time that it got on, until it is through; hand over this rank's record in between."""
+        while (turn := _share_turn()) != _DONE:
+            if turn == dist.get_rank():
+                dist.send_object_list([record], dst=0)
+
+    def _share_deviated(self) -> None:
+        told = [bool(self.report.deviations)]
+        dist.broadcast_object_list(told, src=0)
+        self.has_deviated = told[0]
+
+    def _compare_step_here(self, reference: ReferenceModel, own: StepRecord, values: dict[str, torch.Tensor]) -> None:
+        tolerance = self._build_tolerance(reference, own)
+        self.report.tolerances = tolerance.descriptions()
+        self.report.micro_batches = len(own.forwards)
+        comparison = StepComparison(reference.model, tolerance, self.compared_steps)
+        records: list[StepRecord] = []
+        losses: list[float] = []
+        plain_losses: list[float | None] = []
+        for rank in range(dist.get_world_size()):
+            record = own if rank == 0 else _receive_record(rank)
+            for micro, call in enumerate(record.forwards):
+                _share_turn(_CONTINUE)
+                found = reference.replay(call, rank)
+                comparison.compare_forward(call, found, rank, micro + 1)
+                plain_losses.append(found.loss)
+                losses += [call.loss[1]] if call.loss is not None else []
+                if self._independent_run is not None:
+                    self._independent_run.replay(call, rank)
+            reference.add_gradients(record.outside_gradients)
+            comparison.compare_gradients(record, reference.take_gradient_sums(), rank)
+            losses += record.losses if not any(call.loss for call in record.forwards) else []
+            record.forwards = []
+            records.append(record)
+        comparison.result.loss = _mean(losses)
+        comparison.result.plain_loss = _mean([loss for loss in plain_losses if loss is not None])
+        old = {name: value.clone() for name, value in reference.named_master_weights()}
+        if self._clip is None:
+            comparison.check_overflow(records)
+        else:
+            norm, clip = self._clip
+            settings = self._sharded.settings
+            comparison.compare_reduced(
+                self._reduced_gradients, records, settings.predivide_factor * settings.postdivide_factor
+            )
+            comparison.compare_clip(self._reduced_gradients, norm, clip, self._config.gradient_clipping)
+            given = {name: g.double() * clip for name, g in self._reduced_gradients.items() if g is not None}
+            reference.step(given, self._options)
+        comparison.compare_update(values, dict(reference.named_master_weights()), old)
+        self._set_reference_values(values)
+        if self._independent_run is not None:
+            row = comparison.result
+            row.independent_loss, row.drift = self._independent_run.step(
+                records, self._options, values, applied=row.applied
+            )
+        self._reduced_gradients = {}
+        self.report.steps.append(comparison.result)
+        self.report.deviations += sorted(comparison.deviations, key=lambda one: PHASES.index(one.phase))
+
+    def _build_tolerance(self, reference: ReferenceModel, own: StepRecord) -> Tolerance:
+        settings = self._sharded.settings
+        dtypes = [p.dtype for p in reference.parameters.values() if p.is_floating_point()]
+        dtypes += [call.autocast[1] for call in own.forwards if call.autocast[0]]
+        sides = [size for p in reference.parameters.values() for size in p.shape]
+        optimizer = reference.optimizer
+        return Tolerance(
+            compute_dtype=max(dtypes, key=lambda dtype: float(torch.finfo(dtype).eps), default=torch.float32),
+            accumulate_dtype=settings.accumulation_dtype,
+            reduce_dtype=settings.reduce_dtype,
+            max_summands=max([1, *sides, *(call.max_summands for call in own.forwards)]),
+            micro_batch_count=dist.get_world_size() * max(1, len(own.forwards)),
+            has_8bit_states=isinstance(optimizer, CPUOptimizer) and _has_8bit_states(optimizer),
+            master_dtype=settings.master_dtype or torch.float32,
+        )
+
+
+def _share_turn(turn: int | None = None) -> int:
+    """Rank 0 says what comes now: the turn of a rank, or none. So no wait of the others is longer than one replay, and
+    their watchdogs know that it gets on. Collective."""
+    told = [turn]
+    with WaitScope("the plain run on rank 0"):
+        dist.broadcast_object_list(told, src=0)
+    assert told[0] is not None
+    return told[0]
+
+
+def _receive_record(rank: int) -> StepRecord:
+    _share_turn(rank)
+    box: list[Any] = [None]
+    dist.recv_object_list(box, src=rank)
+    assert isinstance(box[0], StepRecord)
+    return box[0]
+
+
+def _first_names(model: nn.Module) -> dict[str, str]:
+    """By every name of every parameter, the first name of the same one."""
+    first: dict[int, str] = {}
+    return {name: first.setdefault(id(p), name) for name, p in model.named_parameters(remove_duplicate=False)}
+
+
+def _describe_tie(name: str | None) -> str:
+    return "not there" if name is None else f"the parameter {name!r}"
+
+
+def _detached_copy(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+def _mean(values: list[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _has_8bit_states(optimizer: CPUOptimizer) -> bool:
+    """Whether any state is kept in 8 bits."""
+    return any(
+        kept.is_quantized for group in optimizer.param_groups for kept in optimizer.state_formats(group).values()
+    )

@@ -1,0 +1,66 @@
+"""A plain copy that trains on its own from the first step to the last: how far rounding alone takes two runs apart."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from windlass.verify.recorded_forward import RecordedForward
+from windlass.verify.reference_model import ReferenceModel
+from windlass.verify.step_recorder import StepRecord
+
+
+class IndependentRun:
+    """Takes batches, random numbers and learning rates from the ranks, and nothing else.
+
+    Args:
+        plain: the copy.
+        limit: gradients are clipped to this norm; 0: they are not.
+    """
+
+    def __init__(self, reference: ReferenceModel, gradient_clipping: float) -> None:
+        self._reference, self._gradient_clipping = reference, gradient_clipping
+        self._losses: list[float] = []
+
+    def load_values(self, values: dict[str, torch.Tensor], state: dict[str, Any] | None = None) -> None:
+        """Go on from weights, and an optimizer's state, that the script brought."""
+        for name, value in values.items():
+            self._reference.set_value(name, value)
+        if state is not None:
+            self._reference.optimizer.load_state_dict(state)
+
+    def replay(self, forward: RecordedForward, rank: int) -> None:
+        """Do a call again."""
+        loss = self._reference.replay(forward, rank).loss
+        self._losses += [loss] if loss is not None else []
+
+    def step(
+        self,
+        records: list[StepRecord],
+        options: list[dict[str, Any]],
+        values: dict[str, torch.Tensor],
+        *,
+        applied: bool,
+    ) -> tuple[float | None, float]:
+        """Clip and step with what the replays gave, unless the ranks skipped the step (`applied`).
+
+        Returns:
+            The mean loss, and the relative distance from the sharded weights `values`.
+        """
+        for record in records:
+            self._reference.add_gradients(record.outside_gradients)
+        sums, ranks = self._reference.take_gradient_sums(), len(records)
+        if applied:
+            mean = {name: total / (ranks * records[0].loss_scale) for name, total in sums.items()}
+            norm = math.sqrt(math.fsum(float(g.square().sum()) for g in mean.values()))
+            factor = min(1.0, self._gradient_clipping / (norm + 1e-6)) if self._gradient_clipping > 0 else 1.0
+            self._reference.step({name: g * factor for name, g in mean.items()}, options)
+        losses, self._losses = self._losses, []
+        apart = size = 0.0
+        for name, own in self._reference.named_master_weights():
+            sharded = values[name].double().cpu()
+            apart += float((own.double().cpu() - sharded).square().sum())
+            size += float(sharded.square().sum())
+        return (sum(losses) / len(losses) if losses else None), math.sqrt(apart / size) if size else 0.0

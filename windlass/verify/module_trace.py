@@ -1,0 +1,147 @@
+"""What a forward shows module by module: the weights that each saw, and what it returned."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from windlass.base.backward_callbacks import current_backward_id
+from windlass.base.tensor_tree import iterate_tensors
+from windlass.verify.tensor_sample import TensorSample, sample_tensor
+from windlass.zero.core.sharded_parameter import ShardedParameter
+
+WEIGHT, OUTPUT = "weight", "output"
+_TORCH_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))  # what torch itself keeps on a module
+
+
+@dataclass(frozen=True)
+class TraceEvent:
+    """A tensor that a module saw or made.
+
+    Attributes:
+        kind: `WEIGHT` or `OUTPUT`.
+        module: its path, empty for the model itself.
+        tensor: the parameter's full name; of outputs the place among the module's.
+    """
+
+    kind: str
+    module: str
+    tensor: str
+    sample: TensorSample
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """What it is, whatever its values."""
+        return self.kind, self.module, self.tensor
+
+
+class ModuleTrace:
+    """Hooks on all modules of a model that note down events while `events` is a list.
+
+    A recomputation inside a backward is not noted. What is compiled runs unseen, but for its place in its parent.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.events: list[TraceEvent] | None = None
+        self._names = {id(p): name for name, p in model.named_parameters()}
+        self._handles: list[RemovableHandle] = []
+        hidden: tuple[str, ...] = ()
+        for name, module in model.named_modules():
+            if name.startswith(hidden) and hidden:
+                continue
+            if getattr(module, "_compiled_call_impl", None) is not None or isinstance(module, torch.jit.ScriptModule):
+                hidden += (f"{name}." if name else "",)
+                continue
+            self._handles.append(module.register_forward_pre_hook(self._forward_pre_hook(name)))
+            self._handles.append(module.register_forward_hook(self._forward_hook(name)))
+
+    def close(self) -> None:
+        """Take the hooks away."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _forward_pre_hook(self, name: str) -> Any:
+        def before(module: nn.Module, args: Any) -> None:
+            if self.events is None or current_backward_id() >= 0:
+                return
+            for parameter in module._parameters.values():
+                # one that is not here comes when it is used; to look at it would bring it
+                if parameter is not None and not isinstance(parameter, ShardedParameter):
+                    known = self._names.get(id(parameter))
+                    if known is not None:
+                        self.events.append(TraceEvent(WEIGHT, name, known, sample_tensor(parameter)))
+
+        return before
+
+    def _forward_hook(self, name: str) -> Any:
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            if self.events is None or current_backward_id() >= 0:
+                return
+            for number, tensor in enumerate(iterate_tensors(output)):
+                if not isinstance(tensor, nn.Parameter):
+                    self.events.append(TraceEvent(OUTPUT, name, str(number), sample_tensor(tensor)))
+
+        return after
+
+
+def differentiable_outputs(model: nn.Module, output: Any) -> list[torch.Tensor]:
+    """The tensors through which gradients enter the model's backward, in an order that its copy has too: what it
+    returned, and what a forward left on its modules (a loss of a router, say)."""
+    found = {id(tensor): tensor for tensor in _tensors_with_graph(output)}
+    for _, _, left in _module_attributes(model):
+        for tensor in _tensors_with_graph(left):
+            found.setdefault(id(tensor), tensor)
+    return list(found.values())
+
+
+def replace_with_copies(model: nn.Module, output: Any) -> tuple[Any, list[torch.Tensor]]:
+    """The output with a copy in place of each of its `exits`, and these copies; also in what was left on modules.
+
+    A gradient that comes to a copy comes from outside of the model, while one exit may lie on the way of another (a
+    hidden state that is returned beside the logits).
+    """
+    found = differentiable_outputs(model, output)
+    new = {id(tensor): tensor.clone() for tensor in found}
+    for module, name, left in _module_attributes(model):
+        module.__dict__[name] = _replace_tensors(left, new)
+    return _replace_tensors(output, new), list(new.values())
+
+
+def _module_attributes(model: nn.Module) -> list[tuple[nn.Module, str, Any]]:
+    return [
+        (module, name, left)
+        for module in model.modules()
+        for name, left in vars(module).items()
+        if isinstance(left, torch.Tensor) or (isinstance(left, list | dict) and name not in _TORCH_MODULE_ATTRIBUTES)
+    ]
+
+
+def _replace_tensors(value: Any, replacements: Mapping[int, torch.Tensor]) -> Any:
+    """`value` with tensors exchanged by id, in containers of every kind that `tensors` looks into."""
+    if isinstance(value, torch.Tensor):
+        return replacements.get(id(value), value)
+    if not any(id(tensor) in replacements for tensor in iterate_tensors(value)):
+        return value
+    if isinstance(value, tuple):
+        items = [_replace_tensors(item, replacements) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, (list, set, frozenset)):
+        return type(value)(_replace_tensors(item, replacements) for item in value)
+    other = copy.copy(value)
+    if isinstance(other, MutableMapping):
+        for key in list(other):
+            other[key] = _replace_tensors(other[key], replacements)
+        return other
+    for name, item in list(vars(other).items()):
+        object.__setattr__(other, name, _replace_tensors(item, replacements))
+    return other
+
+
+def _tensors_with_graph(value: Any) -> Iterator[torch.Tensor]:
+    return (tensor for tensor in iterate_tensors(value) if tensor.requires_grad and tensor.grad_fn is not None)

@@ -1,0 +1,171 @@
+"""What `windlass verify --model` trains: a model that is named, on generated batches or those of a function."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from windlass.base.errors import ConfigError, DataError, ModelError
+from windlass.base.remote_code import needs_remote_code, remote_code_refusal
+from windlass.verify.verification_job import VerificationJob
+
+_FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+_SHAPE = re.compile(r"(\d+)x(\d+)")
+_LENGTH = 32  # tokens of a generated sample
+
+BatchFunction = Callable[[int, int, int], Any]  # by step, micro-batch and rank
+
+
+def train_named_model(job: VerificationJob) -> None:
+    """Train the model of `order` under its configuration until that is ended from elsewhere, or its steps are done."""
+    import windlass
+
+    torch.manual_seed(job.seed)
+    model = build_model(job.model or "", trust_remote_code=job.trust_remote_code)
+    engine, optimizer, _, _ = windlass.initialize(model=model, config=job.config)
+    if optimizer is None:
+        raise ConfigError(f"{job.config} names no optimizer, and --model brings none; add a section optimizer")
+    batches = build_batch_function(job, model, engine.train_micro_batch_size_per_gpu())
+    for step in range(job.steps):
+        for micro in range(engine.gradient_accumulation_steps()):
+            batch = _move_to_device(batches(step, micro, dist.get_rank()), engine.device)
+            engine.backward(loss_of(_call(engine, batch)))
+            engine.step()
+
+
+def build_model(name: str, *, trust_remote_code: bool = False) -> nn.Module:
+    """Build the model that `name` stands for.
+
+    Args:
+        trust_remote_code: run Python files that come with a Hugging Face model.
+
+    Raises:
+        ModelError: there is none, or it needs its own code.
+    """
+    if _FUNCTION.fullmatch(name):
+        model = _import_function(name, "--model")()
+        if not isinstance(model, nn.Module):
+            raise ModelError(f"--model {name} returned a {type(model).__name__}, not a torch.nn.Module")
+        return model
+    return _from_transformers(name, trust_remote_code)
+
+
+def build_batch_function(job: VerificationJob, model: nn.Module, rows: int) -> BatchFunction:
+    """The batches of `order`, by step, micro-batch and rank.
+
+    Raises:
+        DataError: nothing says what batches the model takes.
+    """
+    given = job.batch
+    if given is not None and _FUNCTION.fullmatch(given):
+        made: BatchFunction = _import_function(given, "--batch")
+        return made
+    length, config = _LENGTH, getattr(model, "config", None)
+    if given is not None:
+        shape = _SHAPE.fullmatch(given)
+        if shape is None:
+            raise DataError(f"--batch is {given!r}; give ROWSxLENGTH of tokens (2x32), or package.module:function")
+        rows, length = int(shape[1]), int(shape[2])
+    vocabulary = getattr(getattr(config, "text_config", config), "vocab_size", None)
+    if vocabulary is None:
+        raise DataError(
+            f"{type(model).__name__} has no config.vocab_size to generate tokens from; give --batch "
+            "package.module:function, which returns the arguments of a forward for (step, micro_batch, rank)"
+        )
+
+    def tokens(step: int, micro: int, rank: int) -> dict[str, torch.Tensor]:
+        seed = job.seed + 1 + step * 10_007 + micro * 101 + rank * 1_000_003
+        ids = torch.randint(0, vocabulary, (rows, length), generator=torch.Generator().manual_seed(seed))
+        return {"input_ids": ids, "labels": ids.clone()}
+
+    return tokens
+
+
+def loss_of(output: Any) -> torch.Tensor:
+    """The loss in what a model returned: the tensor itself, its `loss`, or the first of a tuple.
+
+    Raises:
+        ModelError: there is none.
+    """
+    found = output if isinstance(output, torch.Tensor) else getattr(output, "loss", None)
+    if found is None and isinstance(output, dict):
+        found = output.get("loss")
+    if found is None and isinstance(output, (tuple, list)) and output:
+        found = output[0]
+    if not isinstance(found, torch.Tensor) or found.numel() != 1:
+        raise ModelError(
+            f"the model returned a {type(output).__name__} without a scalar loss; verify it with the script that "
+            "trains it, or wrap it in a module that returns its loss"
+        )
+    return found
+
+
+def _import_function(name: str, option: str) -> Callable[..., Any]:
+    module, _, attribute = name.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ModelError(f"{option} {name}: {error}; it is looked for in the current directory too") from error
+    if not callable(found):
+        raise ModelError(f"{option} {name} is a {type(found).__name__}, not a function")
+    call: Callable[..., Any] = found
+    return call
+
+
+def _from_transformers(name: str, trust_remote_code: bool) -> nn.Module:
+    try:
+        import transformers
+    except ImportError as error:
+        raise ModelError(
+            f"--model {name!r} is no package.module:function, and Hugging Face models need transformers: "
+            "pip install 'windlass[hf]'"
+        ) from error
+    path = Path(name)
+    file = path / "config.json" if path.is_dir() else path
+    if not name.startswith("hub:") and not file.is_file():
+        raise ModelError(
+            f"no model at {name!r}; give package.module:function, a Hugging Face config.json, a directory that holds "
+            "one, or hub:NAME"
+        )
+    weights = name.startswith("hub:") or (path.is_dir() and next(path.glob("*.safetensors"), None) is not None)
+    # By its folder: that is where transformers looks for code.
+    local = file.parent if file.name == "config.json" else file
+    source = name.removeprefix("hub:") if name.startswith("hub:") else str(local)
+    try:
+        config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+        kind = transformers.AutoModelForSeq2SeqLM if config.is_encoder_decoder else transformers.AutoModelForCausalLM
+        if weights:
+            model = kind.from_pretrained(source, use_safetensors=True, trust_remote_code=trust_remote_code)
+        else:
+            model = kind.from_config(config, trust_remote_code=trust_remote_code)
+    except ValueError as error:
+        if needs_remote_code(error):
+            raise ModelError(remote_code_refusal(name)) from error
+        raise
+    model.config.use_cache = False  # keys and values of past tokens are of no use in training
+    model.train()
+    assert isinstance(model, nn.Module)
+    return model
+
+
+def _call(engine: Any, batch: Any) -> Any:
+    if isinstance(batch, dict):
+        return engine(**batch)
+    return engine(*batch) if isinstance(batch, (tuple, list)) else engine(batch)
+
+
+def _move_to_device(value: Any, device: torch.device) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if isinstance(value, dict):
+        return {key: _move_to_device(item, device) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return type(value)(_move_to_device(item, device) for item in value)
+    return value

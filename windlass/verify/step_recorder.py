@@ -1,0 +1,287 @@
+"""Records what one rank's sharded model does between two steps, without changing any of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from windlass.base.backward_callbacks import current_backward_id, queue_end_of_backward
+from windlass.verify.module_trace import ModuleTrace, replace_with_copies
+from windlass.verify.recorded_forward import RecordedForward, begin_recording
+
+if TYPE_CHECKING:
+    from windlass.engine.training_engine import Engine
+
+_EXIT = "windlass verify: an output of the model"
+_FOLLOWED = (
+    "than the model's outputs: verify follows tensors in tuples, lists, dicts, dataclasses and attributes of what the "
+    "model returns or keeps"
+)
+
+
+@dataclass
+class StepRecord:
+    """What a rank did in one step.
+
+    Attributes:
+        calls: forwards whose outputs a gradient came back to, in order.
+        sums: by parameter, in the order in which they came, the sum of the gradients that autograd gave, each times
+            the weight of its backward; float64, on the CPU.
+        sizes: the same of their magnitudes, where several were added.
+        outside: by parameter, what is in its sum of parts of the loss that are none of the model's outputs.
+        factors: of each `engine.backward` the gradient that the loss should get and got.
+        losses: what `engine.backward` was given.
+        scale: the loss scale that is in the gradients.
+        problem: why the step can't be compared; empty: it can.
+    """
+
+    forwards: list[RecordedForward] = field(default_factory=list)
+    gradient_sums: dict[str, torch.Tensor] = field(default_factory=dict)
+    gradient_magnitudes: dict[str, torch.Tensor] = field(default_factory=dict)
+    outside_gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+    loss_gradients: list[tuple[float, float]] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    loss_scale: float = 1.0
+    problem: str = ""
+
+    def magnitude(self, name: str) -> torch.Tensor:
+        """Magnitudes of the parts of a parameter's sum."""
+        return self.gradient_magnitudes[name] if name in self.gradient_magnitudes else self.gradient_sums[name].abs()
+
+
+class StepRecorder:
+    """Hooks on a model that an engine trains, and around its `backward` and `scale`."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self._model, self._device = engine, engine.module, engine.device
+        self.record = StepRecord()
+        self._accumulation_weight = 1.0 / engine.gradient_accumulation_steps()
+        self._weight = self._accumulation_weight
+        self._trace = ModuleTrace(self._model)
+        self._versions: dict[str, tuple[int, int]] = {}
+        self._carried_buffers: dict[str, torch.Tensor] = {}
+        self._current_forward: RecordedForward | None = None
+        self._forwards: list[RecordedForward] = []
+        self._pending_gradients: list[
+            tuple[RecordedForward, int, torch.Tensor]
+        ] = []  # gradients at exits of a backward, not yet known
+        self._backward = -1
+        self._reached_parameters = False  # the backward came to a parameter
+        self._partially_dropped = ""  # a parameter whose gradient the script dropped, while others have one
+        self._recorded_losses: list[torch.Tensor] = []  # losses
+        self._graph_ranges: list[tuple[int, int]] = []  # numbers of the first and last graph node of each call
+        self._names = {id(parameter): name for name, parameter in self._model.named_parameters()}
+        self._model.register_forward_pre_hook(self._before_forward, with_kwargs=True, prepend=True)
+        self._model.register_forward_hook(self._after_forward)
+        for name, parameter in self._model.named_parameters():
+            if parameter.requires_grad:
+                parameter.register_hook(self._parameter_gradient_hook(name))
+        self._wrap_engine()
+
+    def take_record(self) -> StepRecord:
+        """What happened since the last step; a new record begins."""
+        record, self.record = self.record, StepRecord()
+        self._engine._sharded.reducer.on_drop = self._on_gradient_dropped  # of another layout, after engine.refresh()
+        if self._partially_dropped:
+            record.problem = record.problem or (
+                f"the gradient of {self._partially_dropped!r} was dropped and others kept, or set to zero: a replay of backwards "
+                "has all of them; verify a script that drops whole backwards, or none"
+            )
+        self._partially_dropped = ""
+        for call in self._forwards:
+            if call.gradients:
+                call.buffers = {**self._carried_buffers, **call.buffers}
+                self._carried_buffers = {}
+                record.forwards.append(call)
+            else:  # nobody does it again, but what it left in buffers the next one finds
+                self._carried_buffers |= call.buffers | call.buffers_after
+        self._forwards, self._current_forward = [], None
+        self._backward, self._reached_parameters = -1, False
+        self._recorded_losses.clear()
+        self._graph_ranges.clear()
+        return record
+
+    # around the engine
+
+    def _wrap_engine(self) -> None:
+        engine: Any = self._engine
+        backward, scale = engine.backward, engine.scale
+
+        def watched_backward(loss: Any, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Any:
+            self._weight = self._accumulation_weight if scale_wrt_gas else 1.0
+            self._record_loss(loss)
+            try:
+                return backward(loss, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
+            finally:
+                self._weight = self._accumulation_weight
+
+        def watched_scale(loss: Any) -> Any:
+            self._record_loss(loss)
+            return scale(loss)
+
+        engine.backward, engine.scale = watched_backward, watched_scale
+        engine._sharded.gradients.on_drop = self._on_gradient_dropped
+
+    def _on_gradient_dropped(self, name: str, zero: bool) -> None:
+        """The script drops the gradient of one parameter. Once all are dropped, the step begins anew."""
+        record = self.record
+        for of_name in (record.gradient_sums, record.gradient_magnitudes, record.outside_gradients):
+            of_name.pop(name, None)
+        if not record.gradient_sums:
+            for call in self._forwards:  # some of them may still have their backward before them
+                call.gradients.clear()
+            record.losses.clear()
+        self._partially_dropped = name if record.gradient_sums or zero else ""
+
+    def _record_loss(self, loss: Any) -> None:
+        """Note what gradient a loss gets: it is the loss scale, and nothing else."""
+        if not isinstance(loss, torch.Tensor) or not loss.requires_grad or loss.numel() != 1:
+            return
+        self.record.losses.append(float(loss.detach()))
+        if any(loss is known for known in self._recorded_losses):
+            return
+        self._recorded_losses.append(loss)
+        self._hook_outside_gradients(loss)
+        expected = float(torch.tensor(self._engine.loss_scale()).to(loss.dtype))
+        loss.register_hook(lambda gradient: self.record.loss_gradients.append((expected, float(gradient))))
+
+    def _hook_outside_gradients(self, loss: torch.Tensor) -> None:
+        """Find the parameters that are a part of the loss themselves (a penalty on weights, `full_param`), so that what
+        comes to them from there is told from what comes through the model's outputs."""
+        seen: set[Any] = set()
+        rest: list[Any] = [loss.grad_fn]
+        while rest:
+            node = rest.pop()
+            if node is None or node in seen or _EXIT in node.metadata:
+                continue
+            seen.add(node)
+            number = node._sequence_nr()
+            if any(first < number < last for first, last in self._graph_ranges):
+                inside = f"the loss depends on a tensor inside of the model by another way {_FOLLOWED}"
+                self.record.problem = self.record.problem or inside
+                return
+            for place, (below, _) in enumerate(node.next_functions):
+                name = self._names.get(id(getattr(below, "variable", None)))
+                if name is None:
+                    rest.append(below)
+                else:
+                    node.register_hook(self._outside_gradient_hook(name, place))
+
+    # around the model
+
+    def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if current_backward_id() >= 0 or not (module.training or torch.is_grad_enabled()):
+            self._current_forward = self._trace.events = None
+            return
+        self._current_forward = begin_recording(self._model, args, kwargs, self._device)
+        self._current_forward.buffers = self._changed_buffers()
+        self._trace.events = self._current_forward.events
+        self._first_node = _next_node_number()
+
+    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        call, self._current_forward, self._trace.events = self._current_forward, None, None
+        if call is None or current_backward_id() >= 0:
+            return None
+        call.buffers_after = self._changed_buffers()
+        self._forwards.append(call)
+        if not call.grad_enabled:
+            return None
+        self._graph_ranges.append((self._first_node, _next_node_number()))
+        given, copies = replace_with_copies(self._model, output)
+        for number, tensor in enumerate(copies):
+            made: Any = tensor.grad_fn
+            made.metadata[_EXIT] = True
+            tensor.register_hook(self._output_gradient_hook(call, number))
+            if call.loss is None and tensor.dim() == 0:
+                call.loss = number, float(tensor.detach())
+        return given
+
+    def _changed_buffers(self) -> dict[str, torch.Tensor]:
+        changed = {}
+        for name, buffer in self._model.named_buffers(remove_duplicate=False):
+            version = (id(buffer), buffer._version)
+            if self._versions.get(name) != version:
+                self._versions[name] = version
+                changed[name] = buffer.detach().to("cpu", copy=True)
+        return changed
+
+    # in a backward
+
+    def _output_gradient_hook(self, forward: RecordedForward, number: int) -> Callable[[torch.Tensor], None]:
+        def entered(gradient: torch.Tensor) -> None:
+            if torch.is_grad_enabled():
+                self.record.problem = (
+                    "a backward with create_graph=True: gradients of gradients cannot be replayed from the model's "
+                    "outputs; verify the model with a loss that needs none"
+                )
+            self._note_backward()
+            if not any(forward is known for known in self._forwards):
+                self.record.problem = (
+                    "a backward of a forward from before the last step: its weights are gone; call backward before step"
+                )
+            self._pending_gradients.append((forward, number, gradient.detach().to("cpu", copy=True)))
+            if self._reached_parameters:
+                self._commit_pending_gradients()
+
+        return entered
+
+    def _note_backward(self) -> None:
+        number = current_backward_id()
+        if self._backward < 0:
+            self._backward, self._reached_parameters = number, False
+            self._pending_gradients.clear()
+            queue_end_of_backward(self._on_backward_end)
+
+    def _on_backward_end(self) -> None:
+        self._backward, self._reached_parameters = -1, False
+        self._pending_gradients.clear()
+
+    def _commit_pending_gradients(self) -> None:
+        """The backward reached parameters: what came to the exits counts."""
+        for call, number, gradient in self._pending_gradients:
+            known = call.gradients.setdefault(self._weight, {})
+            known[number] = known[number] + gradient if number in known else gradient
+        self._pending_gradients.clear()
+
+    def _parameter_gradient_hook(self, name: str) -> Callable[[torch.Tensor], None]:
+        def arrived(gradient: torch.Tensor) -> None:
+            if self._backward < 0:
+                self.record.problem = f"a gradient reached {name!r} by another way {_FOLLOWED}"
+            self._reached_parameters = True
+            self._commit_pending_gradients()
+            part, record = self._weighted(gradient), self.record
+            if name in record.gradient_sums:
+                record.gradient_magnitudes[name] = record.magnitude(name) + part.abs()
+                record.gradient_sums[name] += part
+            else:
+                record.gradient_sums[name] = part
+
+        return arrived
+
+    def _outside_gradient_hook(self, name: str, input_index: int) -> Callable[..., None]:
+        def came(gradients: tuple[torch.Tensor | None, ...], _: Any) -> None:
+            gradient = gradients[input_index]
+            if gradient is None:
+                return
+            self._note_backward()
+            part, outside = self._weighted(gradient), self.record.outside_gradients
+            outside[name] = outside[name] + part if name in outside else part
+
+        return came
+
+    def _weighted(self, gradient: torch.Tensor) -> torch.Tensor:
+        """What a gradient adds to the sum of its parameter."""
+        dense = gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
+        return dense.to("cpu", torch.float64, copy=True).mul_(self._weight)
+
+
+def _next_node_number() -> int:
+    """The number that the next node of a graph would have; torch counts them."""
+    with torch.enable_grad():
+        node = torch.zeros((), requires_grad=True).clone().grad_fn
+    assert node is not None
+    return int(node._sequence_nr())

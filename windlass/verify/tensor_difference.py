@@ -1,0 +1,73 @@
+"""How far two tensors are apart, in units in the last place and relative to their size."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What lies between what was found and what was wanted.
+
+    Attributes:
+        share: the largest distance of two elements as a share of what is allowed for them; infinite where nothing is.
+        ulps: the largest distance of two elements, in units in the last place of the larger one.
+        relative: 2-norm of the difference over that of what was wanted.
+        beyond: elements that are further apart than allowed.
+        place: flat index of the element that exceeds its allowance most.
+        found: that element.
+        wanted: what it should be.
+    """
+
+    allowance_ratio: float
+    ulps: float
+    relative: float
+    exceeding_count: int
+    worst_index: int = 0
+    actual: float = 0.0
+    expected: float = 0.0
+
+
+EQUAL = Difference(0.0, 0.0, 0.0, 0)
+MISSING = Difference(math.inf, math.inf, math.inf, 1)  # what has no counterpart
+
+
+def measure_difference(
+    actual: torch.Tensor, expected: torch.Tensor, allowed: torch.Tensor | float, dtype: torch.dtype
+) -> Difference:
+    """Compare element by element. Where both are not finite and the same (or both NaN), they are equal.
+
+    Args:
+        allowed: the distance that is no deviation: one number, or one for each element.
+        dtype: whose units in the last place are counted; of integers the distance itself.
+    """
+    have, want = actual.detach().double().cpu().reshape(-1), expected.detach().double().cpu().reshape(-1)
+    if have.numel() == 0 or torch.equal(have, want):
+        return EQUAL
+    same = (have == want) | (have.isnan() & want.isnan())
+    gap = torch.where(same, 0.0, (have - want).abs()).nan_to_num(nan=math.inf, posinf=math.inf)
+    limit = allowed.double().cpu().reshape(-1) if isinstance(allowed, torch.Tensor) else torch.tensor(float(allowed))
+    share = torch.where(gap == 0, 0.0, gap / limit.nan_to_num(nan=0.0, posinf=0.0))
+    place = int(share.argmax())
+    wanted_norm = float(want.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).norm())
+    return Difference(
+        allowance_ratio=float(share[place]),
+        ulps=float((gap / ulp_size(torch.maximum(have.abs(), want.abs()), dtype)).max()),
+        relative=float(gap.norm()) / wanted_norm if wanted_norm else math.inf,
+        exceeding_count=int((share > 1).sum()),
+        worst_index=place,
+        actual=float(have[place]),
+        expected=float(want[place]),
+    )
+
+
+def ulp_size(size: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The unit in the last place of numbers of this size (float64, not negative) in `dtype`; 1 for integers."""
+    if not dtype.is_floating_point:
+        return torch.ones_like(size)
+    info = torch.finfo(dtype)
+    _, exponent = torch.frexp(size.nan_to_num(nan=1.0, posinf=info.max).clamp(min=info.tiny))
+    return torch.ldexp(torch.full_like(size, info.eps), exponent - 1)

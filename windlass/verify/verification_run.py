@@ -1,0 +1,49 @@
+"""Starts the ranks of a verification, and brings back what rank 0 found."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+from windlass.base.errors import WindlassError
+from windlass.base.text import plural
+from windlass.launch.start_ranks import start_ranks
+from windlass.verify.verification_job import VerificationJob
+from windlass.verify.verification_report import VerificationReport
+
+
+class VerificationRunError(WindlassError, RuntimeError):
+    """The run ended before there was anything to compare."""
+
+
+def run_verification(job: VerificationJob, ranks: int) -> list[VerificationReport]:
+    """Run what `order` says on `ranks` ranks of this machine; the verdict of each engine, the first one's first.
+
+    Raises:
+        RunFailed: a rank failed; the text is its own.
+    """
+    with tempfile.TemporaryDirectory(prefix="windlass-verify-") as folder:
+        job = replace(job, folder=folder)
+        here = os.pathsep.join(path for path in (os.getcwd(), os.environ.get("PYTHONPATH", "")) if path)
+        outcome = start_ranks(
+            ["-m", "windlass.verify.verification_rank", str(job.write())], ranks, env={"PYTHONPATH": here}
+        )
+        if outcome.interrupted_by is not None:
+            raise VerificationRunError("interrupted before the verdict")
+        if job.failure_path.exists():
+            raise VerificationRunError(
+                f"the run on {plural(ranks, 'rank')} failed, so there is nothing to compare:\n{_read(job.failure_path)}"
+            )
+        if not job.result_path.exists():
+            told = "; ".join(str(failure) for failure in outcome.failures) or "no rank says why"
+            raise VerificationRunError(
+                f"the run on {plural(ranks, 'rank')} left no verdict: {told}; see the output above"
+            )
+        return [VerificationReport.from_dict(one) for one in json.loads(_read(job.result_path))]
+
+
+def _read(path: Path) -> str:
+    return path.read_text()

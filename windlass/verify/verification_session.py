@@ -1,0 +1,96 @@
+"""Sees engines being made, has each of their steps compared, and says when it is enough."""
+
+from __future__ import annotations
+
+import json
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from windlass.base.compute_device import local_device
+from windlass.base.dtypes import parse_dtype
+from windlass.config import Config
+from windlass.engine.initialize_observer import InitializeObserver
+from windlass.engine.training_engine import Engine
+from windlass.verify.engine_verifier import EngineVerifier
+from windlass.verify.independent_run import IndependentRun
+from windlass.verify.reference_model import ReferenceModel
+from windlass.verify.verification_job import VerificationJob
+from windlass.zero import GatheredParameters
+from windlass.zero.sharded_init import initial_shard
+
+
+class VerificationFinished(SystemExit):
+    """Enough steps were compared: the script ends here, on all ranks."""
+
+
+class VerificationSession(InitializeObserver):
+    """All engines of a verification; the first one with an optimizer says when it is over."""
+
+    def __init__(self, job: VerificationJob) -> None:
+        self.job, self.config_override = job, job.config
+        self.verifiers: list[EngineVerifier] = []
+        self._reference: ReferenceModel | None = None
+        self._independent_reference: ReferenceModel | None = None
+        self._pending: tuple[torch.optim.Optimizer | None, Config | None] = None, None
+
+    def before_sharding(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config) -> None:
+        """Copy the model while it is whole; on rank 0, whose values count."""
+        self._reference, self._pending = None, (optimizer, config)
+        if optimizer is None:
+            return
+        mixed = config.fp16.enabled or config.bf16.enabled
+        table = config.dtype_table()
+        compute = parse_dtype(table.param_dtype) if mixed else None
+        masters = (
+            (parse_dtype(table.master_dtype), parse_dtype(table.state_dtype)) if table.master_dtype != "fp32" else None
+        )
+        sharded = [p for p in model.parameters() if initial_shard.find(p) is not None]
+        whole: AbstractContextManager[Any] = GatheredParameters(sharded) if sharded else nullcontext()
+        with whole:
+            if dist.get_rank() == 0:
+                self._reference = ReferenceModel(model, optimizer, compute, local_device(), masters)
+                if self.job.independent_run:
+                    self._independent_reference = ReferenceModel(model, optimizer, compute, local_device(), masters)
+
+    def after_initialize(self, engine: Engine) -> None:
+        """Watch the engine from now on."""
+        optimizer, config = self._pending
+        if optimizer is None or config is None:
+            return
+        alone = (
+            IndependentRun(self._independent_reference, config.gradient_clipping)
+            if self._independent_reference is not None
+            else None
+        )
+        watched = EngineVerifier(engine, self._reference, alone, config, self.check_progress)
+        self._reference = self._independent_reference = None
+        self.verifiers.append(watched)
+        watched.compare_initial_weights()
+        self.check_progress(watched)
+
+    def write_result(self) -> None:
+        """Leave the verdicts where the order says; only rank 0 has them."""
+        if any(watched.reference is not None for watched in self.verifiers):
+            found = [watched.report.to_dict() for watched in self.verifiers]
+            self.job.result_path.write_text(json.dumps(found))
+
+    def note_early_end(self) -> None:
+        """The script ended by itself, before as many steps as were asked for."""
+        first = self.verifiers[0]
+        if first.compared_steps < self.job.steps:
+            first.report.notes.append(f"the script ended after {first.compared_steps} of {self.job.steps} steps")
+
+    def check_progress(self, verifier: EngineVerifier) -> None:
+        """An engine was compared once more: go on, or end the script on all ranks.
+
+        Raises:
+            Finished: it is over.
+        """
+        over = verifier.has_deviated or (verifier is self.verifiers[0] and verifier.compared_steps == self.job.steps)
+        if over:
+            self.write_result()
+            raise VerificationFinished(0)

@@ -1,0 +1,174 @@
+"""From what is seen of all ranks to whether the run can go on.
+
+[Note: proofs] A run is ended before `timeout` only where it is proved that it cannot go on: a process that others wait
+for is gone or about to go, or every rank is in a wait, none of them has moved for `proof_after` seconds, and they are
+in different ones. A rank that lives and waits for nobody may come any moment, and a stopped one may be continued: that
+is reported and nothing more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from windlass.watchdog.heartbeat import ProgramEnd
+from windlass.watchdog.peer_status import PeerState, PeerStatus
+from windlass.watchdog.watchdog_limits import WatchdogLimits
+
+
+@dataclass(frozen=True)
+class HangDiagnosis:
+    """What is wrong, in a sentence, and whether it ends the run."""
+
+    headline: str
+    fatal: bool
+
+
+def diagnose(statuses: list[PeerStatus], limits: WatchdogLimits) -> HangDiagnosis | None:
+    """What is to be said now; None while nothing is."""
+    waiting = [one for one in statuses if one.is_participating and one.wait_s >= limits.check_peers_after]
+    cut_off = [
+        one for one in statuses if one.heartbeat is not None and one.heartbeat.program_end is ProgramEnd.FAILED_IN_WAIT
+    ]
+    hurt = [*waiting, *(one for one in cut_off if one.state is not PeerState.DEAD)]
+    return (
+        _diagnose_dead(statuses, [one.rank for one in hurt])
+        or _diagnose_early_end(statuses, hurt)
+        or _diagnose_broken_connections(cut_off, hurt, statuses)
+        or _diagnose_deadlock(statuses, limits)
+        or _diagnose_long_wait(statuses, limits)
+    )
+
+
+def _diagnose_dead(statuses: list[PeerStatus], affected_ranks: list[int]) -> HangDiagnosis | None:
+    """A process that failed or died, which others wait for."""
+    failed = [
+        one.rank for one in statuses if one.heartbeat is not None and one.heartbeat.program_end is ProgramEnd.FAILED
+    ]
+    dead = [
+        one.rank
+        for one in statuses
+        if one.state is PeerState.DEAD
+        and (
+            not one.has_ended or (one.heartbeat is not None and one.heartbeat.program_end is ProgramEnd.FAILED_IN_WAIT)
+        )
+    ]
+    affected_ranks = [rank for rank in affected_ranks if rank not in failed and rank not in dead]
+    if not affected_ranks or not (failed or dead):
+        return None
+    if failed:
+        return HangDiagnosis(
+            f"{format_ranks(failed)} ended with an exception, and {_describe_waiting(affected_ranks)} for it", True
+        )
+    return HangDiagnosis(
+        f"the process of {format_ranks(dead)} is gone (killed, or out of memory), and {_describe_waiting(affected_ranks)} for it",
+        True,
+    )
+
+
+def _diagnose_early_end(statuses: list[PeerStatus], affected: list[PeerStatus]) -> HangDiagnosis | None:
+    """A program that ended well on one rank while all others wait."""
+    done = [one.rank for one in statuses if one.heartbeat is not None and one.heartbeat.program_end is ProgramEnd.DONE]
+    others = [one for one in statuses if one.rank not in done]
+    if not done or not others or not all(one in affected for one in others):
+        return None
+    ranks_left = [one.rank for one in others]
+    return HangDiagnosis(
+        f"the program of {format_ranks(done)} ended early, without an error, and {_describe_waiting(ranks_left)} for it",
+        True,
+    )
+
+
+def _diagnose_broken_connections(
+    failed_in_wait: list[PeerStatus], affected: list[PeerStatus], statuses: list[PeerStatus]
+) -> HangDiagnosis | None:
+    """Connections that broke under ranks that all wait."""
+    if not failed_in_wait or any(one not in affected for one in statuses if one.state is not PeerState.DEAD):
+        return None
+    if (different := _diagnose_different_collectives(statuses)) is not None:
+        return different
+    told = next(
+        (one.heartbeat.error for one in failed_in_wait if one.heartbeat is not None and one.heartbeat.error), ""
+    )
+    why = f": {told.strip().splitlines()[-1]}" if told else ""
+    return HangDiagnosis(f"a collective failed on {format_ranks([one.rank for one in failed_in_wait])}{why}", True)
+
+
+def _diagnose_deadlock(statuses: list[PeerStatus], limits: WatchdogLimits) -> HangDiagnosis | None:
+    """Every rank waits, and in another operation. See [Note: proofs]."""
+    if any(one.wait_s < limits.deadlock_after for one in statuses):
+        return None
+    return _diagnose_different_collectives(statuses)
+
+
+def _diagnose_different_collectives(statuses: list[PeerStatus]) -> HangDiagnosis | None:
+    groups: dict[tuple[str, str], list[int]] = {}
+    for one in statuses:
+        assert one.heartbeat is not None
+        place = one.heartbeat.location
+        groups.setdefault((place.operation, place.parameter_names[0] if place.parameter_names else ""), []).append(
+            one.rank
+        )
+    if len(groups) < 2:
+        return None
+    told = "; ".join(
+        f"{format_ranks(who)} in {what}{f' of {name}' if name else ''}" for (what, name), who in groups.items()
+    )
+    left = "; ".join(
+        f"rank {one.rank} has left theirs: {one.heartbeat.caught_error}"
+        for one in statuses
+        if one.heartbeat and one.heartbeat.caught_error
+    )
+    cause = f". {left}. Its script caught that; without it this run would have ended at once" if left else ""
+    return HangDiagnosis(f"ranks are in different collectives and will never meet: {told}{cause}", True)
+
+
+def _diagnose_long_wait(statuses: list[PeerStatus], limits: WatchdogLimits) -> HangDiagnosis | None:
+    """A wait that is long, for whatever reason."""
+    waiting = [one for one in statuses if one.wait_s >= limits.report_after]
+    if not waiting:
+        return None
+    longest = max(one.wait_s for one in waiting)
+    who = [one.rank for one in waiting]
+    for_whom = [one for one in statuses if one.is_participating and one.wait_s < limits.check_peers_after]
+    if not for_whom:
+        said = f"{_describe_waiting(who)} for {longest:.0f} s now, all in the same operation"
+    else:
+        said = f"{_describe_waiting(who)} for {longest:.0f} s now, for {_describe_stragglers(for_whom)}"
+    if longest >= limits.timeout:
+        return HangDiagnosis(f"{said}; watchdog.timeout_s = {limits.timeout:g} has passed", True)
+    return HangDiagnosis(f"{said}; ranks are ended when watchdog.timeout_s = {limits.timeout:g} has passed", False)
+
+
+def _describe_stragglers(statuses: list[PeerStatus]) -> str:
+    words = {
+        PeerState.ALIVE: "alive and elsewhere (a straggler)",
+        PeerState.SILENT: "alive, but no thread of its Python runs (native code holds its lock, or the host is overloaded)",
+        PeerState.STOPPED: "stopped (SIGSTOP; `kill -CONT` continues it)",
+        PeerState.NOT_STARTED: "not there yet: no engine was made on it",
+    }
+    parts = []
+    for state, text in words.items():
+        who = [one.rank for one in statuses if one.state is state]
+        if who:
+            parts.append(f"{format_ranks(who)}, which {'is' if len(who) == 1 else 'are'} {text}")
+    return "; and for ".join(parts)
+
+
+def _describe_waiting(waiting_ranks: list[int]) -> str:
+    return f"{format_ranks(waiting_ranks)} wait{'s' if len(waiting_ranks) == 1 else ''}"
+
+
+def format_ranks(numbers: list[int]) -> str:
+    """`rank 3`, or `ranks 0-2, 5`."""
+    return f"rank{'s' * (len(numbers) > 1)} {format_rank_ranges(numbers)}"
+
+
+def format_rank_ranges(numbers: list[int]) -> str:
+    """`0-2, 5`."""
+    parts: list[list[int]] = []
+    for number in sorted(numbers):
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1][1:] = [number]
+        else:
+            parts.append([number])
+    return ", ".join("-".join(map(str, part)) for part in parts)

@@ -1,0 +1,322 @@
+"""The watchdog: a thread that beats for its rank, looks at the others when somebody waits long, and ends what is lost.
+
+[Note: watchdog] Once a tick the thread leaves the rank's record on the board and reads one counter, the bell. A rank in
+trouble (a long wait, an exception) rings it, and then every rank looks: at what was decided, and at the ranks below
+itself, to find the lowest one that lives. That one reads all records and judges, so that a thousand ranks do not read a
+thousand records each. What it decides it prints, as a table, and leaves on the board; every rank ends itself. A wait
+inside C++ cannot be left, so the thread ends the process (`os._exit`). Nothing needs to be undone then: shared memory
+and files of the disk tier have no names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from types import TracebackType
+
+from windlass.base.collective_activity import activity
+from windlass.base.errors import CommunicationError
+from windlass.base.log import logger
+from windlass.base.processes import WATCHDOG_EXIT_CODE, is_stopped
+from windlass.watchdog.control_store import ControlStore, ControlStoreLostError
+from windlass.watchdog.hang_diagnosis import HangDiagnosis, diagnose
+from windlass.watchdog.hang_report import format_hang_report
+from windlass.watchdog.heartbeat import Heartbeat, ProgramEnd
+from windlass.watchdog.peer_status import PeerMonitor, PeerState, PeerStatus
+from windlass.watchdog.thread_location import ThreadLocation, ThreadObserver, location_of_error
+from windlass.watchdog.watchdog_limits import WatchdogLimits
+
+_MAX_DECISION_WAIT_S = 10.0  # how long a rank that was cut off waits to hear why
+_CHECK_OUT_TIMEOUT_S = 5.0  # how long a rank that was told to end may take to do so by itself
+
+
+class WatchdogThread:
+    """Of this process.
+
+    Args:
+        board: where the ranks read each other.
+        limits: see there; `use` sets others.
+        keeper: the rank whose process keeps the board, or None: one that outlives them all.
+    """
+
+    def __init__(
+        self, control_store: ControlStore, rank: int, world_size: int, limits: WatchdogLimits, store_rank: int | None
+    ) -> None:
+        self._control_store, self._rank, self._world_size, self._store_rank = (
+            control_store,
+            rank,
+            world_size,
+            store_rank,
+        )
+        self.limits = limits
+        self._host, self._pid = _host_identity(), os.getpid()
+        self._peers = PeerMonitor(world_size, self._host, limits)
+        self._observer = ThreadObserver()
+        self._current_wait: object | None = None
+        self._wait_start = self._idle_start = time.monotonic()
+        self._last_wait: object | None = None
+        self._beat = self._alarms_seen = 0
+        self._end_record: tuple[ThreadLocation, ProgramEnd, str] | None = None
+        self._store_lost = self._checked_out = self._fault_logged = False
+        self._next_report = limits.report_after
+        self._stopping, self._decision_event = threading.Event(), threading.Event()
+        first = rank - int(os.environ.get("LOCAL_RANK", "0"))
+        size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        self._local_peers = [r for r in range(first, first + size) if 0 <= r < world_size and r != rank]
+        self._thread = threading.Thread(target=self._run, name="windlass-watchdog", daemon=True)
+        self._beat_start = 0.0
+        self._thread.start()
+        if store_rank not in (None, rank):
+            threading.Thread(target=self._run_guard, name="windlass-watchdog-guard", daemon=True).start()
+
+    def set_limits(self, limits: WatchdogLimits) -> None:
+        """Go on with other limits."""
+        self.limits = self._peers.limits = limits
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the thread runs, in this process, for the group that there is now."""
+        return self._thread.is_alive() and os.getpid() == self._pid and self._control_store.is_current()
+
+    def stop(self, *, program_ended: bool) -> None:
+        """End the thread.
+
+        Args:
+            through: the program is, and the others shall know.
+        """
+        if os.getpid() != self._pid or self._stopping.is_set() or self._decision_event.is_set():
+            return
+        self._stopping.set()
+        self._thread.join(2.0)
+        if self._thread.is_alive() or self._store_lost or not program_ended:
+            return
+        with contextlib.suppress(ControlStoreLostError):
+            if self._end_record is None:
+                self._end_record = ThreadLocation(), ProgramEnd.DONE, ""
+            self._control_store.write_heartbeat(self._make_heartbeat())
+            self._control_store.count_alarms(raise_alarm=True)
+            self._check_out()
+            if self._store_rank == self._rank:
+                self._wait_for_check_outs(2 * self.limits.beat_interval + 0.5)
+
+    def record_failure(self, error: BaseException, trace: TracebackType | None) -> None:
+        """An exception that nobody caught ends this rank: tell the others."""
+        place, waiting = location_of_error(error, trace)
+        cut_off = isinstance(error, CommunicationError) or (waiting and isinstance(error, RuntimeError))
+        text = "".join(traceback.format_exception(type(error), error, trace))
+        self._end_record = place, ProgramEnd.FAILED_IN_WAIT if cut_off else ProgramEnd.FAILED, text
+        self._current_wait, self._wait_start = None, time.monotonic()
+        with contextlib.suppress(ControlStoreLostError):
+            self._control_store.write_heartbeat(self._make_heartbeat())
+            self._control_store.count_alarms(raise_alarm=True)
+
+    @property
+    def program_ended(self) -> bool:
+        """Whether it was said how this rank's program ended."""
+        return self._end_record is not None
+
+    @property
+    def failed_in_wait(self) -> bool:
+        """Whether the exception that ends this rank came out of a wait for others."""
+        return self._end_record is not None and self._end_record[1] is ProgramEnd.FAILED_IN_WAIT
+
+    @property
+    def is_decided(self) -> bool:
+        """Whether it was said why this rank is ended."""
+        return self._decision_event.is_set()
+
+    def wait_for_decision(self) -> None:
+        """After `failed`: wait until it is known what became of the others, or until they know of this rank."""
+        if self.failed_in_wait:
+            self._decision_event.wait(min(_MAX_DECISION_WAIT_S, self.limits.report_after))
+        elif self._store_rank == self._rank:
+            with contextlib.suppress(ControlStoreLostError):
+                self._wait_for_check_outs(_CHECK_OUT_TIMEOUT_S)
+
+    # the thread
+
+    def _run(self) -> None:
+        pause = 0.0  # a rank that dies before its first beat would pass for one that never came
+        while not self._stopping.is_set():
+            lost = self._sleep(pause)
+            pause = self.limits.beat_interval
+            if lost:
+                self._peers.ignore_pause(lost)
+                self._wait_start, self._idle_start = self._wait_start + lost, self._idle_start + lost
+            if self._stopping.is_set():
+                return
+            if not self._control_store.is_current():
+                return
+            try:
+                self._beat_start = time.monotonic()
+                self._check_alone() if self._store_lost else self._beat_once()
+            except ControlStoreLostError:
+                self._store_lost = True
+            except Exception:  # a fault of the watchdog's own must not end a run that is well
+                if not self._fault_logged:
+                    logger.exception("a fault of the watchdog, which goes on")
+                self._fault_logged = True
+            finally:
+                self._beat_start = 0.0
+
+    def _sleep(self, seconds: float) -> float:
+        """Sleep until there is something to do; returns for how long this process could not run, where that was long:
+        it was stopped (Ctrl-Z, a debugger, a scheduler), as a rule with all ranks, and nobody waited in that time."""
+        began = time.monotonic()
+        self._stopping.wait(seconds)
+        lost = time.monotonic() - began - seconds
+        return lost if lost > self.limits.silent_after else 0.0
+
+    def _run_guard(self) -> None:
+        """Where a rank keeps the board and is stopped, the thread never comes back from it: then this one looks."""
+        while not self._stopping.is_set() and self._thread.is_alive():
+            lost = self._sleep(self.limits.beat_interval)
+            began = 0.0 if lost or self._decision_event.is_set() else self._beat_start
+            if began and time.monotonic() - began > 2 * self.limits.silent_after:
+                self._check_alone()
+
+    def _beat_once(self) -> None:
+        record = self._make_heartbeat()
+        self._control_store.write_heartbeat(record)
+        trouble = record.wait_s >= self.limits.check_peers_after or record.program_end is not ProgramEnd.RUNNING
+        rung = self._control_store.count_alarms(raise_alarm=trouble)
+        if 0 not in self._peers.heartbeats:
+            self._peers.update(self._control_store.read_heartbeats([0]))
+        if trouble or rung != self._alarms_seen:
+            self._check_peers(record)
+        self._alarms_seen = rung
+
+    def _check_peers(self, heartbeat: Heartbeat) -> None:
+        decision = self._control_store.read_decision()
+        if decision:
+            logger.error("ended by the watchdog: %s", decision)
+            self._end_process()
+        self._peers.update(self._control_store.read_heartbeats(self._local_peers))
+        for lower in range(self._rank):
+            self._peers.update(self._control_store.read_heartbeats([lower]))
+            if self._store_rank == lower and self._has_end_of(lower):
+                self._check_out()
+                self._store_lost = True
+                return
+            if self._peers.peer_status(lower).state is PeerState.ALIVE:
+                return
+        self._peers.update({**self._control_store.read_heartbeats(range(self._world_size)), self._rank: heartbeat})
+        self._judge_all()
+
+    def _check_alone(self) -> None:
+        """The board is gone, or does not answer: what this rank can tell by itself."""
+        record = self._make_heartbeat()
+        if record.wait_s < self.limits.check_peers_after and record.program_end is not ProgramEnd.FAILED_IN_WAIT:
+            return
+        self._peers.update({self._rank: record})
+        sights = [one for one in self._peers.peer_statuses() if one.heartbeat is not None]
+        verdict = diagnose(sights, self.limits)
+        if self._store_lost and (verdict is None or not verdict.fatal):
+            keeper = f"rank {self._store_rank}" if self._store_rank is not None else "the launcher"
+            verdict = HangDiagnosis(f"the process of {keeper}, where the ranks met, is gone", True)
+        if verdict is not None and self._log_diagnosis(verdict, sights):
+            self._end_process()
+
+    def _judge_all(self) -> None:
+        sights = self._peers.peer_statuses()
+        verdict = diagnose(sights, self.limits)
+        if verdict is None:
+            self._next_report = self.limits.report_after
+        elif self._log_diagnosis(verdict, sights):
+            self._control_store.post_decision(
+                f"{verdict.headline} (the table of all ranks is in the output of rank {self._rank})"
+            )
+            time.sleep(2.5 * self.limits.beat_interval)  # the others read it; this process may keep the board
+            self._end_process()
+
+    def _log_diagnosis(self, diagnosis: HangDiagnosis, statuses: list[PeerStatus]) -> bool:
+        """Print a report if it is time for one; whether the run is over."""
+        longest = max(one.wait_s for one in statuses)
+        if diagnosis.fatal or longest >= self._next_report:
+            self._next_report = 2 * longest
+            logger.error(format_hang_report(diagnosis, statuses, self._rank))
+        if diagnosis.fatal:
+            self._decision_event.set()
+        return diagnosis.fatal
+
+    def _make_heartbeat(self) -> Heartbeat:
+        now = time.monotonic()
+        if self._end_record is not None:
+            place, end, error = self._end_record
+        else:
+            place, end, error = self._observer.observe(), ProgramEnd.RUNNING, ""
+            if self._observer.current_wait != self._current_wait:
+                self._current_wait, self._wait_start = self._observer.current_wait, now
+            if activity.last_wait is not self._last_wait or self._current_wait is not None:
+                self._last_wait, self._idle_start = activity.last_wait, now
+        self._beat += 1
+        return Heartbeat(
+            self._rank,
+            self._host,
+            self._pid,
+            self._beat,
+            place,
+            wait_s=max(now - self._wait_start, 0.001) if self._current_wait is not None else 0.0,
+            idle_s=now - (self._wait_start if self._end_record is not None else self._idle_start),
+            program_end=end,
+            error=error,
+            caught_error=activity.caught_error,
+            dead_local_ranks=self._peers.find_dead_local_ranks(self._local_peers),
+        )
+
+    def _has_end_of(self, rank: int) -> bool:
+        record = self._peers.heartbeats.get(rank)
+        return record is not None and record.program_end in (ProgramEnd.DONE, ProgramEnd.FAILED)
+
+    def _check_out(self) -> None:
+        if not self._checked_out:
+            self._checked_out = True
+            self._control_store.check_out()
+
+    def _wait_for_check_outs(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while (
+            self._control_store.count_checked_out() < self._world_size - (not self._checked_out)
+            and time.monotonic() < until
+        ):
+            time.sleep(0.02)
+
+    def _end_process(self) -> None:
+        """End this process, whatever its main thread does."""
+        self._decision_event.set()
+        if self._end_record is not None:  # its main thread is on the way out
+            time.sleep(_CHECK_OUT_TIMEOUT_S)
+        flushing = threading.Thread(target=_flush_streams, daemon=True)  # the main thread may hold a stream's lock
+        flushing.start()
+        flushing.join(1.0)
+        for child in multiprocessing.active_children():
+            child.kill()
+        for other in self._peers.heartbeats.values():  # who is stopped could not read that it is to end, and would stay
+            if other.host == self._host and other.pid != self._pid and is_stopped(other.pid):
+                with contextlib.suppress(OSError):
+                    os.kill(other.pid, signal.SIGCONT)
+        os._exit(WATCHDOG_EXIT_CODE)
+
+
+def _flush_streams() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+
+
+def _host_identity() -> str:
+    """Tells this machine from others, and from itself before it was started again; and containers, which may share a
+    name and do not see each other's processes."""
+    facts = [socket.gethostname()]
+    with contextlib.suppress(OSError):
+        facts.append(os.readlink("/proc/self/ns/pid"))
+    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
+        facts.append(file.read().strip())
+    return " ".join(facts)

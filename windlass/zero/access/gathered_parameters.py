@@ -1,0 +1,147 @@
+"""Whole parameters for a while: `with GatheredParameters(...)`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from windlass.base.collective_activity import WaitScope
+from windlass.base.errors import GatherError
+from windlass.comm.mesh_shape import DATA_AXES, EXPERT_DATA_AXES
+from windlass.zero.access.shard_values import is_expert_only, set_part_param
+from windlass.zero.core.parameter_registry import ParameterLocation, find
+from windlass.zero.core.sharded_parameter import ShardedParameter, StateDictStub, mark_sharded, mark_unsharded, put_data
+from windlass.zero.core.unit import ShardState
+from windlass.zero.sharded_init import initial_shard
+from windlass.zero.sharded_init.initial_shard import ShardedInit
+
+_open: set[int] = set()  # ids of parameters inside a context now
+
+
+class GatheredParameters:
+    """Gives parameters their whole values inside the context. Collective; parameters of no engine that are whole pass
+    unchanged.
+
+    Inside, a sharded parameter holds a private copy in the parameter's dtype. With `modifier_rank=None` changes to it
+    are
+    lost; with a rank, that rank's values reach all ranks and the master weights on exit. What is not sharded may be
+    changed in place as ever; with a rank, its values are broadcast too.
+
+    Args:
+        params: one parameter, or any iterable of them; duplicates count once.
+        modifier_rank: whose changes count.
+        fwd_module: accepted for compatibility; a module that uses a parameter of another is found by itself.
+        enabled: False makes the context do nothing.
+
+    Raises:
+        GatherError: one of the parameters is already inside such a context.
+        ModelError: at its end one has been resized.
+    """
+
+    def __init__(
+        self,
+        params: nn.Parameter | Iterable[nn.Parameter],
+        modifier_rank: int | None = None,
+        fwd_module: nn.Module | None = None,
+        enabled: bool = True,
+    ) -> None:
+        given: list[nn.Parameter] = [params] if isinstance(params, nn.Parameter) else list(params)
+        # transformers 4.57 takes them from a `state_dict()`, which has stubs.
+        given = [one.parameter if isinstance(one, StateDictStub) else one for one in given]
+        unique = {id(p): p for p in given}.values() if enabled else []
+        self._places = [(p, place) for p in unique if (place := find(p)) is not None]
+        self._born = [(p, birth) for p in unique if (birth := initial_shard.find(p)) is not None]
+        self._born.sort(key=lambda item: item[1].number)  # a set has another order on every rank
+        placed = {id(p) for p, _ in [*self._places, *self._born]}
+        self._whole = [p for p in unique if id(p) not in placed]
+        self._rank = modifier_rank
+        self._copied: list[tuple[nn.Parameter, ParameterLocation]] = []
+
+    def __enter__(self) -> GatheredParameters:
+        again = next((place for p, place in self._places if id(p) in _open), None)
+        if again is not None:
+            raise GatherError(f"{again.name!r} is inside another GatheredParameters already; leave that first")
+        if any(id(p) in _open for p, _ in self._born):
+            raise GatherError("a parameter is inside another GatheredParameters already; leave that first")
+        for model in {id(place.model): place.model for _, place in self._places}.values():
+            model.finish_update()
+        for parameter, birth in self._born:
+            _open.add(id(parameter))
+            initial_shard.unshard_parameter(parameter, birth)
+        sharded = [(p, place) for p, place in self._places if place.unit.reshards]
+        copies = []
+        for parameter, place in sharded:
+            with place.model.runtime.unsharded([place.unit], experts_only=is_expert_only(place), names=[place.name]):
+                copies.append(place.unit.parameter_view(place.unit.full, place.index).detach().clone())
+            _open.add(id(parameter))
+        for (parameter, place), copy in zip(sharded, copies, strict=True):
+            if isinstance(parameter, ShardedParameter):
+                mark_unsharded(parameter)
+            put_data(parameter, copy)
+            place.unit.privately_held.add(place.index)
+            self._copied.append((parameter, place))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for parameter, birth in self._born:
+            self._return(parameter, birth, changed=self._rank is not None and kind is None)
+        if (
+            self._rank is not None and kind is None and initial_shard.is_building()
+        ):  # whole still, and cut from rank 0's values
+            for parameter in self._whole:
+                value = parameter.detach().contiguous()
+                dist.broadcast(_bytes(value), self._rank)
+                parameter.detach().copy_(value)
+        values: list[tuple[nn.Parameter, torch.Tensor]] = []
+        resized = [(place, p.shape) for p, place in self._copied if p.shape != place.unit.shapes[place.index]]
+        if self._rank is not None and kind is None and not resized:
+            for parameter, place in self._places:
+                value = parameter.detach().clone(memory_format=torch.contiguous_format)
+                data = place.unit.dp_group.mesh.data
+                if data.size > 1:
+                    with WaitScope("broadcast", [place.name]):
+                        dist.broadcast(_bytes(value), _modifier(place, self._rank), group=data.process_group)
+                values.append((parameter, value))
+        for parameter, place in self._copied:
+            _open.discard(id(parameter))
+            place.unit.privately_held.discard(place.index)
+            place.model.masters.accept_version(parameter)  # changes are lost, or reach the masters below
+            if place.unit.shard_state is ShardState.SHARDED:
+                mark_sharded(parameter, place.unit)
+            else:
+                put_data(parameter, place.unit.parameter_view(place.unit.full, place.index))
+        self._copied = []
+        for place, shape in resized if kind is None else ():
+            place.unit.require_shape(place.index, shape)
+        for parameter, value in values:
+            set_part_param(parameter, value)
+
+    def _return(self, parameter: nn.Parameter, birth: ShardedInit, *, changed: bool) -> None:
+        """Take the values again from a parameter that was born sharded."""
+        _open.discard(id(parameter))
+        if changed:
+            assert self._rank is not None
+            birth.assign(parameter.detach(), birth.group.ranks.index(self._rank))
+        mark_sharded(parameter, birth)
+
+
+def _modifier(place: ParameterLocation, rank: int) -> int:
+    """Whose changes count among the data ranks of a parameter: `rank` itself, or where it is none of them (it has
+    another part, or another copy) the one that stands where it stands."""
+    data, grid = place.unit.dp_group.mesh.data, place.model.mesh.grid
+    if rank in data.ranks:
+        return rank
+    here, there = (grid.coordinates(one) for one in (data.ranks[data.index], rank))
+    shared = EXPERT_DATA_AXES if place.unit.kind.is_expert else DATA_AXES
+    return grid.rank(**{axis: there[axis] if axis in shared else here[axis] for axis in here})
+
+
+def _bytes(value: torch.Tensor) -> Any:
+    return value.reshape(-1).view(torch.uint8) if value.numel() else value

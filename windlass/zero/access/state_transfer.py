@@ -1,0 +1,77 @@
+"""Master weights and optimizer states on their way from one layout of a model to another."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from windlass.zero.access.shard_values import part_param, part_states, set_part_param, set_part_state, set_plain_state
+from windlass.zero.core.parameter_registry import require
+
+if TYPE_CHECKING:
+    from windlass.zero.sharded_model import ShardedModel
+
+
+@dataclass
+class _TransferredState:
+    weight: torch.Tensor
+    states: dict[str, Any] = field(default_factory=dict)
+    averages: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+class StateTransfer:
+    """What was trained in a model, and its averages, each parameter whole on one rank, in host memory. Collective.
+
+    Takes `(weights, states and averages) / ranks` of host memory, and of one parameter the whole on every rank.
+
+    Args:
+        model: whose; it may be destroyed afterwards.
+    """
+
+    def __init__(self, model: ShardedModel) -> None:
+        self._parcels: list[tuple[nn.Parameter, int, _TransferredState | None]] = []
+        self._averages = list(model.averages.values())
+        with torch.no_grad():
+            for unit in model.units:
+                group = unit.dp_group.mesh.data
+                for parameter in unit.parameters if model.masters.chunks_of(unit) else ():
+                    owner = len(self._parcels) % group.size
+                    parcel = _TransferredState(part_param(parameter), part_states(parameter))
+                    for average in self._averages:
+                        if average.updates:
+                            parcel.averages[average.name] = average.part_param(parameter)
+                    self._parcels.append((parameter, owner, _in_host_memory(parcel) if owner == group.index else None))
+
+    def restore(self, model: ShardedModel) -> None:
+        """Put it into another layout of the same parameters; those that are not trained there keep their values."""
+        for average in self._averages:
+            average.rebind(model)
+        trained = {id(p) for unit in model.units if model.masters.chunks_of(unit) for p in unit.parameters}
+        for parameter, owner, parcel in self._parcels:
+            if id(parameter) not in trained:
+                continue
+            told, group = [parcel], require(parameter).unit.dp_group.mesh.data
+            if group.size > 1:
+                dist.broadcast_object_list(told, group.ranks[owner], group=group.process_group)
+            found = told[0]
+            assert found is not None
+            set_part_param(parameter, found.weight.to(model.device))
+            for key, value in found.states.items():
+                if isinstance(value, torch.Tensor):
+                    set_part_state(parameter, key, value)
+                else:
+                    set_plain_state(parameter, key, value)
+            for name, value in found.averages.items():
+                model.averages[name].set_part_param(parameter, value.to(model.device))
+        self._parcels = []
+
+
+def _in_host_memory(parcel: _TransferredState) -> _TransferredState:
+    states = {key: v.cpu() if isinstance(v, torch.Tensor) else v for key, v in parcel.states.items()}
+    return _TransferredState(
+        parcel.weight.cpu(), states, {name: value.cpu() for name, value in parcel.averages.items()}
+    )

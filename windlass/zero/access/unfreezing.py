@@ -1,0 +1,119 @@
+"""Parameters that were frozen begin to be trained: their units get masters, a place for gradients, and states to come.
+
+A unit begins as a whole. Those of its parameters that stay frozen have masters from then on, but no states, since the
+update leaves out what had no gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from windlass.base.errors import StorageError
+from windlass.base.log import logger
+from windlass.base.text import plural
+from windlass.comm.transport import TransportBuffer
+from windlass.storage.slot import Tier
+from windlass.zero.core.gradient_slot import GradientSlot
+from windlass.zero.core.sharded_parameter import put_grad
+from windlass.zero.update.update_chunk import UpdateChunk
+
+if TYPE_CHECKING:
+    from windlass.zero.sharded_model import ShardedModel
+
+
+def can_unfreeze(model: ShardedModel, parameters: Iterable[nn.Parameter]) -> bool:
+    """Whether these parameters can begin to be trained where they are; the same on all ranks."""
+    assert model.update is not None
+    wanted = {id(parameter) for parameter in parameters}
+    units = (unit for unit in model.units if any(id(p) in wanted for p in unit.parameters))
+    return not any(
+        unit.trainable is False and model.update.cannot_step(model.masters.step_dtype(unit.dtype), _home(model))
+        for unit in units
+    )
+
+
+def unfreeze(model: ShardedModel, parameters: Iterable[nn.Parameter]) -> None:
+    """Have `parameters` trained from now on, where `can_grow`. Collective, between a backward and a forward; all ranks
+    name the same.
+
+    Raises:
+        StorageError: there is no space on disk for masters and states, on some rank; nothing was changed.
+    """
+    wanted = {id(parameter): parameter for parameter in parameters}
+    model.scheduler.sync("a change of parameters or states")
+    model.finish_update()
+    model.reducer.finish()  # of a step that has begun
+    model.recapture_parameters()
+    model.runtime.reshard_all()
+    units = [u for u in model.units if not u.trainable and any(id(p) in wanted for p in u.parameters)]
+    slots = [GradientSlot(unit) for unit in units]
+    chunks = _take_space(model, slots)
+    for parameter in wanted.values():
+        put_grad(parameter, None)  # of a backward before, of which nobody took anything
+    _bring_buffers(model, slots)
+    assert model.update is not None
+    for unit in units:
+        span = unit.read_local_shard() if unit.reshards else unit.local_span(unit.full)
+        model.masters.create(unit, span)
+    model.update.add_chunks(chunks)
+    if model.delayed_update is not None:
+        for slot in slots:
+            model.delayed_update.allocate_spare(slot)
+    model.disk_health.check("masters of what was unfrozen could not be kept", loses=True)
+    model.masters.remember_versions(units)
+    for average in model.averages.values():
+        average.add_units(units)
+    model.hook_gradients()
+    elements = sum(unit.numel for unit in units)
+    logger.info(
+        f"trained from now on: {plural(len(wanted), 'parameter')} more; {plural(elements, 'element')} more have masters"
+    )
+
+
+def _home(model: ShardedModel) -> Tier:
+    """Where masters and states of what is added rest: with those of the others."""
+    if not model.policy.state:
+        return Tier.DEVICE
+    others = {slot.unit.state_tier for slot in model.slots}
+    return model.tiers.state if model.tiers.ratio >= 1.0 or others == {model.tiers.state} else Tier.DEVICE
+
+
+def _take_space(model: ShardedModel, slots: list[GradientSlot]) -> list[UpdateChunk]:
+    """The chunks of these units, and the space on disk that they will need."""
+    home = _home(model)
+    for slot in slots:
+        slot.unit.trainable, slot.unit.state_tier = True, home
+    chunks = model.masters.add_slots(slots)
+    try:
+        model.reserve("what was unfrozen cannot be trained")
+    except StorageError:
+        for slot in slots:
+            slot.unit.trainable, slot.unit.state_tier = False, Tier.DEVICE
+        model.masters.remove_chunks(chunks)
+        raise
+    return chunks
+
+
+def _bring_buffers(model: ShardedModel, slots: list[GradientSlot]) -> None:
+    """Buffers that peers reach, for gradients and for parameters that are whole on every rank and stepped in cuts."""
+    own: dict[int, TransportBuffer] = {}  # of a unit's gradient
+    held = 0
+    for family in model.dp_groups:
+        units = [slot.unit for slot in slots if slot.unit.dp_group is family]
+        whole = [unit for unit in units if not unit.reshards and model.policy.state]
+        needs = model.reducer.extra_buffer_requests(family, units)
+        wanted = [*(unit.buffer_request() for unit in whole), *needs]
+        buffers = family.transport.extend(wanted, model.device, lanes=len(slots))
+        held += sum(need.numel * need.dtype.itemsize for need in needs)
+        for unit, buffer in zip(whole, buffers, strict=False):
+            unit.move_to(buffer)
+        if needs and model.policy.grad:
+            model.reducer.replace_ring(family, buffers[len(whole) :])
+        elif needs:
+            own |= {id(unit): buffer for unit, buffer in zip(units, buffers[len(whole) :], strict=True)}
+    if held:
+        model.ledger.set_held_bytes(f"gradients of {slots[0].unit.names[0]} and what began with it", held)
+    model.reducer.add_slots(slots, [own[id(slot.unit)] for slot in slots] if own else [])

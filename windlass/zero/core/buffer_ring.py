@@ -1,0 +1,48 @@
+"""A few buffers that units' gradients pass through on their way to being reduced."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import torch
+
+from windlass.comm.transport import BufferRequest, Transport, TransportBuffer
+
+
+class BufferRing:
+    """Buffers as large as the largest unit, lent to one unit at a time.
+
+    Args:
+        count: how many.
+        numel: elements of each.
+        dtype: in which gradients are accumulated.
+    """
+
+    def __init__(self, count: int, numel: int, dtype: torch.dtype) -> None:
+        self._count, self.numel, self._dtype = count, numel, dtype
+        self._buffers: list[TransportBuffer] = []
+        self._free: deque[int] = deque()
+
+    def needs(self) -> list[BufferRequest]:
+        return [BufferRequest(self.numel, self._dtype) for _ in range(self._count)]
+
+    def bind(self, buffers: list[TransportBuffer], transport: Transport) -> None:
+        self._buffers, self._transport = buffers, transport
+        for place, buffer in enumerate(buffers):
+            buffer.ring_index, buffer.ring = place, [other.parts for other in buffers] if buffer.parts else []
+        self._free = deque(range(len(buffers)))
+
+    def borrow(self, numel: int) -> tuple[int, TransportBuffer] | None:
+        """A place and its buffer, cut to `numel`; the one given back longest ago. None if all are lent.
+
+        Its content is what the last unit left.
+        """
+        if not self._free:
+            return None
+        place = self._free.popleft()
+        whole = self._buffers[place]
+        self._transport.wait_until_read(whole)
+        return place, whole.first(numel)
+
+    def give_back(self, place: int) -> None:
+        self._free.append(place)

@@ -1,0 +1,115 @@
+"""Takes the reduced gradient of a unit to its home as soon as it was reduced."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+import torch
+
+from windlass.base.device_memory import DeviceMemoryLedger, copy_to_host, device_has_own_memory, empty_host_tensor
+from windlass.base.pending import DONE, FinishingPending, Pending
+from windlass.comm.transport import local_shard
+from windlass.storage.slot import Slot, Tier
+from windlass.zero.core.gradient_slot import GradientSlot
+
+
+class GradientOffload:
+    """Where reductions put their sums.
+
+    A cut that rests on the device is added to there. One that rests elsewhere is reduced into a buffer on the device,
+    copied out while the backward goes on, and added up where it rests.
+
+    Args:
+        dtype: in which gradients are accumulated.
+        home_of: the home of a unit's gradient.
+        make: makes the slot of a gradient that rests away from the device: name, elements, home.
+    """
+
+    IN_FLIGHT = 2  # copies; more only take device memory
+
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        device: torch.device,
+        ledger: DeviceMemoryLedger,
+        tier_of: Callable[[GradientSlot], Tier],
+        make: Callable[[str, int, torch.dtype, Tier], Slot],
+    ) -> None:
+        self._dtype, self._device, self._ledger = dtype, device, ledger
+        self._tier_of, self._make = tier_of, make
+        self._in_flight: deque[tuple[Pending, torch.Tensor]] = deque()
+        self._free: list[torch.Tensor] = []
+        self._taken: dict[int, torch.Tensor] = {}  # all buffers, by address
+        self._largest = 0
+
+    def prepare(self, slot: GradientSlot) -> None:
+        """Make room for the reduced cut of a unit."""
+        numel, home = slot.unit.state_stop - slot.unit.state_start, self._tier_of(slot)
+        name = f"gradient of {slot.unit.names[0]}"
+        if home is Tier.DEVICE:
+            self._ledger.set_held_bytes(name, numel * self._dtype.itemsize)
+            slot.shard = torch.zeros(numel, dtype=self._dtype, device=self._device)
+        else:
+            slot.storage = self._make(name, numel, self._dtype, home)
+            slot.storage.set_content_description(slot.names_in)
+            if numel > self._largest:
+                self._largest = numel
+                self.finish()
+                self._free, self._taken = [], {}  # made for smaller ones
+
+    def output_buffer(self, slot: GradientSlot, own: torch.Tensor) -> tuple[torch.Tensor, bool]:
+        """Where the sum of `own`, this rank's cut of the unit's buffer, goes, and whether it is added there."""
+        if slot.storage is None:
+            assert slot.shard is not None
+            whole = slot.shard.numel() != own.numel()
+            group = slot.unit.dp_group.group
+            return local_shard(slot.shard, group.index, group.size) if whole else slot.shard, slot.has_reduced
+        while not self._free and len(self._taken) >= self.IN_FLIGHT and self._in_flight:
+            self._finish_one()
+        if not self._free:
+            self._ledger.set_held_bytes(f"buffer {len(self._taken)} of gradients", self._largest * self._dtype.itemsize)
+            self._free.append(torch.empty(self._largest, dtype=self._dtype, device=self._device))
+            self._taken[_memory(self._free[0])] = self._free[0]
+        return self._free.pop()[: own.numel()], False
+
+    def offload(self, slot: GradientSlot, out: torch.Tensor) -> None:
+        """The sum in `out` is complete: start it on its way home."""
+        rests = slot.storage
+        if rests is None:
+            return
+        adds = slot.is_offloaded
+        slot.is_offloaded = True
+        if not adds:
+            landing = rests.put(out)
+            landing.poll()  # on its way to disk, if it is there already
+            self._in_flight.append((landing, out))
+            return
+        staged = out
+        arrival: Pending = DONE
+        if device_has_own_memory(self._device):
+            staged = empty_host_tensor(out.numel(), out.dtype, pin=True)
+            arrival = copy_to_host(staged, out)
+        slot.norm_squares = None  # of the sum, which is known only where it rests
+        self._in_flight.append((FinishingPending(None, arrival.wait, lambda: _add(rests, staged)), out))
+
+    def finish(self) -> None:
+        """Wait until every gradient is home."""
+        while self._in_flight:
+            self._finish_one()
+
+    def _finish_one(self) -> None:
+        pending, out = self._in_flight.popleft()
+        pending.wait()
+        self._free.append(self._taken[_memory(out)])
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    """Where its memory begins, also if it has no elements."""
+    return tensor.untyped_storage().data_ptr()
+
+
+def _add(rests: Slot, part: torch.Tensor) -> None:
+    whole = rests.read()
+    whole.add_(part)
+    rests.write(whole)

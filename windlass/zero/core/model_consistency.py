@@ -1,0 +1,92 @@
+"""Ranks have the same model and train the same of it, or all of them are told in which parameter they differ."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from windlass.base.collective_activity import WaitScope
+from windlass.base.errors import ModelError
+from windlass.comm.rank_group import RankGroup
+from windlass.parallel.placement import get_placement
+from windlass.zero.core.unit_partition import UnitPlan
+
+_Summary = tuple[str, tuple[int, ...], str, str]  # name, shape, dtype, whether it is trained
+
+
+def check_same_model(model: nn.Module, optimizer: torch.optim.Optimizer | None, data: RankGroup) -> None:
+    """All data ranks have parameters of the same names, shapes and dtypes, and train the same ones; of what is cut, of
+    the same whole. Experts, which differ along their axis, are left out. Collective.
+
+    Raises:
+        ModelError: they do not; on all ranks, with the first parameter that differs.
+    """
+    if data.size == 1:
+        return
+    mine = _summary_of(model, optimizer)
+    digest = hashlib.sha256(repr(mine).encode()).hexdigest()
+    digests: list[str] = [""] * data.size
+    with WaitScope("the comparison of models"):
+        dist.all_gather_object(digests, digest, group=data.process_group)
+        if len(set(digests)) == 1:
+            return
+        told: list[list[_Summary]] = [[] for _ in digests]
+        dist.all_gather_object(told, mine, group=data.process_group)
+    other = next(index for index, one in enumerate(digests) if one != digests[0])
+    here, there = ({said[0]: said for said in told[index]} for index in (0, other))
+    name = next((n for n in [*here, *there] if here.get(n) != there.get(n)), "")
+    if not name:
+        raise ModelError(
+            f"rank {data.ranks[0]} and rank {data.ranks[other]} have the same parameters in different order; build the "
+            "model by the same code on every rank"
+        )
+    raise ModelError(
+        f"the model is not the same on all ranks: {name!r} is {_difference(here.get(name))} on rank {data.ranks[0]} and "
+        f"{_difference(there.get(name))} on rank {data.ranks[other]}; build the same model on every rank, and freeze or "
+        "unfreeze the same parameters"
+    )
+
+
+def check_same_units(plans: list[UnitPlan], data: RankGroup) -> None:
+    """All data ranks have as many units, and the same kinds of them in the same order, although they may have more or
+    fewer experts: ranks speak of units by their numbers. Collective.
+
+    Raises:
+        ModelError: they do not; on all ranks.
+    """
+    mine = [(plan.kind.is_expert, plan.dtype, plan.trainable, plan.persistent, plan.numel) for plan in plans]
+    told: list[list[tuple[bool, torch.dtype, bool, bool, int]]] = [mine] * data.size
+    with WaitScope("the comparison of models"):
+        dist.all_gather_object(told, mine, group=data.process_group)
+    kinds = [[one[:4] for one in of_rank] for of_rank in told]
+    if all(one == kinds[0] for one in kinds):
+        return
+    counts = ", ".join(f"{len(one)} on rank {rank}" for rank, one in zip(data.ranks, kinds, strict=True))
+    largest = max(sum(one[4] for one in of_rank if one[0]) for of_rank in told)
+    raise ModelError(
+        f"ranks have unequal numbers of experts, and cut a block with them into other units ({counts}): set "
+        f"zero_optimization.stage3_max_live_parameters above {largest}, the elements of all experts of a rank, so that "
+        "no rank cuts such a block, or take a number of experts that parallel.ep divides"
+    )
+
+
+def _summary_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[_Summary]:
+    groups = optimizer.param_groups if optimizer is not None else []
+    stepped = {id(parameter): number for number, group in enumerate(groups) for parameter in group["params"]}
+    found: list[_Summary] = []
+    for name, parameter in model.named_parameters():
+        placement = get_placement(parameter)
+        if placement.is_expert and placement.is_full:
+            continue
+        trained = "trained" if parameter.requires_grad else "frozen"
+        number = stepped.get(id(parameter))
+        place = f"in group {number} of the optimizer" if number is not None else "in no group of an optimizer"
+        found.append((name, placement.global_shape, str(parameter.dtype), f"{trained}, {place}"))
+    return found
+
+
+def _difference(said: _Summary | None) -> str:
+    return f"{list(said[1])} in {said[2]}, {said[3]}" if said is not None else "missing"

@@ -1,0 +1,126 @@
+"""Puts the runtime's calls where a model passes by: around blocks, on the graph between them, on gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from windlass.base.tensor_tree import iterate_tensors, replace_tensors
+from windlass.zero.core.unit_partition import Block
+from windlass.zero.core.unshard_runtime import BlockCall, UnshardRuntime
+
+
+class _Boundary(torch.autograd.Function):
+    """Identity on leaf inputs of a block, whose own hooks would fire before the block's backward is done."""
+
+    @staticmethod
+    def forward(ctx: Any, after: Callable[[], None], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.after = after
+        return tuple(x.view_as(x) for x in inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        ctx.after()
+        return (None, *gradients)
+
+
+def register_model_hooks(model: nn.Module, runtime: UnshardRuntime) -> list[RemovableHandle]:
+    """Tell the runtime when `model` runs, and when a backward enters it.
+
+    The outermost backward must be known before any that runs inside it (reentrant checkpointing), or the end of the
+    first nested one would pass for the end of all.
+    """
+
+    def after(module: nn.Module, args: Any, output: Any) -> None:
+        runtime.end_model_forward()
+        if torch.is_grad_enabled():
+            for tensor in iterate_tensors(output):
+                if tensor.requires_grad and tensor.grad_fn is not None:
+                    tensor.register_hook(lambda _: runtime.register_backward())
+
+    return [
+        model.register_forward_pre_hook(lambda *_: runtime.begin_model_forward(), prepend=True),
+        model.register_forward_hook(after, always_call=True),
+    ]
+
+
+def register_block_hooks(block: Block, runtime: UnshardRuntime) -> list[RemovableHandle]:
+    """Gather the units of `block` before its forward and its backward, release them after."""
+
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+        call = runtime.pre_forward(block)
+        if torch.is_grad_enabled():
+            call.inputs = list(iterate_tensors((args, kwargs)))
+        return _hook_inputs(args, kwargs, runtime, call) if torch.is_grad_enabled() else None
+
+    def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        call = runtime.post_forward(block, output)
+        if call is not None and torch.is_grad_enabled():
+            _hook_outputs(output, (args, kwargs), block, runtime, call)
+
+    if getattr(block.module, "_compiled_call_impl", None) is not None:  # `block.compile()` would trace them, too
+        before, after = torch.compiler.disable(before), torch.compiler.disable(after)
+    return [
+        block.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
+        block.module.register_forward_hook(after, with_kwargs=True, always_call=True),
+    ]
+
+
+def _hook_inputs(
+    args: tuple[Any, ...], kwargs: dict[str, Any], runtime: UnshardRuntime, call: BlockCall
+) -> tuple[Any, Any] | None:
+    """Arrange for the end of the block's backward to be seen. A tensor is only replaced where it is a leaf, which
+    torch lets nobody change in place: replacing any other would cut what the block does to it from the caller's view.
+    """
+    leaves: list[torch.Tensor] = []
+    exit_backward = partial(runtime.post_backward, call)
+    for tensor in iterate_tensors((args, kwargs)):
+        if not tensor.requires_grad or isinstance(tensor, nn.Parameter):
+            continue
+        if tensor.grad_fn is None:
+            leaves.append(tensor)
+        else:
+            tensor.register_hook(lambda _: exit_backward())
+    if not leaves:
+        return None
+    passed = _Boundary.apply(exit_backward, *leaves)
+    new = {id(old): through for old, through in zip(leaves, passed, strict=True)}
+    return replace_tensors(args, new), replace_tensors(kwargs, new)
+
+
+def _hook_outputs(output: Any, inputs: Any, block: Block, runtime: UnshardRuntime, call: BlockCall) -> None:
+    """Gather again when a gradient comes back, through what the block returned, put into a container that it was given,
+    or left on its modules (a loss of a router, say). Where nothing of that is found its backward comes unannounced (an
+    iterator or a closure was returned, say), so its units stay until the step."""
+    enter_backward = partial(runtime.pre_backward, call)
+    given = {id(tensor) for tensor in call.inputs}
+    made = [tensor for tensor in iterate_tensors(output) if tensor.requires_grad and tensor.grad_fn is not None]
+    seen = bool(made) or any(True for _ in iterate_tensors(output))
+    made += [t for t in iterate_tensors(inputs) if t.requires_grad and t.grad_fn is not None and id(t) not in given]
+    for module in block.module.modules():
+        for name, left in vars(module).items():
+            if isinstance(left, torch.Tensor) or (isinstance(left, list | dict) and name not in _OF_MODULES):
+                made += [t for t in iterate_tensors(left) if t.requires_grad and t.grad_fn is not None]
+    for tensor in made:
+        tensor.register_hook(lambda _: enter_backward())
+    call.inputs = []
+    if not seen and output is not None:
+        runtime.keep_until_step(call)
+
+
+_OF_MODULES = frozenset(vars(nn.Module()))  # what torch itself keeps on a module
+
+
+def register_gradient_hooks(
+    parameters: list[nn.Parameter], on_gradient: Callable[[int], None]
+) -> list[RemovableHandle]:
+    """Call `arrived(i)` when the gradient of `parameters[i]` has been added to its `.grad`."""
+    return [
+        parameter.register_post_accumulate_grad_hook(lambda _, i=index: on_gradient(i))
+        for index, parameter in enumerate(parameters)
+    ]

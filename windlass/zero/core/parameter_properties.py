@@ -1,0 +1,181 @@
+"""`.grad` and `.data` of sharded parameters, as a script sees them between a backward and a step.
+
+[Note: gradients that a script sees] The hooks on parameters move each gradient out of `.grad` while the backward runs,
+so the attribute that autograd fills says nothing of the gradient that a step would take. While an engine exists,
+`.grad` and `.data` of `torch.nn.Parameter` are Python properties, for all parameters of the process: torch has no hook
+for reading or setting them, and a subclass of our own would change `type(parameter)`, which torch.compile and
+`nn.Parameter(other)` look at. Autograd writes the attribute in C++ and does not come by here, nor does the hot path,
+which uses `raw_grad`, `put_grad` and `put_data`. Parameters of no engine pass through.
+
+- Setting `.grad` to None drops the parameter's gradient of the step under way. All of torch's ways to drop gradients
+  (`Optimizer.zero_grad`, `Module.zero_grad`) are loops over this.
+- Reading `.grad` gives a `ShardedGradient` where the step has a gradient: it has shape and dtype, it can be zeroed, and
+  everything else raises and names the function to use.
+- Setting `.grad` to a tensor raises, or is dropped with a warning by the engines of `import deepspeed`.
+- Reading `.data` is noted where the master weights are other memory than the parameter: a change through `.data` does
+  not raise the parameter's version, so the next step compares values.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any, Protocol
+from weakref import finalize
+
+import torch
+from torch import nn
+
+from windlass.base.errors import GradientAccessError
+from windlass.zero.core.parameter_registry import ParameterLocation, find, is_registered
+from windlass.zero.core.sharded_parameter import METADATA_CALLS, call_name, nan_placeholder, raw_data, raw_grad
+from windlass.zero.core.sharded_parameter import put_data as _put_data
+from windlass.zero.core.sharded_parameter import put_grad as _put_grad
+
+_GRAD, _DATA = "grad", "data"
+# torch's fake tensors copy `.grad` while a graph is traced
+_TRACING = frozenset({"safe_grad"})
+_DEEPCOPY = nn.Parameter.__deepcopy__.__code__
+_ZEROES = frozenset({"zero_", "_foreach_zero_"})
+_KEEPS = frozenset({"detach_", "requires_grad_", "set requires_grad", "record_stream"})
+
+
+class GradientStore(Protocol):
+    """The gradients of one model, by parameter."""
+
+    def has(self, place: ParameterLocation, *, anywhere: bool) -> bool:
+        """Whether the step under way has a gradient of it.
+
+        Args:
+            anywhere: also where only other ranks, or only other parameters of its unit, are known to have one.
+        """
+        ...
+
+    def drop(self, place: ParameterLocation, *, zero: bool) -> None:
+        """Drop its gradient, or set it to zero."""
+        ...
+
+    def refuse(self, place: ParameterLocation, parameter: nn.Parameter) -> None:
+        """A script sets its gradient: raise, or take note."""
+        ...
+
+    def hides(self) -> bool:
+        """Whether `.grad` reads as None all the time, but for functions that zero gradients."""
+        ...
+
+
+class ShardedGradient(torch.Tensor):
+    """Placeholder for the gradient of a sharded parameter. It has shape, dtype and device; `zero_()` zeroes the
+    gradient, and reading or changing values raises."""
+
+    place: ParameterLocation
+
+    @classmethod
+    def of(cls, parameter: nn.Parameter, place: ParameterLocation) -> ShardedGradient:
+        """The placeholder of a parameter's gradient."""
+        with torch._C.DisableTorchFunctionSubclass():
+            made = torch.Tensor._make_subclass(cls, nan_placeholder(parameter), False)
+        made.place = place
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = call_name(function)
+        if name in METADATA_CALLS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(*args, **(kwargs or {}))
+        found = _gradients_in(args) or _gradients_in((kwargs or {}).values())
+        if name in _ZEROES:
+            for gradient in found:
+                gradient.place.model.script_gradients.drop(gradient.place, zero=True)
+            return args[0]
+        if name in _KEEPS:
+            return args[0]
+        raise found[0]._error(name) if found else TypeError(f"{name} of a gradient")
+
+    def _error(self, what: str) -> GradientAccessError:
+        return GradientAccessError(
+            f"{what!r} on the gradient of {self.place.name!r}: between backward and step it is reduced and sharded "
+            "over ranks. Read it with windlass.zero.full_grad(parameter), replace it with "
+            "windlass.zero.set_full_grad(parameter, value), which all ranks call; clip with gradient_clipping in the "
+            "configuration; drop it with parameter.grad = None"
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
+        return f"ShardedGradient of {self.place.name!r}, shape {tuple(self.shape)}, {self.dtype}"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise self._error("pickle")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise self._error("deepcopy")
+
+
+def _gradients_in(values: Any) -> list[ShardedGradient]:
+    found: list[ShardedGradient] = []
+    for value in values:
+        if isinstance(value, ShardedGradient):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += _gradients_in(value)
+    return found
+
+
+def _read_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
+    raw: torch.Tensor | None = raw_grad(parameter)
+    if raw is not None or not is_registered(parameter) or (place := find(parameter)) is None:
+        return raw
+    caller = sys._getframe(1).f_code.co_name
+    zeroing = caller == "zero_grad"
+    store = place.model.script_gradients
+    if caller in _TRACING or (store.hides() and not zeroing) or not store.has(place, anywhere=zeroing):
+        return None
+    return ShardedGradient.of(parameter, place)
+
+
+def _set_gradient(parameter: nn.Parameter, value: torch.Tensor | None) -> None:
+    place = find(parameter) if is_registered(parameter) else None
+    if place is not None and value is None:
+        place.model.script_gradients.drop(place, zero=False)
+    elif place is not None:
+        if isinstance(value, ShardedGradient) and value.place == place:
+            return  # `p.grad = p.grad`
+        place.model.script_gradients.refuse(place, parameter)
+    if isinstance(value, ShardedGradient):
+        raise value._error("assignment to another parameter")
+    _put_grad(parameter, value)
+
+
+def _delete_gradient(parameter: nn.Parameter) -> None:
+    _set_gradient(parameter, None)
+
+
+def _read_data(parameter: nn.Parameter) -> torch.Tensor:
+    copies = sys._getframe(1).f_code is _DEEPCOPY  # and keeps no view of it
+    if not copies and is_registered(parameter) and (place := find(parameter)) is not None:
+        place.model.track_data_edits(place)
+    found: torch.Tensor = raw_data(parameter)
+    return found
+
+
+_users = 0
+
+
+def install(model: object) -> finalize[[], object]:
+    """Make `.grad` and `.data` properties as long as `model` lives, or until what this returns is called."""
+    global _users
+    _users += 1
+    if _users == 1:
+        setattr(nn.Parameter, _GRAD, property(_read_gradient, _set_gradient, _delete_gradient))
+        setattr(nn.Parameter, _DATA, property(_read_data, _put_data))
+    return finalize(model, _remove)
+
+
+def _remove() -> None:
+    global _users
+    _users -= 1
+    if _users == 0:
+        delattr(nn.Parameter, _GRAD)
+        delattr(nn.Parameter, _DATA)

@@ -1,0 +1,87 @@
+"""What a script does to the gradients of one model: see [Note: gradients that a script sees]."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from torch import nn
+
+from windlass.base.errors import ModelError
+from windlass.zero.core.gradient_reducer import GradientReducer
+from windlass.zero.core.parameter_registry import ParameterLocation, find
+from windlass.zero.core.sharded_parameter import put_grad, raw_grad
+
+
+class ScriptGradients:
+    """Answers for `.grad` of a model's parameters, and drops gradients.
+
+    Args:
+        gradients: of the model.
+
+    Attributes:
+        hidden: `.grad` reads as None, as DeepSpeed's does at stages 1 to 3. Functions called `zero_grad` still see that
+            there is something to drop.
+        keeps: whether what a script drops now is kept: gradients of micro-batches that the engine accumulates.
+        raises: whether setting a gradient raises at once.
+        dropping: called before gradients are dropped that the step has.
+    """
+
+    def __init__(self, gradients: GradientReducer) -> None:
+        self._gradients = gradients
+        self.hidden = False
+        self.raises = True
+        self.keeps: Callable[[], bool] = lambda: False
+        self.dropping: Callable[[], None] = lambda: None
+
+    def has(self, place: ParameterLocation, *, anywhere: bool) -> bool:
+        """See `GradientStore`."""
+        number = self._number(place)
+        if number is None:
+            return False
+        return (
+            self._gradients.unit_has_gradient(number) if anywhere else self._gradients.has_gradient(number, place.index)
+        )
+
+    def hides(self) -> bool:
+        """See `GradientStore`."""
+        return self.hidden
+
+    def drop(self, place: ParameterLocation, *, zero: bool) -> None:
+        """See `GradientStore`."""
+        number = self._number(place)
+        if number is None or not self._gradients.unit_has_gradient(number) or self.keeps():
+            return
+        self.dropping()
+        self._gradients.drop_gradient(number, place.index, zero=zero)
+
+    def drop_all(self, parameters: Iterable[nn.Parameter], *, zero: bool) -> None:
+        """Drop the gradients of all `parameters` of any engine, what stands in their `.grad` too."""
+        for parameter in parameters:
+            raw = raw_grad(parameter)
+            if raw is not None and zero:
+                raw.detach_().zero_()
+            elif raw is not None:
+                put_grad(parameter, None)
+            if (place := find(parameter)) is not None:
+                place.model.script_gradients.drop(place, zero=zero)
+
+    def refuse(self, place: ParameterLocation, parameter: nn.Parameter) -> None:
+        """See `GradientStore`.
+
+        Raises:
+            ModelError: unless the engine drops such gradients at the step, with a warning.
+        """
+        if self.raises and self._number(place) is not None:
+            raise ModelError(format_foreign_gradients([place.name]))
+
+    def _number(self, place: ParameterLocation) -> int | None:
+        return self._gradients.number_of(place.unit)
+
+
+def format_foreign_gradients(names: list[str]) -> str:
+    """The message about gradients that a script set."""
+    return (
+        f"{names[0]!r}.grad was set by hand ({len(names)} such): a step takes what backwards bring and reduce, and "
+        "drops this. Have it reduced: torch.autograd.backward(parameters, gradients); or set what was reduced: "
+        "windlass.zero.set_full_grad(parameter, gradient)"
+    )

@@ -1,0 +1,364 @@
+"""What a parameter is while its values are spread over ranks, and what happens to who touches it.
+
+[Note: parameters used elsewhere] A released parameter keeps its shape, dtype and place in its module, but its class is
+`Released` and its data are one NaN seen through zero strides. Any torch function that gets it as an argument comes by
+here, and its keeper is asked to bring the values. A unit does so inside a forward, and is from then on tied to the
+block that runs (a head that computes with `self.embed.weight` works); a parameter that was born sharded is brought
+while its model is still being built. Anything else raises and says how to read it. What does not come by here (C++ that
+was handed the data) reads NaN, and an in-place write to overlapping memory is refused by torch itself.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+from weakref import ReferenceType, ref
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from windlass.base.errors import ShardedParameterError
+
+
+class GatherHandler(Protocol):
+    """Who has the values of a released parameter."""
+
+    def gather_parameter(self, parameter: nn.Parameter, together: Sequence[torch.Tensor]) -> bool:
+        """Make `parameter` present, if that can be done here; the other tensors of the call stay as present as they
+        are."""
+        ...
+
+    def name_of(self, parameter: nn.Parameter) -> str:
+        """What to call it in an error."""
+        ...
+
+
+# The attributes themselves: see [Note: gradients that a script sees] for what reading `.grad` and `.data` may do.
+_grad: Any = torch.Tensor.grad
+_data: Any = torch.Tensor.data
+raw_grad: Callable[[torch.Tensor], torch.Tensor | None] = _grad.__get__
+put_grad: Callable[[torch.Tensor, torch.Tensor | None], None] = _grad.__set__
+raw_data: Callable[[torch.Tensor], torch.Tensor] = _data.__get__
+put_data: Callable[[torch.Tensor, torch.Tensor], None] = _data.__set__
+
+_NEW_PARAMETER = nn.Parameter.__new__.__code__
+_STATE_DICT = nn.Module._save_to_state_dict.__code__
+_sharded: dict[int, tuple[ReferenceType[GatherHandler], type[nn.Parameter]]] = {}  # by id, as long as it is released
+_nan: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+
+# asked of a tensor without reading its values; looked up by the getter's or method's name
+METADATA_CALLS = frozenset(
+    """
+    shape size numel nelement dim ndim ndimension stride dtype device layout is_leaf requires_grad requires_grad_ grad
+    grad_fn grad_dtype is_floating_point is_complex is_sparse is_quantized is_meta is_cuda is_cpu is_mps is_nested
+    is_xla
+    element_size itemsize nbytes names name _version __hash__ register_hook register_post_accumulate_grad_hook
+    _backward_hooks _post_accumulate_grad_hooks is_contiguous __len__ is_inference type is_shared retains_grad output_nr
+    _is_view is_conj is_neg get_device is_signed _has_symbolic_sizes_strides is_tensor _has_compatible_shallow_copy_type
+    backward
+    """.split()  # noqa: SIM905
+)
+
+
+def reads_only_metadata(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Tell whether a call asks something of a tensor without reading its values; `type(dtype)` is a cast."""
+    return name in METADATA_CALLS and not (name == "type" and len(args) + len(kwargs) > 1)
+
+
+_CAST_TO = {"float": torch.float32, "double": torch.float64, "half": torch.float16, "bfloat16": torch.bfloat16}
+
+# calls that make another tensor of the same shape or dtype
+_FACTORIES = frozenset(
+    (
+        "new_empty",
+        "new_zeros",
+        "new_ones",
+        "new_full",
+        "empty_like",
+        "zeros_like",
+        "ones_like",
+        "full_like",
+        "new_tensor",
+    )
+)
+
+# in-place calls that overwrite every element and read none
+_OVERWRITES = frozenset(
+    """
+    normal_ uniform_ fill_ zero_ copy_ random_ bernoulli_ exponential_ cauchy_ log_normal_ geometric_ constant_ ones_
+    zeros_ eye_ dirac_ trunc_normal_ xavier_uniform_ xavier_normal_ kaiming_uniform_ kaiming_normal_ sparse_
+    """.split()  # noqa: SIM905
+)
+
+
+def call_name(function: Callable[..., Any]) -> str:
+    """What a torch function is called: an attribute's name where it reads one, `set name` where it writes one."""
+    name = getattr(function, "__name__", "")
+    if name in ("__get__", "__set__", "__delete__"):
+        accessor = getattr(function, "__self__", None)
+        own = getattr(accessor, "__name__", "")
+        return own if name == "__get__" or own in ("grad", "requires_grad") else f"set {own}"
+    return name
+
+
+class ShardedParameter(nn.Parameter):
+    """A parameter whose values are not here."""
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = call_name(function)
+        if args and isinstance(args[0], ShardedParameter) and _is_no_op(name, args, kwargs or {}):
+            return args[0]
+        if name == "detach" and sys._getframe(1).f_code is _STATE_DICT and allows_stub(args[0]):
+            return StateDictStub.of(args[0])
+        if not reads_only_metadata(name, args, kwargs or {}):
+            found = _tensors_in((args, kwargs))
+            for parameter in found:
+                if isinstance(parameter, ShardedParameter) and not _try_gather(parameter, found):
+                    if args and parameter is args[0]:
+                        dtype = _dtype_of_copy(name, args, kwargs or {})
+                        if dtype is not None:
+                            return ShardedParameterCopy.of(parameter, dtype)
+                    raise _error(parameter, name)
+        with torch._C.DisableTorchFunctionSubclass():
+            result = function(*args, **(kwargs or {}))
+        if name == "detach" and sys._getframe(1).f_code is _NEW_PARAMETER:
+            # `nn.Parameter(this)` saw a class of its own, and insists that what it detached has the class of this now
+            return torch.Tensor._make_subclass(type(args[0]), result, False)
+        return result
+
+    def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
+        return f"Released parameter of shape {tuple(self.shape)}, {self.dtype}: its values are spread over ranks"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        if not _try_gather(self, [self]):
+            raise _error(self, "deepcopy")
+        copied: nn.Parameter = copy.deepcopy(self, memo)
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise _error(self, "pickle")
+
+
+def _is_no_op(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Tell whether a call only moves a released parameter, as `module.cpu()` and `module.to(device)` do with each,
+    casts it to the dtype that it has, or puts it where it is: its pieces rest where the configuration says."""
+    if name == "set data":
+        return args[1] is args[0]
+    if name in _CAST_TO:
+        return bool(_CAST_TO[name] == args[0].dtype)
+    if name not in ("cpu", "cuda", "to", "type"):
+        return False
+    if name == "type" and not all(isinstance(value, torch.dtype) for value in (*args[1:], *kwargs.values())):
+        return False  # torch's old names of types, which name a device too
+    copies = kwargs.get("copy", False) or sum(isinstance(value, bool) for value in args[1:]) > 1
+    asked = [value for value in (*args[1:], *kwargs.values()) if isinstance(value, (torch.dtype, torch.Tensor))]
+    return not copies and all(getattr(value, "dtype", value) == args[0].dtype for value in asked)
+
+
+def _cast_to(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:
+    """The dtype to which a call casts its first argument; None where it is no cast."""
+    if name not in ("to", "type"):
+        return _CAST_TO.get(name)
+    asked = (value for value in (*args[1:], *kwargs.values()) if isinstance(value, (torch.dtype, torch.Tensor)))
+    return next((value if isinstance(value, torch.dtype) else value.dtype for value in asked), None)
+
+
+def _dtype_of_copy(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:
+    """The dtype of a call's result where that is a `ReleasedCopy` of the first argument; None for any other call."""
+    if name == "_weight_norm":
+        dtype: torch.dtype = args[0].dtype
+        return dtype
+    cast = _cast_to(name, args, kwargs)
+    return cast if cast != args[0].dtype else None
+
+
+class _StandIn(torch.Tensor):
+    """A tensor in the place of a released parameter's values. Questions that read no values are answered; all other
+    calls go to `_use`."""
+
+    _parameter: nn.Parameter
+    _comes_from = ""  # what errors name as the call, where it is no torch function
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name, given = call_name(function), kwargs or {}
+        if reads_only_metadata(name, args, given):
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(*args, **given)
+        return cls._use(name, function, args, given)
+
+    @classmethod
+    def _use(cls, name: str, function: Callable[..., Any], args: tuple[Any, ...], given: dict[str, Any]) -> Any:
+        raise NotImplementedError
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise _error(self._parameter, self._comes_from or "pickle")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise _error(self._parameter, self._comes_from or "deepcopy")
+
+
+class ShardedParameterCopy(_StandIn):
+    """Copy of a released parameter in another dtype or normalised by `weight_norm`, made where the values cannot be
+    gathered.
+
+    Initialisers overwrite such a copy without reading it (`init.normal_(weight.float())` in transformers 5.8, and
+    `init.normal_(conv.weight)` of a convolution with weight_norm, whose results are dropped): it then becomes an
+    ordinary tensor. Any other use raises as the parameter does.
+    """
+
+    @classmethod
+    def of(cls, parameter: nn.Parameter, dtype: torch.dtype) -> ShardedParameterCopy:
+        """The copy of a released parameter."""
+        with torch._C.DisableTorchFunctionSubclass():
+            copied = torch.Tensor._make_subclass(cls, nan_placeholder(parameter, dtype), False)
+        copied._parameter = parameter
+        return copied
+
+    @classmethod
+    def _use(cls, name: str, function: Callable[..., Any], args: tuple[Any, ...], given: dict[str, Any]) -> Any:
+        if name in _FACTORIES:
+            like = torch.empty((), dtype=args[0].dtype, device=args[0].device).expand(args[0].shape)
+            return function(like, *args[1:], **given)
+        # Some callers of torch.nn.init pass the tensor by name.
+        written = (args[0] if args else given.get("tensor")) if name in _OVERWRITES else None
+        for copied in _tensors_in((args, given)):
+            if isinstance(copied, ShardedParameterCopy) and copied is not written:
+                raise _error(copied._parameter, name)
+        if isinstance(written, ShardedParameterCopy):
+            written._become_ordinary()
+        return function(*args, **given)
+
+    def _become_ordinary(self) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            self.data = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        del self._parameter
+        self.__class__ = torch.Tensor  # type: ignore[assignment]
+
+    def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
+        return f"Copy of a released parameter, of shape {tuple(self.shape)}, {self.dtype}: its values are not here"
+
+
+def _never(parameter: nn.Parameter) -> bool:
+    return False
+
+
+allows_stub: Callable[[nn.Parameter], bool] = _never
+"""Whether a released parameter may stand in a `state_dict()` by name, shape and dtype (see `Stub`)."""
+
+read_full_value: Callable[[nn.Parameter], torch.Tensor] | None = None
+"""Reads the values behind a stub, by all ranks together; None: they cannot be had from it."""
+
+
+class StateDictStub(_StandIn):
+    """What stands for a released parameter in a `state_dict()` of which often only the names are wanted: transformers
+    asks for it while it loads, and peft on one rank while it saves. It has shape and dtype. Who asks for its values
+    gets them from `whole_of`, or an error; nobody can change them."""
+
+    _comes_from = "state_dict"
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """The parameter for which it stands."""
+        return self._parameter
+
+    @classmethod
+    def of(cls, parameter: ShardedParameter) -> StateDictStub:
+        """The stub of a released parameter."""
+        with torch._C.DisableTorchFunctionSubclass():
+            stub = torch.Tensor._make_subclass(cls, raw_data(parameter), False)
+        stub._parameter = parameter
+        return stub
+
+    @classmethod
+    def _use(cls, name: str, function: Callable[..., Any], args: tuple[Any, ...], given: dict[str, Any]) -> Any:
+        args, given = tree_map_only(StateDictStub, lambda stub: stub._full_value(name), (args, given))
+        return function(*args, **given)
+
+    def _full_value(self, what: str) -> torch.Tensor:
+        changes = what.startswith("set ") or (what.endswith("_") and not what.endswith("__"))
+        if changes or read_full_value is None or what == "__setitem__":
+            raise _error(self._parameter, "state_dict")
+        if not isinstance(self._parameter, ShardedParameter):
+            return self._parameter.detach()
+        return read_full_value(self._parameter)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
+        return f"Stub of shape {tuple(self.shape)}, {self.dtype}: its values are spread over ranks"
+
+
+def mark_sharded(parameter: nn.Parameter, handler: GatherHandler) -> None:
+    """Take the values from `parameter`; one that has none stays as it is."""
+    if isinstance(parameter, ShardedParameter):
+        return
+    _sharded[id(parameter)] = ref(handler), type(parameter)
+    put_data(parameter, nan_placeholder(parameter))
+    parameter.__class__ = ShardedParameter
+
+
+def nan_placeholder(parameter: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return a tensor of a parameter's shape and device without memory of its own: every element is one NaN.
+
+    Args:
+        dtype: by default the parameter's. Dtypes without a NaN get 0.
+    """
+    dtype = dtype or parameter.dtype
+    key = (dtype, parameter.device)
+    if key not in _nan:
+        empty = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
+        _nan[key] = torch.full((), empty, dtype=dtype, device=parameter.device)
+    return _nan[key].expand(parameter.shape)
+
+
+def mark_unsharded(parameter: nn.Parameter) -> None:
+    """Make `parameter` an ordinary one again; its data are set by who calls."""
+    _, parameter.__class__ = _sharded.pop(id(parameter))
+
+
+def forget_sharded(identity: int) -> None:
+    """A released parameter with this id is gone."""
+    _sharded.pop(identity, None)
+
+
+def handler_of(parameter: nn.Parameter) -> GatherHandler | None:
+    """Who has the values of a released parameter; None for any other tensor."""
+    entry = _sharded.get(id(parameter)) if isinstance(parameter, ShardedParameter) else None
+    return entry[0]() if entry is not None else None
+
+
+def _tensors_in(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    found: list[torch.Tensor] = []
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            found += _tensors_in(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            found += _tensors_in(item)
+    return found
+
+
+def _try_gather(parameter: ShardedParameter, together: Sequence[torch.Tensor]) -> bool:
+    """Have the keeper make the parameter present, where that is possible."""
+    keeper = handler_of(parameter)
+    return keeper is not None and keeper.gather_parameter(parameter, together)
+
+
+def _error(parameter: nn.Parameter, what: str) -> ShardedParameterError:
+    keeper = handler_of(parameter)
+    name = keeper.name_of(parameter) if keeper is not None else "?"
+    return ShardedParameterError(
+        f"{what!r} on parameter {name!r}: its values are spread over ranks (stage 3 outside of a forward, or built "
+        "under windlass.zero.Init); read or "
+        "change it inside `with windlass.zero.GatheredParameters([parameter], modifier_rank=None or a rank):`, or read "
+        "it with windlass.zero.full_param(parameter)"
+    )

@@ -1,0 +1,221 @@
+"""Which modules are blocks, and which parameters form a unit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from windlass.parallel.placement import PlacementKey, get_global_name, get_global_numel, get_placement
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+
+@dataclass(eq=False)
+class Block:
+    """A module whose call triggers units: they are gathered before it and released after it."""
+
+    name: str
+    module: nn.Module
+    parameters: list[nn.Parameter]
+
+
+@dataclass(frozen=True)
+class UnitRules:
+    """How a model is cut into units.
+
+    Args:
+        keep_below: parameters of fewer elements are never released (`stage3_param_persistence_threshold`).
+        keep_at_most: elements that may be kept that way in all (`stage3_model_persistence_threshold`).
+        merge_below: neighbours of fewer elements become one unit; 0: never.
+        split_above: a block with more elements is cut into its own children where it has any.
+        blocks: names of modules or of their classes that are to be blocks; empty: found automatically.
+        lowered: ids of parameters whose gradients travel in a dtype of their own.
+    """
+
+    persistence_threshold: int = 0
+    max_persistent_numel: int = 1 << 62
+    merge_below: int = 0
+    split_above: int = 1 << 62
+    blocks: tuple[str, ...] = ()
+    lowered: frozenset[int] = frozenset()
+
+
+@dataclass(eq=False)
+class UnitPlan:
+    """The parameters of a unit to be: all of one dtype, all trainable or all frozen, all kept or all released, all cut
+    and reduced over the same ranks, in one dtype."""
+
+    names: list[str]
+    parameters: list[nn.Parameter]
+    blocks: list[Block]
+    persistent: bool
+    lowered: bool = False
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.parameters[0].dtype
+
+    @property
+    def trainable(self) -> bool:
+        return self.parameters[0].requires_grad
+
+    @property
+    def kind(self) -> PlacementKey:
+        return get_placement(self.parameters[0]).key
+
+    @property
+    def numel(self) -> int:
+        return sum(p.numel() for p in self.parameters)
+
+    @property
+    def full_numel(self) -> int:
+        """Elements of the whole parameters: the same on all ranks, which have more or fewer of them."""
+        return sum(get_global_numel(p) for p in self.parameters)
+
+
+_PERSISTENT_BUCKET = 1 << 18  # kept parameters are small and many: reduced together, up to 1 MiB of float32
+
+
+def find_blocks(model: nn.Module, rules: UnitRules) -> list[Block]:
+    """The blocks of `model` in model order; together they hold every parameter, a tied one more than once.
+
+    By default a block is an element of a ModuleList, ModuleDict or Sequential (so one transformer block), or a child
+    that holds no such container (an embedding, a head, a final norm). A parameter that a module with deeper blocks
+    holds itself belongs to that module's own block. The model is always a block, if only to know when it runs.
+    """
+    blocks = [Block("", model, list(model.parameters(recurse=False)))]
+    if rules.blocks:
+        blocks += _named_blocks(model, rules.blocks)
+    else:
+        blocks += _child_blocks(model, "", rules)
+    return blocks
+
+
+def _child_blocks(module: nn.Module, prefix: str, rules: UnitRules) -> Iterator[Block]:
+    for name, child in module.named_children():
+        full = f"{prefix}{name}"
+        parameters = list(child.parameters())
+        if not parameters:
+            continue
+        large = sum(get_global_numel(p) for p in parameters) > rules.split_above
+        element = isinstance(module, _CONTAINERS)
+        if (
+            isinstance(child, _CONTAINERS)
+            or (_has_container(child) and not element)
+            or (large and _has_children(child))
+        ):
+            own = list(child.parameters(recurse=False))
+            if own:
+                yield Block(full, child, own)
+            yield from _child_blocks(child, f"{full}.", rules)
+        else:
+            yield Block(full, child, parameters)
+
+
+def _has_children(module: nn.Module) -> bool:
+    return any(True for child in module.children() for _ in child.parameters())
+
+
+def _has_container(module: nn.Module) -> bool:
+    return any(
+        isinstance(m, _CONTAINERS) and any(True for _ in m.parameters()) for m in module.modules() if m is not module
+    )
+
+
+def _named_blocks(model: nn.Module, wanted: Sequence[str]) -> list[Block]:
+    """Blocks by name of module or class; what is in none of them belongs to the modules that hold it."""
+    blocks: list[Block] = []
+
+    def visit(module: nn.Module, name: str) -> None:
+        for child_name, child in module.named_children():
+            full = f"{name}.{child_name}" if name else child_name
+            if full in wanted or type(child).__name__ in wanted:
+                blocks.append(Block(full, child, list(child.parameters())))
+                continue
+            own = list(child.parameters(recurse=False))
+            if own:
+                blocks.append(Block(full, child, own))
+            visit(child, full)
+
+    visit(model, "")
+    return blocks
+
+
+def plan_units(model: nn.Module, rules: UnitRules) -> tuple[list[Block], list[UnitPlan]]:
+    """Cut `model` into units, in model order.
+
+    Parameters share a unit if the same blocks use them and they agree in dtype, trainability, in what they are cut and
+    reduced over, and in whether they are kept. Kept ones need no block, so neighbours are bundled. What several stages
+    of a pipeline hold is a unit of its own, which is the same in all of them.
+    """
+    blocks = find_blocks(model, rules)
+    users: dict[int, list[Block]] = {}
+    for block in blocks:
+        for parameter in block.parameters:
+            if block not in users.setdefault(id(parameter), []):
+                users[id(parameter)].append(block)
+    plans: dict[tuple[object, ...], UnitPlan] = {}
+    kept_elements = 0
+    for name, parameter in model.named_parameters():
+        kind, numel = (
+            get_placement(parameter).key,
+            get_global_numel(parameter),
+        )  # the same on all ranks, however it is cut
+        kept = numel < rules.persistence_threshold and kept_elements + numel <= rules.max_persistent_numel
+        kept_elements += numel if kept and not kind.is_expert else 0
+        used_by = users.get(id(parameter), blocks[:1])
+        alone = id(parameter) if kind.shared_stages else None
+        used_in = tuple(id(block) for block in used_by)
+        lowered = id(parameter) in rules.lowered
+        key = (used_in, kind, alone, parameter.dtype, parameter.device, parameter.requires_grad, kept, lowered)
+        plan = plans.setdefault(key, UnitPlan([], [], used_by, kept, lowered))
+        plan.names.append(get_global_name(parameter, name))
+        plan.parameters.append(parameter)
+    return blocks, _merge(list(plans.values()), rules.merge_below)
+
+
+def _merge(plans: list[UnitPlan], merge_below: int) -> list[UnitPlan]:
+    merged: list[UnitPlan] = []
+    last: dict[tuple[object, ...], _Growing] = {}
+    for plan in plans:
+        if (
+            plan.kind.shared_stages or plan.kind.is_expert
+        ):  # ranks may have more or fewer experts, but have as many units
+            merged.append(plan)
+            continue
+        kind = (plan.kind, plan.dtype, plan.parameters[0].device, plan.trainable, plan.persistent, plan.lowered)
+        limit = _PERSISTENT_BUCKET if plan.persistent else merge_below
+        before, whole = last.get(kind), plan.full_numel
+        if before is not None and before.whole < limit and whole < limit:
+            before.add(plan, whole)
+        else:
+            last[kind] = _Growing(plan, whole)
+            merged.append(plan)
+    return merged
+
+
+class _Growing:
+    """A plan that takes over the parameters of others, with its elements and blocks counted on the way: to count
+    them anew for each plan that joins takes time that grows with the square of their number.
+
+    Attributes:
+        whole: elements of its whole parameters.
+    """
+
+    def __init__(self, plan: UnitPlan, whole: int) -> None:
+        self._plan, self.whole = plan, whole
+        plan.blocks = list(plan.blocks)  # it may be shared with another plan
+        self._blocks = {id(block) for block in plan.blocks}
+
+    def add(self, plan: UnitPlan, whole: int) -> None:
+        """Take over a plan of `whole` elements."""
+        self.whole += whole
+        self._plan.names += plan.names
+        self._plan.parameters += plan.parameters
+        for block in plan.blocks:
+            if id(block) not in self._blocks:
+                self._blocks.add(id(block))
+                self._plan.blocks.append(block)

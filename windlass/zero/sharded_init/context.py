@@ -1,0 +1,278 @@
+"""`with Init(...)`: modules that are built inside are cut over the ranks as they are built."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+from weakref import ReferenceType, ref
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules import module as torch_modules
+from torch.utils.hooks import RemovableHandle
+
+from windlass.base.compute_device import local_device
+from windlass.base.dtypes import parse_dtype
+from windlass.base.errors import ConfigError, ModelError
+from windlass.base.malloc_thresholds import restore_kept_memory, return_freed_memory
+from windlass.comm.bootstrap import init_distributed
+from windlass.comm.rank_group import RankGroup
+from windlass.config import Config, load_config
+from windlass.zero.core.sharded_parameter import mark_sharded, mark_unsharded
+from windlass.zero.sharded_init import initial_shard
+from windlass.zero.sharded_init.deferred import DeferredTensor
+from windlass.zero.sharded_init.from_pretrained_patch import FromPretrainedPatch
+from windlass.zero.sharded_init.init_registry import InitRegistry
+from windlass.zero.sharded_init.init_tier import init_tier
+from windlass.zero.sharded_init.initial_shard import ShardedInit
+
+_lock = threading.Lock()
+_active: Init | None = None
+
+
+class Init:
+    """Cuts every parameter over the data ranks while a model is built. Collective: all ranks build the same model.
+
+    Inside the context a parameter that is touched is whole, so that initialisers of any kind work; outside it is
+    released, and `initialize`, `GatheredParameters` and `full_param` know how to bring it. Rank 0's values count, so
+    the result is that of a plain build with rank 0's seed, bit for bit. What only some ranks do to parameters must
+    happen inside `GatheredParameters`. Buffers stay whole. An inner `Init` adds nothing to the outer one.
+
+    Args:
+        module: a module that was built already, to be cut at once; no context is needed then.
+        data_parallel_group: a process group of all ranks; by default the default group.
+        remote_device: where the pieces are kept until `initialize`: None or "none": the device of this rank; "cpu":
+            host memory; "nvme": a file in `offload_param.nvme_path`. By default as the configuration's
+            `offload_param.device` says.
+        pin_memory: pieces in host memory are pinned, where there is an accelerator.
+        config_dict_or_path, config: the configuration that `initialize` will get; only `offload_param` is read.
+        enabled: False: the context does nothing.
+        dtype: floating-point parameters are cast to this when the context ends, as `model.to(dtype)` would. By default
+            they keep the dtype that the model gave them, and under bf16 or fp16 the master weights start from that.
+        mem_efficient_linear, tensor_overrides: accepted, and without effect: nothing needs them here.
+        mpu, zero_param_parallel_group, zero_quantized_weights, zero_quantized_nontrainable_weights,
+        sequence_data_parallel_group, param_swapper: not yet built; anything but the default is refused.
+
+    Raises:
+        ConfigError: an argument that is not known or not built.
+        ModelError: another thread is inside an `Init`.
+    """
+
+    cuts_nested = False  # whether the end of a context inside another cuts what was built until then
+    cuts_alone = False  # whether a rank that is alone cuts too: what it has of a parameter then is all of it
+    lends_names = False  # whether `state_dict()` gives stubs for what is born here (see `access.Stub`); else it raises
+
+    def __init__(
+        self,
+        module: nn.Module | None = None,
+        data_parallel_group: Any = None,
+        mem_efficient_linear: bool = True,
+        remote_device: str | None = None,
+        pin_memory: bool = False,
+        config_dict_or_path: Any = None,
+        config: Any = None,
+        enabled: bool = True,
+        dtype: torch.dtype | str | None = None,
+        mpu: Any = None,
+        zero_param_parallel_group: Any = None,
+        zero_quantized_weights: bool = False,
+        zero_quantized_nontrainable_weights: bool = False,
+        sequence_data_parallel_group: Any = None,
+        param_swapper: Any = None,
+        tensor_overrides: Any = None,
+    ) -> None:
+        unbuilt = {
+            "mpu": mpu,
+            "zero_param_parallel_group": zero_param_parallel_group,
+            "zero_quantized_weights": zero_quantized_weights,
+            "zero_quantized_nontrainable_weights": zero_quantized_nontrainable_weights,
+            "sequence_data_parallel_group": sequence_data_parallel_group,
+            "param_swapper": param_swapper,
+        }
+        for name, value in unbuilt.items():
+            if value:
+                raise ConfigError(f"zero.Init({name}={value!r}) is not yet built; leave it out")
+        self.enabled = enabled
+        self._outer = False
+        if not enabled:
+            return
+        given = config_dict_or_path if config_dict_or_path is not None else config
+        known = load_config(given) if given is not None and not isinstance(given, Config) else given
+        init_distributed()
+        self.group = _group(data_parallel_group)
+        self._dtype = parse_dtype(dtype) if isinstance(dtype, str) else dtype
+        self._home, self._leaves = init_tier(remote_device, pin_memory, known)
+        self._site: InitRegistry | None = None
+        self._thread = 0
+        self._modules: dict[int, ReferenceType[nn.Module]] = {}
+        self._handles: list[RemovableHandle] = []
+        self._replacement = FromPretrainedPatch(computes=self.group.index == 0)
+        if module is not None:
+            with self:
+                (_active or self)._module_registered(module, "", module)
+
+    def __enter__(self) -> Init:
+        global _active
+        if not self.enabled:
+            return self
+        with _lock:
+            if _active is not None and _active._thread != threading.get_ident():
+                raise ModelError("another thread is inside zero.Init; build one model at a time")
+            self._outer = _active is None
+            if not self._outer:
+                return self
+            _active, self._thread = self, threading.get_ident()
+        try:
+            self._begin()
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self.enabled:
+            return
+        if not self._outer:
+            if kind is None and _active is not None and self.cuts_nested:
+                _active._cut_now()
+            return
+        try:
+            if kind is None:
+                self._finish()
+        finally:
+            self._end()
+
+    def _begin(self) -> None:
+        return_freed_memory()
+        if self.group.size > 1 or self._leaves or self.cuts_alone:
+            self._site = InitRegistry(self.group, self._home, local_device(), self.lends_names)
+            initial_shard.set_builder(self._bring)
+        self._replacement.install()
+        parameter_hook: Any = self._parameter_registered  # torch's annotations say that hooks return nothing
+        buffer_hook: Any = self._buffer_registered
+        self._handles = [
+            torch_modules.register_module_parameter_registration_hook(parameter_hook),
+            torch_modules.register_module_buffer_registration_hook(buffer_hook),
+            torch_modules.register_module_module_registration_hook(self._module_registered),
+        ]
+
+    def _cut_now(self) -> list[nn.Module]:
+        """Cut what is whole, among it what came into a module past its hooks; return the modules. Collective."""
+        modules = [module for reference in self._modules.values() if (module := reference()) is not None]
+        if self._site is not None:
+            for module in modules:
+                for name, parameter in module._parameters.items():
+                    if parameter is not None:
+                        self._site.register(parameter, _label(module, name))
+            self._site.close()
+        return modules
+
+    def _finish(self) -> None:
+        """Cut and cast all that was built. Collective."""
+        modules = self._cut_now()
+        parameters = [p for module in modules for p in module._parameters.values() if p is not None]
+        if self._dtype is not None:
+            for parameter in {id(p): p for p in parameters}.values():
+                _cast(parameter, self._dtype)
+
+    def _end(self) -> None:
+        global _active
+        for handle in self._handles:
+            handle.remove()
+        self._replacement.undo()
+        initial_shard.set_builder(None)
+        restore_kept_memory()
+        self._handles, self._modules, self._site = [], {}, None
+        with _lock:
+            _active, self._outer = None, False
+
+    def _here(self) -> bool:
+        return threading.get_ident() == self._thread
+
+    def _bring(self, parameter: nn.Parameter, birth: ShardedInit, together: Sequence[torch.Tensor]) -> bool:
+        return self._here() and self._site is not None and self._site.bring(parameter, birth, together)
+
+    def _see(self, module: nn.Module) -> None:
+        known = self._modules.get(id(module))
+        if known is None or known() is None:
+            self._modules[id(module)] = ref(module)
+
+    def _parameter_registered(self, module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
+        if not self._here():
+            return None
+        self._replacement.install()  # transformers may have been imported inside the context
+        self._see(module)
+        label = _label(module, name)
+        if isinstance(parameter, DeferredTensor):
+            return self._deliver(parameter, label)
+        if self._site is not None:
+            self._site.register(parameter, label)
+        return None
+
+    def _buffer_registered(self, module: nn.Module, name: str, buffer: torch.Tensor | None) -> torch.Tensor | None:
+        if not self._here() or not isinstance(buffer, DeferredTensor):
+            return None
+        whole = buffer.full_value(self.group)
+        whole.__dict__.update(_marks(buffer))
+        return whole
+
+    def _module_registered(self, module: nn.Module, name: str, child: nn.Module | None) -> None:
+        """A module that was built outside, or copied, comes with parameters that no hook saw."""
+        if not self._here() or child is None:
+            return
+        for inner in child.modules():
+            self._see(inner)
+            for own, parameter in inner._parameters.items():
+                if parameter is not None and self._site is not None:
+                    self._site.register(parameter, _label(inner, own))
+
+    def _deliver(self, promise: DeferredTensor, label: str) -> nn.Parameter:
+        """The parameter for a tensor of a file: cut, without having been whole."""
+        if self._site is None:
+            made = nn.Parameter(promise.full_value(self.group), requires_grad=promise.requires_grad)
+        else:
+            nothing = torch.empty((), dtype=promise.dtype, device="cpu").expand(promise.shape)
+            made = nn.Parameter(nothing, requires_grad=promise.requires_grad)
+            self._site.assign(made, label, promise.shard(self.group), nothing)
+        made.__dict__.update(_marks(promise))
+        return made
+
+
+def _group(given: Any) -> RankGroup:
+    process_group = given if given is not None else dist.group.WORLD
+    assert process_group is not None
+    ranks = tuple(dist.get_process_group_ranks(process_group))
+    if len(ranks) != dist.get_world_size():
+        raise ConfigError(
+            f"data_parallel_group has {len(ranks)} of {dist.get_world_size()} ranks; model parallelism is not yet "
+            "built, so leave it out"
+        )
+    return RankGroup(process_group, ranks, ranks.index(dist.get_rank()))
+
+
+def _label(module: nn.Module, name: str) -> str:
+    return f"{type(module).__name__}.{name}"
+
+
+def _marks(promise: DeferredTensor) -> dict[str, Any]:
+    """What a loader wrote on the tensor for later."""
+    own = ("source", "computed", "computes", "_is_param")
+    return {name: value for name, value in vars(promise).items() if name not in own}
+
+
+def _cast(parameter: nn.Parameter, dtype: torch.dtype) -> None:
+    if not parameter.is_floating_point() or parameter.device.type == "meta":
+        return
+    birth = initial_shard.find(parameter)
+    if birth is None:
+        parameter.data = parameter.data.to(dtype)
+        return
+    birth.cast(dtype)
+    mark_unsharded(parameter)
+    parameter.data = torch.empty((), dtype=dtype, device=birth.device).expand(birth.shape)
+    mark_sharded(parameter, birth)

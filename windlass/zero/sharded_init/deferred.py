@@ -1,0 +1,121 @@
+"""A tensor whose values come later: from a span of a file, or from rank 0, which alone computes with it."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+from windlass.comm.rank_group import RankGroup
+from windlass.zero.core.sharded_parameter import call_name, reads_only_metadata
+from windlass.zero.sharded_init.initial_shard import flat_of, gather, scatter, span
+
+
+class DeferredSource(Protocol):
+    """Where values come from."""
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        """Elements `[start, stop)`, flat, in the dtype that the source has."""
+        ...
+
+
+class DeferredTensor(torch.Tensor):
+    """Shape and dtype of a tensor, on the meta device, and where its values come from.
+
+    What only passes it on (`[...]`, `detach`, `to`) passes on the promise. Anything that needs values is computed on
+    rank 0 with the whole tensors, and on the meta device elsewhere; the result is rank 0's, so that a conversion that
+    merges or splits tensors of a file reads them once, not once a rank.
+
+    Attributes:
+        source: a span can be read from it on any rank; None: rank 0 has the values.
+        computed: the whole tensor, on rank 0, where there is no source.
+        computes: this rank computes with whole values.
+    """
+
+    source: DeferredSource | None
+    computed: torch.Tensor | None
+    computes: bool
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name, given = call_name(function), kwargs or {}
+        first = args[0] if args and isinstance(args[0], DeferredTensor) else None
+        if reads_only_metadata(name, args, given) or name == "__setattr__":
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(*args, **given)
+        if first is not None and (name == "detach" or (name == "__getitem__" and args[1] is Ellipsis)):
+            return _again(first, first.dtype)
+        if first is not None and name == "to" and len(args) == 1 and given.keys() <= {"dtype", "device", "copy"}:
+            return _again(first, given.get("dtype") or first.dtype)
+        computes = next((t.computes for t in _found((args, given))), False)
+        with torch._C.DisableTorchFunctionSubclass():
+            result = function(*_real(args), **_real(given))
+        return _promised(result, computes)
+
+    def full_value(self, group: RankGroup) -> torch.Tensor:
+        """All values, on every rank. Collective where there is no source."""
+        if self.source is not None:
+            return self.source.read(0, self.numel()).to(self.dtype).view(self.shape)
+        if group.size == 1:
+            assert self.computed is not None
+            return self.computed
+        return gather(group, self.shard(group), self.numel()).view(self.shape)
+
+    def shard(self, group: RankGroup) -> torch.Tensor:
+        """This rank's piece, flat. Collective where there is no source."""
+        if self.source is not None:
+            return self.source.read(*span(self.numel(), group.index, group.size)).to(self.dtype)
+        flat = flat_of(self.computed.contiguous()) if self.computed is not None else None
+        return scatter(group, 0, [(flat, self.numel(), self.dtype)], torch.device("cpu"))[0]
+
+
+def deferred_tensor(
+    shape: tuple[int, ...], dtype: torch.dtype, source: DeferredSource | None, *, computes: bool
+) -> DeferredTensor:
+    """A tensor of this shape whose values `source` has."""
+    made: DeferredTensor = torch.empty(shape, dtype=dtype, device="meta").as_subclass(DeferredTensor)
+    made.source, made.computed, made.computes = source, None, computes
+    return made
+
+
+def _again(tensor: DeferredTensor, dtype: torch.dtype) -> DeferredTensor:
+    made = deferred_tensor(tuple(tensor.shape), dtype, tensor.source, computes=tensor.computes)
+    if tensor.computed is not None:
+        made.computed = tensor.computed.to(dtype)
+    return made
+
+
+def _found(value: Any) -> list[DeferredTensor]:
+    if isinstance(value, DeferredTensor):
+        return [value]
+    if isinstance(value, dict):
+        value = list(value.values())
+    return [t for item in value for t in _found(item)] if isinstance(value, (list, tuple)) else []
+
+
+def _real(value: Any) -> Any:
+    """The same with whole tensors, where this rank computes, or with meta tensors."""
+    if isinstance(value, DeferredTensor):
+        if not value.computes:
+            return torch.empty(value.shape, dtype=value.dtype, device="meta")
+        if value.computed is not None:
+            return value.computed
+        assert value.source is not None
+        return value.source.read(0, value.numel()).to(value.dtype).view(value.shape)
+    if isinstance(value, dict):
+        return {key: _real(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)([_real(item) for item in value])
+    return value
+
+
+def _promised(value: Any, computes: bool) -> Any:
+    if isinstance(value, torch.Tensor):
+        made = deferred_tensor(tuple(value.shape), value.dtype, None, computes=computes)
+        made.computed = value if computes else None
+        return made
+    if isinstance(value, (list, tuple)):
+        return type(value)([_promised(item, computes) for item in value])
+    return value

@@ -1,0 +1,117 @@
+"""Where pieces of parameters are kept from their birth to `initialize`: device memory, host memory, or a file."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+from weakref import finalize
+
+import torch
+
+from windlass.base.compute_device import local_device
+from windlass.base.device_memory import device_has_own_memory
+from windlass.base.errors import CheckpointError, ConfigError
+from windlass.zero.sharded_init.initial_shard import Home, ShardInMemory, ShardStorage
+
+_DEVICES = (None, "none", "cpu", "nvme")
+
+
+def init_tier(remote_device: str | None, pin_memory: bool, config: Any) -> tuple[Home, bool]:
+    """What puts a piece where it shall be kept, and whether that is other memory than the device's.
+
+    Args:
+        remote_device: None, none, cpu or nvme; None: as the configuration's `offload_param` says.
+        pin_memory: pin host memory, where there is an accelerator.
+        config: a `Config`, or None.
+
+    Raises:
+        ConfigError: a device that does not exist, or nvme without a usable path.
+    """
+    if remote_device not in _DEVICES:
+        raise ConfigError(f"remote_device={remote_device!r}; it is None, 'none', 'cpu' or 'nvme'")
+    section = config.zero_optimization.offload_param if config is not None else None
+    where = remote_device or (section.device if section is not None else "none")
+    if where == "nvme":
+        path = section.nvme_path if section is not None else None
+        if not path:
+            raise ConfigError("remote_device='nvme' needs zero_optimization.offload_param.nvme_path; name a directory")
+        return ShardFile(Path(path[0])).put, True
+    device = local_device()
+    if where == "none":
+        return (lambda cut: ShardInMemory(cut, device)), False
+    pins = pin_memory and torch.cuda.is_available()
+    return (lambda cut: ShardInMemory(cut.cpu().pin_memory() if pins else cut.cpu())), device_has_own_memory(device)
+
+
+class ShardFile:
+    """One file for all pieces of a rank. It has no name, so it is gone when the process is, however that ends.
+
+    Args:
+        directory: where it lies; only this user can read it.
+
+    Raises:
+        ConfigError: no file can be made there.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            self._file = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115 (closed by finalize)
+        except OSError as error:
+            raise ConfigError(
+                f"offload_param.nvme_path: no file can be made in {directory}: {error.strerror}; name a directory that "
+                "this user may write to"
+            ) from error
+        finalize(self, self._file.close)
+        self._end = 0
+        self._free: dict[int, list[int]] = {}  # by bytes: where pieces lay that are gone
+
+    def put(self, cut: torch.Tensor) -> ShardStorage:
+        """Write a piece where there is room in the file.
+
+        Raises:
+            CheckpointError: there is no space.
+        """
+        flat = cut.detach().cpu().contiguous()
+        size = flat.numel() * flat.element_size()
+        free = self._free.setdefault(size, [])
+        begin = free.pop() if free else self._end
+        self._end = max(self._end, begin + size)
+        raw = flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
+        position = begin
+        try:
+            while raw:
+                count = os.pwrite(self._file.fileno(), raw[: 1 << 30], position)
+                raw, position = raw[count:], position + count
+        except OSError as error:
+            raise CheckpointError(
+                f"a parameter's piece of {size} bytes cannot be written to "
+                f"{self.directory}: {error.strerror}; free some space or name another nvme_path"
+            ) from error
+        piece = _InFile(self, begin, flat.numel(), flat.dtype)
+        finalize(piece, free.append, begin)
+        return piece
+
+    def get(self, begin: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Read a piece back."""
+        flat = torch.empty(numel, dtype=dtype)
+        raw = flat.view(torch.uint8).numpy().data if numel else memoryview(b"")
+        while raw:
+            count = os.preadv(self._file.fileno(), [raw[: 1 << 30]], begin)
+            if count == 0:
+                raise CheckpointError(f"the file of parameters in {self.directory} was cut short by someone else")
+            raw, begin = raw[count:], begin + count
+        return flat
+
+
+class _InFile:
+    """A piece in a file."""
+
+    def __init__(self, file: ShardFile, begin: int, numel: int, dtype: torch.dtype) -> None:
+        self._file, self._begin, self._numel, self._dtype = file, begin, numel, dtype
+
+    def load(self) -> torch.Tensor:
+        return self._file.get(self._begin, self._numel, self._dtype)

@@ -1,0 +1,234 @@
+"""A parameter that was cut before its unit is known: this rank's piece of it, and how the pieces become whole.
+
+[Note: sharded construction] While a model is built its units are not known, so each parameter is cut evenly over the
+ranks by itself: `ceil(numel / ranks)` elements each, in the order in which they lie in memory, the last ranks perhaps
+fewer. `initialize` lays out the units and moves the pieces where they belong, unit by unit (born_units.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+from weakref import ReferenceType, ref
+
+import torch
+from torch import nn
+
+from windlass.comm.point_to_point import exchange_tensors
+from windlass.comm.rank_group import RankGroup
+from windlass.zero.core.sharded_parameter import forget_sharded, mark_sharded, mark_unsharded
+
+
+class ShardStorage(Protocol):
+    """Where a cut lies between uses."""
+
+    def load(self) -> torch.Tensor:
+        """The cut, flat; not to be written to."""
+        ...
+
+
+Home = Callable[[torch.Tensor], ShardStorage]  # puts a cut where it is kept
+
+
+class ShardInMemory:
+    """A cut in memory, by default where it was made.
+
+    Args:
+        cut: flat.
+        device: where to keep it; None: where it is.
+    """
+
+    def __init__(self, cut: torch.Tensor, device: torch.device | None = None) -> None:
+        self._cut = cut if device is None else cut.to(device)
+
+    def load(self) -> torch.Tensor:
+        return self._cut
+
+
+class ShardedInit:
+    """What this rank has of one parameter that was born sharded.
+
+    Args:
+        label: what to call it in errors; its name in the model is not known yet.
+        like: a tensor of its shape, strides, dtype and device.
+        group: the ranks that have the pieces.
+        home: where to keep this rank's piece.
+        number: of this birth among those of its model, the same on every rank.
+        lends_name: whether `state_dict()` may give a stub for it (see `access.Stub`).
+    """
+
+    def __init__(
+        self, label: str, like: torch.Tensor, group: RankGroup, home: Home, number: int = 0, lends_name: bool = False
+    ) -> None:
+        self.label, self.group, self._tier, self.number, self.allows_stub = label, group, home, number, lends_name
+        self.shape, self.dtype, self.device = like.shape, like.dtype, like.device
+        self.stride = like.stride() if is_dense(like) else _row_major(like.shape)
+        self.numel = like.numel()
+        self._kept: ShardStorage | None = None
+
+    @property
+    def row_major(self) -> bool:
+        """Whether elements lie in memory in the order of their indices."""
+        return is_row_major(self.shape, self.stride)
+
+    @property
+    def shard(self) -> torch.Tensor:
+        """This rank's piece, flat, in memory order."""
+        assert self._kept is not None, f"{self.label} was never cut"
+        return self._kept.load()
+
+    @shard.setter
+    def shard(self, value: torch.Tensor) -> None:
+        self._kept = self._tier(value)
+
+    def span(self, index: int) -> tuple[int, int]:
+        """`[start, stop)` of the elements that the `index`-th rank has."""
+        return span(self.numel, index, self.group.size)
+
+    def full_value(self) -> torch.Tensor:
+        """All values, with the strides and on the device that the parameter was built with. Collective."""
+        flat = gather(self.group, self.shard.to(self.device), self.numel)
+        return flat.as_strided(self.shape, self.stride)
+
+    def assign(self, values: torch.Tensor, source: int) -> None:
+        """Cut the values of the `source`-th rank; the others' count for nothing. Collective."""
+        self.shard = scatter(self.group, source, [(flat_of(values), self.numel, self.dtype)], values.device)[0]
+
+    def cast(self, dtype: torch.dtype) -> None:
+        """Keep the values in another dtype from now on."""
+        if dtype != self.dtype:
+            self.shard = self.shard.to(dtype)
+            self.dtype = dtype
+
+    def gather_parameter(self, parameter: nn.Parameter, together: Sequence[torch.Tensor]) -> bool:
+        """As `Keeper`: while a model is being built, by who watches over that."""
+        return _builder is not None and _builder(parameter, self, together)
+
+    def name_of(self, parameter: nn.Parameter) -> str:
+        """As `Keeper`."""
+        return self.label
+
+
+_sharded_inits: dict[int, tuple[ReferenceType[nn.Parameter], ShardedInit]] = {}
+_builder: Callable[[nn.Parameter, ShardedInit, Sequence[torch.Tensor]], bool] | None = None
+
+
+def set_builder(builder: Callable[[nn.Parameter, ShardedInit, Sequence[torch.Tensor]], bool] | None) -> None:
+    """Who brings a parameter that is touched while a model is being built; None: nobody."""
+    global _builder
+    _builder = builder
+
+
+def is_building() -> bool:
+    """Whether a model is being built sharded now."""
+    return _builder is not None
+
+
+def find(parameter: nn.Parameter) -> ShardedInit | None:
+    """This rank's piece of `parameter`, or None if that was not born sharded, or is whole now."""
+    entry = _sharded_inits.get(id(parameter))
+    return entry[1] if entry is not None and entry[0]() is parameter else None
+
+
+def shard_parameter(parameter: nn.Parameter, birth: ShardedInit) -> None:
+    """Take the whole values from `parameter`, whose piece `birth` has."""
+    identity = id(parameter)
+
+    def gone(reference: ReferenceType[nn.Parameter]) -> None:
+        entry = _sharded_inits.get(identity)
+        if entry is not None and entry[0] is reference:
+            del _sharded_inits[identity]
+            forget_sharded(identity)
+
+    _sharded_inits[identity] = ref(parameter, gone), birth
+    mark_sharded(parameter, birth)
+
+
+def unshard_parameter(parameter: nn.Parameter, birth: ShardedInit) -> None:
+    """Give `parameter` private whole values while its piece is kept. Collective."""
+    whole = birth.full_value()
+    mark_unsharded(parameter)
+    parameter.data = whole
+
+
+def finish_parameter(parameter: nn.Parameter) -> None:
+    """`parameter` belongs to a unit, or is whole, from now on: drop the piece. Its data are set by who calls."""
+    del _sharded_inits[id(parameter)]
+    mark_unsharded(parameter)
+
+
+def scatter(
+    group: RankGroup, source: int, items: list[tuple[torch.Tensor | None, int, torch.dtype]], device: torch.device
+) -> list[torch.Tensor]:
+    """Give each rank its piece of flat tensors that the `source`-th rank has. Collective.
+
+    Args:
+        group: the ranks.
+        source: index of the rank whose values count.
+        items: flat tensor (read at the source only), elements, dtype.
+        device: where the pieces are received.
+    """
+    pieces, sends, receives = [], [], []
+    for flat, numel, dtype in items:
+        start, stop = span(numel, group.index, group.size)
+        if group.index == source:
+            assert flat is not None
+            pieces.append(flat[start:stop].clone())
+            for index in range(group.size):
+                first, last = span(numel, index, group.size)
+                if index != source and first < last:
+                    sends.append((index, flat[first:last]))
+        else:
+            pieces.append(torch.empty(stop - start, dtype=dtype, device=device))
+            if start < stop:
+                receives.append((source, pieces[-1]))
+    exchange_tensors(group, sends, receives)
+    return pieces
+
+
+def gather(group: RankGroup, own: torch.Tensor, numel: int) -> torch.Tensor:
+    """The whole flat tensor of which each rank has its piece, on the piece's device. Collective."""
+    flat = torch.empty(numel, dtype=own.dtype, device=own.device)
+    parts = [flat[slice(*span(numel, index, group.size))] for index in range(group.size)]
+    parts[group.index].copy_(own)
+    others = [index for index in range(group.size) if index != group.index]
+    sends = [(index, own) for index in others if own.numel()]
+    exchange_tensors(group, sends, [(index, parts[index]) for index in others if parts[index].numel()])
+    return flat
+
+
+def span(numel: int, index: int, count: int) -> tuple[int, int]:
+    """`[start, stop)` of `numel` elements that the `index`-th of `count` ranks has."""
+    size = -(-numel // count)
+    return min(index * size, numel), min((index + 1) * size, numel)
+
+
+def flat_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements of `tensor` as they lie in memory, as a view where nothing lies between them."""
+    plain = tensor.detach()
+    return plain.as_strided((plain.numel(),), (1,)) if is_dense(plain) else plain.contiguous().view(-1)
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether elements lie end to end in memory, in whatever order."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return tensor.numel() == 0
+            expected *= size
+    return True
+
+
+def is_row_major(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether elements lie in memory in the order of their indices."""
+    pairs = zip(shape, stride, _row_major(shape), strict=True)
+    return 0 in shape or all(size == 1 or have == want for size, have, want in pairs)
+
+
+def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))

@@ -1,0 +1,89 @@
+"""From pieces of single parameters to units: what `initialize` does with a model that was born sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from windlass.base.log import logger
+from windlass.comm.point_to_point import exchange_tensors
+from windlass.comm.rank_group import RankGroup
+from windlass.zero.core.unit_layout import UnitLayout
+from windlass.zero.sharded_init import initial_shard
+from windlass.zero.sharded_init.initial_shard import ShardedInit
+
+
+def mark_full_parameters(model: nn.Module, stage: int) -> None:
+    """Say once that this stage keeps whole what was born in pieces."""
+    pieces = sum(initial_shard.find(parameter) is not None for parameter in model.parameters())
+    if pieces:
+        logger.info(
+            f"zero.Init cut {pieces} parameters, and stage {stage} gathers them: every rank keeps the whole model; use "
+            "stage 3 to keep it cut"
+        )
+
+
+def broadcast_full_parameters(parameters: list[nn.Parameter], places: list[torch.Tensor]) -> None:
+    """Make those that were born sharded whole, in `places`, one at a time, and drop the pieces. Collective."""
+    for parameter, place in zip(parameters, places, strict=True):
+        birth = initial_shard.find(parameter)
+        if birth is not None:
+            place.copy_(birth.full_value())
+            initial_shard.finish_parameter(parameter)
+            parameter.data = place
+
+
+def local_shard_values(
+    parameters: list[nn.Parameter], layout: UnitLayout, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor | None:
+    """This rank's cut of the unit of `parameters`, by one exchange of pieces; these are dropped. Collective.
+
+    Returns:
+        `[padded / ranks]`, zeros where nothing lies; None if pieces can't be moved one by one (a parameter was not
+        born sharded, or does not lie in memory in the order of its indices): nothing was done then.
+    """
+    births = [birth for parameter in parameters if (birth := initial_shard.find(parameter)) is not None]
+    if len(births) < len(parameters) or not all(birth.row_major for birth in births):
+        return None
+    group = births[0].group
+    start, stop = layout.shard_range(group.index, group.size)
+    own = torch.zeros(stop - start, dtype=dtype, device=device)
+    cuts = [birth.shard for birth in births]
+    sends, receives, arrived = [], [], []
+    for peer in range(group.size):
+        outgoing = list(_overlaps(layout, births, owner=peer, holder=group.index, group=group))
+        parts = [cuts[index][first - begin : last - begin] for index, begin, first, last, _ in outgoing]
+        if peer == group.index:
+            for (_, _, first, last, offset), part in zip(outgoing, parts, strict=True):
+                own[offset : offset + last - first].copy_(part)
+            continue
+        if parts:
+            sends.append((peer, torch.cat(parts).to(device)))
+        incoming = list(_overlaps(layout, births, owner=group.index, holder=peer, group=group))
+        if incoming:
+            numel = sum(last - first for _, _, first, last, _ in incoming)
+            receives.append((peer, torch.empty(numel, dtype=dtype, device=device)))
+            arrived.append(incoming)
+    exchange_tensors(group, sends, receives)
+    for incoming, (_, flat) in zip(arrived, receives, strict=True):
+        position = 0
+        for _, _, first, last, offset in incoming:
+            own[offset : offset + last - first].copy_(flat[position : position + last - first])
+            position += last - first
+    for parameter in parameters:
+        initial_shard.finish_parameter(parameter)
+    return own
+
+
+def _overlaps(
+    layout: UnitLayout, births: list[ShardedInit], *, owner: int, holder: int, group: RankGroup
+) -> Iterator[tuple[int, int, int, int, int]]:
+    """What `holder` has of `owner`'s cut of the unit: `(parameter, start of the holder's piece, first, last, offset in
+    the owner's cut)`, with elements `[first, last)` of the parameter."""
+    for piece in layout.pieces(*layout.shard_range(owner, group.size)):
+        begin, end = births[piece.index].span(holder)
+        first, last = max(piece.start, begin), min(piece.stop, end)
+        if first < last:
+            yield piece.index, begin, first, last, piece.offset + first - piece.start

@@ -1,0 +1,106 @@
+"""The tensors of safetensors files as promises, read in spans with `pread`, so that each rank reads only its own bytes.
+
+Format: https://github.com/huggingface/safetensors (8 bytes of length, a JSON header, then the tensors).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from windlass.base.errors import CheckpointError
+from windlass.base.log import logger
+from windlass.base.regular_file import open_regular
+from windlass.storage.safetensors_header import (
+    DTYPES,
+    SafetensorsEntry,
+    SafetensorsHeaderError,
+    read_safetensors_header,
+)
+from windlass.zero.sharded_init.deferred import DeferredTensor, deferred_tensor
+
+_REMEDY = "fetch or save the model again"
+
+
+@dataclass(frozen=True)
+class FileSpan:
+    """The bytes of one tensor in a file: from `begin` on, row-major."""
+
+    path: Path
+    name: str
+    begin: int
+    dtype: torch.dtype
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        """Elements `[start, stop)`, flat.
+
+        Raises:
+            CheckpointError: the file ends before, or cannot be read.
+        """
+        flat = torch.empty(stop - start, dtype=self.dtype)
+        if not flat.numel():
+            return flat
+        raw = flat.view(torch.uint8).numpy().data
+        position = self.begin + start * self.dtype.itemsize
+        try:
+            descriptor = os.open(self.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+            try:
+                while raw:
+                    count = os.preadv(descriptor, [raw[: 1 << 30]], position)
+                    if count == 0:
+                        raise CheckpointError(f"{self.path} ends inside tensor {self.name!r}; {_REMEDY}")
+                    raw, position = raw[count:], position + count
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            raise CheckpointError(f"tensor {self.name!r} of {self.path} cannot be read: {error.strerror}") from error
+        return flat
+
+
+def deferred_from_files(files: Iterable[Path], *, computes: bool) -> dict[str, DeferredTensor]:
+    """Every tensor of these files by name; a later file goes before an earlier one.
+
+    Args:
+        files: safetensors files.
+        computes: this rank is the one that computes with whole tensors.
+
+    Raises:
+        CheckpointError: a file is missing, cut short, or no safetensors file. Nothing was read then but headers.
+    """
+    found: dict[str, DeferredTensor] = {}
+    _say_unchecked()
+    for path in files:
+        for name, (shape, source) in header(path).items():
+            found[name] = deferred_tensor(shape, source.dtype, source, computes=computes)
+    return found
+
+
+@cache
+def _say_unchecked() -> None:
+    """Say once in a process that these files carry no checksums."""
+    logger.info("weights are read from safetensors files, which carry no checksums: damage in them is not noticed")
+
+
+def header(path: Path) -> dict[str, tuple[tuple[int, ...], FileSpan]]:
+    """Shapes and places of the tensors of one file. Raises CheckpointError as `promises` does."""
+    try:
+        with open_regular(path) as file:
+            found = read_safetensors_header(file)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}; {_REMEDY}") from error
+    except SafetensorsHeaderError as error:
+        raise CheckpointError(f"{path} is cut short, damaged or no safetensors file: {error}; {_REMEDY}") from error
+    if not found.entries:
+        raise CheckpointError(f"{path} holds no tensors; {_REMEDY}")
+    return {name: _place(path, name, entry, found.data_offset) for name, entry in found.entries.items()}
+
+
+def _place(path: Path, name: str, entry: SafetensorsEntry, data: int) -> tuple[tuple[int, ...], FileSpan]:
+    if entry.dtype not in DTYPES:
+        raise CheckpointError(f"tensor {name!r} of {path} has dtype {entry.dtype!r}, which cannot be read in spans")
+    return entry.shape, FileSpan(path, name, data + entry.begin, DTYPES[entry.dtype])

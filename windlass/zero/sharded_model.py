@@ -1,0 +1,762 @@
+"""A model whose parameters, gradients and optimizer state are kept as one policy says: built, stepped, undone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+from weakref import finalize, ref
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from windlass.base.device_memory import DeviceMemoryLedger, emulated_device_memory
+from windlass.base.errors import ModelError, StorageError, UpdateError
+from windlass.base.log import logger
+from windlass.base.pending import Pending
+from windlass.comm.mesh import Mesh
+from windlass.comm.rank_group import RankGroup
+from windlass.comm.transport import Transport
+from windlass.optim.elementwise_optimizers import enable_fused_step, is_elementwise, measure_state_bytes
+from windlass.storage.disk_tier import DiskTier
+from windlass.storage.extent_allocator import page_up
+from windlass.storage.extent_transfer import Extent
+from windlass.storage.slot import Tier
+from windlass.zero.core import parameter_properties, parameter_registry
+from windlass.zero.core.collective_scheduler import CollectiveScheduler
+from windlass.zero.core.disk_health import DiskHealth
+from windlass.zero.core.dp_group import build_dp_groups
+from windlass.zero.core.gradient_norm import clip_coefficient
+from windlass.zero.core.gradient_offload import GradientOffload
+from windlass.zero.core.gradient_reducer import GradientReducer
+from windlass.zero.core.gradient_slot import GradientSlot
+from windlass.zero.core.model_consistency import check_same_model, check_same_units
+from windlass.zero.core.module_hooks import register_block_hooks, register_gradient_hooks, register_model_hooks
+from windlass.zero.core.prefetcher import Prefetcher
+from windlass.zero.core.script_gradients import ScriptGradients
+from windlass.zero.core.sharded_parameter import ShardedParameter, mark_unsharded, put_data, put_grad
+from windlass.zero.core.step_agreement import StepAgreement
+from windlass.zero.core.unit import ShardState, Unit, expert_data_group
+from windlass.zero.core.unit_partition import Block, plan_units
+from windlass.zero.core.unshard_runtime import UnshardRuntime
+from windlass.zero.core.zero_settings import StepOutcome, ZeroSettings
+from windlass.zero.sharded_generate import ShardedGenerate, attach_generation
+from windlass.zero.unit_builder import UnitBuilder, check_devices, effective_tiers, make_units
+from windlass.zero.update.delayed_update import DelayedUpdate
+from windlass.zero.update.elementwise_update import ElementwiseUpdate, check_parameters
+from windlass.zero.update.master_weights import MasterWeights
+from windlass.zero.update.offload_states import StateOffloader
+from windlass.zero.update.update_chunk import UpdateChunk, pipeline_numel
+from windlass.zero.update.whole_parameter_update import WholeParameterUpdate
+
+if TYPE_CHECKING:
+    from windlass.zero.access.moving_average import ExponentialMovingAverage
+
+
+_WIDENED = 1 << 26  # elements of master weights that are widened at a time, 512 MiB with their gradient
+
+
+class ShardedModel:
+    """Owns the units of one model from `initialize` to `destroy`.
+
+    Args:
+        model: built whole, the same architecture on every rank; rank 0's values count.
+        optimizer: over the model's parameters, or None (evaluation).
+        settings: see there.
+        mesh: all ranks, and which of them share what.
+        device: where the model shall be.
+        trains: there will be gradients; else everything counts as frozen.
+
+    Raises:
+        ModelError: a parameter can't be handled, the optimizer's are not the model's, or ranks have different models.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        settings: ZeroSettings,
+        mesh: Mesh,
+        device: torch.device,
+        *,
+        trains: bool,
+    ) -> None:
+        check_devices(model, device)
+        check_same_model(model, optimizer, mesh.dense.data)
+        if optimizer is not None:
+            check_parameters(optimizer, model)
+            if settings.delayed_update and not is_elementwise(optimizer):
+                raise ModelError(
+                    f"offload_optimizer.delayed_update with {type(optimizer).__name__}, which needs whole parameters, "
+                    "and so other ranks in the middle of an update: set delayed_update to false, or use an elementwise "
+                    "optimizer (Adam, AdamW, Lion, SGD, Adagrad, ...)"
+                )
+        self.model, self.settings, self.mesh, self.device, self.trains = model, settings, mesh, device, trains
+        policy = self.policy = settings.policy
+        late = settings.delayed_update and optimizer is not None
+        homes = self.tiers = effective_tiers(settings.tiers, device, delayed=late)
+        self.ledger = DeviceMemoryLedger()
+        self.dp_groups = build_dp_groups(mesh, settings, homes, device)
+        blocks, plans = plan_units(model, settings.unit_rules)
+        if mesh.experts is not mesh.dense:
+            check_same_units(plans, mesh.dense.data)
+        self.units = make_units(plans, settings, homes, mesh, self.dp_groups, trains=trains)
+        self._builder = UnitBuilder(model, settings, homes, self.dp_groups, device, self.ledger)
+        self.make_slot = self._builder.make_slot
+        self.averages: dict[str, ExponentialMovingAverage] = {}
+        trainable = [unit for unit in self.units if unit.trainable]
+        self.scheduler = CollectiveScheduler(self.units, hoist_gathers=settings.prefetch_numel > 0)
+        self.reducer = GradientReducer(
+            trainable,
+            policy,
+            self.scheduler,
+            accumulation_dtype=settings.accumulation_dtype,
+            reduce_dtype=settings.reduce_dtype,
+            lowered_reduce_dtype=settings.lowered_reduce_dtype,
+            overlap=settings.overlap_comm,
+            predivide_factor=settings.predivide_factor,
+            postdivide_factor=settings.postdivide_factor,
+            contiguous=settings.contiguous_gradients,
+            offload=GradientOffload(
+                settings.accumulation_dtype,
+                device,
+                self.ledger,
+                lambda slot: homes.gradient if slot.unit.state_tier is not Tier.DEVICE else Tier.DEVICE,
+                self._builder.make_slot,
+            ),
+        )
+        self.disk_health = DiskHealth(homes.disk, homes.staging, mesh.world, device)
+        whole = optimizer is not None and not is_elementwise(optimizer)
+        at_once = min(settings.sub_group_size, pipeline_numel(self.slots))
+        if not whole:  # else ranks take part in each other's batches, which must be the same on all
+            at_once = min(at_once, homes.max_update_numel)
+        if settings.widens_masters:
+            at_once = min(at_once, _WIDENED)
+        self.masters = MasterWeights(
+            self.slots,
+            1 << 62 if whole else at_once,
+            homes,
+            device,
+            self.ledger,
+            self.disk_health,
+            lambda dtype: (
+                measure_state_bytes(optimizer, settings.state_dtype or dtype)
+                if optimizer is not None and not whole
+                else 0
+            ),
+            dtype=settings.master_dtype,
+            state_dtype=settings.state_dtype,
+            delayed=late,
+        )
+        try:
+            self.reserve("initialize cannot begin")
+        except BaseException:
+            _close(mesh, self.ledger, homes.disk)
+            raise
+        for unit, span in self._builder.fill(self.units, plans, self.reducer):
+            self.masters.create(unit, span)
+            del span  # or it would live while the next unit is filled
+        dense = self.dp_groups[0]
+        if dense.group.size > 1 and (trainable or any(unit.frees_memory for unit in self.units)):
+            self.scheduler.use_board(dense.transport.board())
+        self.state_offloader = StateOffloader(self.units, self.slots, self.masters, device, self.ledger)
+        foresight = Prefetcher(
+            settings.prefetch_numel, self._max_live_numel(), settings.max_reuse_distance, homes.read_ahead_numel
+        )
+        self.runtime = UnshardRuntime(self.units, blocks, foresight, self.scheduler)
+        self.runtime.will_reduce = lambda: bool(self.slots) and self.reducer.reduces_this_backward()
+        self.disk_health.temporary_extents = self._temporary_extents
+        self.reducer.on_reduced = self._on_reduced
+        self.runtime.on_backward_end.append(self.reducer.end_backward)
+        if homes.param is Tier.NVME:
+            self.runtime.after_unshard_all = lambda among: self.disk_health.check(
+                "parameters could not be gathered", loses=self._update_in_progress(), among=among
+            )
+        self.update: ElementwiseUpdate | WholeParameterUpdate | None = None
+        self.delayed_update: DelayedUpdate | None = None
+        if optimizer is not None:
+            self._use_optimizer(optimizer, at_once)
+        if late:
+            dtype, make = settings.accumulation_dtype, self._builder.make_slot
+            self.delayed_update = DelayedUpdate(
+                self.slots, self.masters, self.units, device, homes.gradient, make, dtype
+            )
+        self._handles: list[RemovableHandle | ShardedGenerate] = []
+        self._hooked_parameters: set[int] = set()  # ids of parameters whose gradients are taken
+        self.destroyed = False
+        self._closer = finalize(self, _close, mesh, self.ledger, homes.disk)
+        self.disk_health.check("initialize could not put the model on disk", loses=True)
+        self._attach(blocks)
+        self.agreement = StepAgreement(
+            self.reducer, self.units, policy, mesh, dense.transport.traffic, device, self.disk_health.has_local_failure
+        )
+        self.next_is_step: Callable[[], bool] = lambda: False  # whether a step follows the backward that runs
+        self.loss_scale: Callable[[], float] = lambda: 1.0  # what is in the gradients now
+        # told the norm and the clip coefficient of a step, with reduced gradients in place; on all ranks
+        self.before_update: Callable[[float, float], None] = lambda norm, clip: None
+        self.masters.remember_versions(self.units)
+        self.script_gradients = ScriptGradients(self.reducer)
+        self._gradients_consumed = False  # the last step consumed gradients, and no backward came since
+        parameter_registry.register(self)
+        self._forget_properties = parameter_properties.install(self)
+
+    def reserve(self, what: str) -> None:
+        """Take all the space on disk that this rank will need, before anything moves there. Collective.
+
+        Args:
+            what: said where there is too little.
+
+        Raises:
+            StorageError: a rank finds too little; on all ranks.
+        """
+        disk, homes = self.tiers.disk, self.tiers
+        if disk is None:
+            return
+        sizes = [n for unit in self.units for n in self.masters.disk_record_sizes(unit)]
+        for unit in self.units:
+            if unit.reshards and unit.tier is Tier.NVME:
+                sizes.append(unit.layout.padded // unit.dp_group.group.size * unit.dtype.itemsize)
+            if unit.trainable and unit.state_tier is not Tier.DEVICE and homes.gradient is Tier.NVME:
+                nbytes = (unit.state_stop - unit.state_start) * self.settings.accumulation_dtype.itemsize
+                sizes += [nbytes, nbytes] if self.settings.delayed_update else [nbytes]
+        disk.reserve(sum(page_up(nbytes) for nbytes in sizes))
+        self.disk_health.check(what, then="nothing was changed")
+
+    def _temporary_extents(self) -> set[Extent]:
+        extents = (
+            place.extent for slot in self.slots for place in (slot.storage, slot.spare_storage) if place is not None
+        )
+        return {extent for extent in extents if extent is not None}
+
+    def discard_disk_state(self) -> None:
+        """Forget what this rank keeps on disk, where some of it was lost: a load is about to write all of it anew."""
+        self.reducer.reset()
+        for unit in self.units:
+            if unit.shard_slot is not None:
+                unit.shard_slot.discard()
+        for slot in self.slots:
+            for place in (slot.storage, slot.spare_storage):
+                if place is not None:
+                    place.discard()
+        self.masters.state_offload.discard()
+        self.disk_health.clear_failure()
+
+    def after_forward(self) -> None:
+        """The outermost forward ended: whatever it read from disk was read. Collective where parameters rest there,
+        over the ranks that gather them together.
+
+        Raises:
+            StorageError: it was not, on some rank; on all ranks. Where parameters are cut over fewer than all, the next
+                step raises that.
+        """
+        if self.tiers.param is not Tier.NVME:
+            return
+        try:
+            self._check_forward_reads()
+        except StorageError:
+            self._discard_reads()
+            raise
+
+    def _check_forward_reads(self) -> None:
+        what = "this forward could not read parameters, and its results are wrong"
+        if (
+            self.dp_groups[0].group.size < self.mesh.world.size
+        ):  # ranks of another group may be elsewhere, or have no forward at all
+            if self.disk_health.has_local_failure():
+                logger.error("%s; the next step is refused on all ranks", what)
+            return
+        if self.scheduler.is_single_rank:
+            self.disk_health.check(what, loses=self._update_in_progress())
+            return
+        self.scheduler.has_local_failure = lambda: self.disk_health.has_local_failure() > 0
+        self.scheduler.raise_failure = lambda: self.disk_health.raise_failures(what, loses=self._update_in_progress())
+        self.scheduler.share_failures()
+
+    def _discard_reads(self) -> None:
+        """What was brought from disk, or is on its way from there, may be NaN: whoever needs it reads it anew."""
+        self.runtime.reshard_all()
+        for unit in self.units:
+            if unit.shard_slot is not None:
+                unit.shard_slot.drop_staged()
+        self.masters.state_offload.discard_read_ahead()
+        self.disk_health.clear_failure()
+
+    @property
+    def transport(self) -> Transport:
+        """That of dense parameters."""
+        return self.dp_groups[0].transport
+
+    @property
+    def slots(self) -> list[GradientSlot]:
+        """The gradients of the trainable units, in model order."""
+        return self.reducer.slots
+
+    def _use_optimizer(self, optimizer: torch.optim.Optimizer, at_once: int) -> None:
+        enable_fused_step(optimizer)
+        if is_elementwise(optimizer):
+            self.update = ElementwiseUpdate(optimizer, self.masters, at_once)
+        else:
+            self.update = WholeParameterUpdate(
+                optimizer,
+                self.masters.chunks,
+                self.masters.state_offload,
+                self.dp_groups,
+                self.mesh.axes,
+                whole=not self.policy.state,
+                sub_group=at_once,
+            )
+
+        self.masters.state_offload.state_name_of = self._state_name
+        self._refuse_quantized_states()
+
+    def _state_name(self, chunk: UpdateChunk, tenant: nn.Parameter) -> str:
+        assert self.update is not None
+        return next((one.name for one in self.update.state_entries(chunk.unit) if one.state_key is tenant), "?")
+
+    def _refuse_quantized_states(self) -> None:
+        """Codes of 8 bits are in blocks of what is stepped: of a part by elementwise rules, else of the whole, which
+        each step would have to decode, put together and code again."""
+        assert self.update is not None
+        if isinstance(self.update, ElementwiseUpdate):
+            return
+        coded = {
+            number for number, kept in self.update.formats().items() if any(one.is_quantized for one in kept.values())
+        }
+        for unit in self.units if coded else ():
+            for name, parameter, placement in zip(unit.names, unit.parameters, unit.placements, strict=True):
+                if id(parameter) in coded and not placement.is_full:
+                    raise ModelError(
+                        f"{type(self.update.optimizer).__name__} steps whole parameters with states of 8 bits, and "
+                        f"{name!r} is cut over {', '.join(sorted(placement.sharded_axes))}: its states would be rounded once "
+                        'more at each step; write state_dtype "bf16" or "fp32", or leave that axis at 1'
+                    )
+
+    def step(
+        self,
+        limit: float,
+        scale: float,
+        *,
+        skip_overflow: bool,
+        flags: list[float] | None = None,
+        delay: bool = False,
+        repeats: bool = True,
+    ) -> StepOutcome:
+        """Reduce what is left, agree on the norm, update, and bring the new parameters to where they are used.
+
+        Collective.
+
+        Args:
+            limit: clip the gradient to this norm; 0: do not.
+            scale: the loss scale that is in the gradients.
+            skip_overflow: expect gradients that are not finite now and then, and do not look for whose they are.
+            flags: numbers that are added up over ranks on the way.
+            delay: only start the update, where the settings allow that; the next step, or `finish_update`, brings it.
+            repeats: a step right after another, without a backward on any rank, is accepted and changes nothing.
+
+        Raises:
+            ModelError: there is no optimizer, a parameter had no gradient and the settings say that it must have
+            one, ranks dropped different gradients, or there was no backward since the last step.
+            UpdateError: the update of the step before failed on some rank; this step's gradient is dropped.
+        """
+        if self.update is None:
+            raise ModelError("there is no optimizer to step: pass one to initialize, or name one in the configuration")
+        self.disk_health.require_intact("a step")
+        self.scheduler.sync("a step")
+        trouble = self._await_result()
+        lost = self.masters.pop_lost_edit(self.units)
+        none_since = float(self._gradients_consumed and not self.reducer.backward_count)
+        retries = float(self.disk_health.update_changed_nothing)
+        verdict = self.agreement.agree(
+            [float(trouble is not None), *(flags or []), none_since, float(lost != ""), retries]
+        )
+        self.scheduler.new_step()
+        failures = verdict.flags.pop()  # of disks and updates
+        retries, lost_edits, none_since = (verdict.flags.pop() for _ in range(3))
+        if retries == self.mesh.world.size:  # no rank's optimizer changed anything before it raised
+            self.disk_health.clear_update_error()
+        elif failures + retries > 0:
+            self.drop_gradients()
+            self._drop_result()
+            try:
+                self.disk_health.raise_failures("this step was not made, and its gradients are dropped")
+            finally:
+                self._discard_reads()
+        self.runtime.reshard_all()  # what stayed after an evaluation holds the old values
+        self._finish_result(trouble, verdict.flags.pop(0))
+        if verdict.diverged:
+            try:
+                self.agreement.refuse_diverged()
+            finally:
+                self.drop_gradients()
+        if lost_edits:
+            lost = self.agreement.first_name(lost)
+            self.drop_gradients()
+            raise ModelError(
+                f"{lost!r} was changed in place while its values were "
+                "gathered for a forward or backward, and the change went with them (stage 3): change it inside `with "
+                "windlass.zero.GatheredParameters([parameter], modifier_rank=0)`, or take a stage below 3. This step "
+                "was not made"
+            )
+        if none_since == self.mesh.world.size and not repeats:
+            self._gradients_consumed = False
+            raise ModelError(
+                "step() without a backward since the last step, on any rank: a step consumes its gradients, so there "
+                "is none to step again as plain PyTorch would. Call backward again, or leave out the second step"
+            )
+        norm = verdict.norm / scale
+        if not verdict.is_finite and (skip_overflow or (bad := self.agreement.first_nonfinite())):
+            self.drop_gradients()
+            return StepOutcome(norm, applied=False, clip=1.0, flags=verdict.flags, bad="" if skip_overflow else bad)
+        if not self.settings.ignore_unused_parameters:
+            self.agreement.refuse_unused(verdict.used)
+        self.reducer.all_gather_gradients()
+        self.recapture_parameters()
+        clip = clip_coefficient(norm, limit)
+        self.before_update(norm, clip)
+        used = {slot.unit.index: flags for slot, flags in zip(self.slots, verdict.used, strict=True)}
+        try:
+            batches = _stepped(self.update.run(used, scale / clip))
+        except Exception as error:  # a hook before the step; the other ranks update
+            batches = _raised(error)
+        if delay and self.delayed_update is not None:
+            self.masters.copy_all_edits(self.units)
+            self.delayed_update.start(batches)
+        else:
+            self._publish_update(batches)
+        self.drop_gradients()
+        self._gradients_consumed = True
+        return StepOutcome(norm, applied=True, clip=clip, flags=verdict.flags)
+
+    def wait_for_update(self) -> None:
+        """Master weights and optimizer states are those after the last step when this returns; parameters may be those
+        before it."""
+        if self.delayed_update is not None:
+            self.delayed_update.wait()
+
+    def finish_update(self) -> None:
+        """All is as after the last step when this returns, parameters too. Collective, between a step and the next
+        forward, where an update is under way.
+
+        Raises:
+            UpdateError: it failed on some rank.
+        """
+        if self.delayed_update is None or not self.delayed_update.in_progress:
+            return
+        self.scheduler.sync("the end of a delayed update")
+        trouble = self._await_result()
+        failed = torch.tensor([float(trouble is not None)], dtype=torch.float64, device=self.device)
+        if self.mesh.world.size > 1:  # which also says that no peer computes with the old parameters any more
+            dist.all_reduce(failed, group=self.mesh.world.process_group)
+        self._finish_result(trouble, failed.item())
+
+    def unhooked_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters whose gradients nobody takes, by name: those that were frozen when the model was laid out."""
+        for unit in self.units:
+            for name, parameter in zip(unit.names, unit.parameters, strict=True):
+                if id(parameter) not in self._hooked_parameters:
+                    yield name, parameter
+
+    def all_trained(self, parameters: Iterable[nn.Parameter]) -> bool:
+        """Whether all of `parameters` that need a gradient have memory for it."""
+        return all(id(p) in self._hooked_parameters or not p.requires_grad for p in parameters)
+
+    def recapture_parameters(self) -> None:
+        """Parameters that were given other memory since the last step (`p.data = ...`, `module.to(...)`) go back to
+        their places, with the values that they have now."""
+        for unit in self.units:
+            if not unit.reshards:
+                unit.recapture_parameters()
+
+    def track_data_edits(self, place: parameter_registry.ParameterLocation) -> None:
+        """A script reads `.data` of a parameter, through which it may change values."""
+        self.masters.track_data_edits(place.unit, place.index, late=self._update_in_progress())
+
+    def drop_gradients(self) -> None:
+        """Drop the gradients of this step, and whatever is gathered for graphs that are gone."""
+        self.reducer.reset()
+        self.agreement.forget()
+        self.runtime.reshard_all()
+
+    @contextmanager
+    def editing_parameters(self, units: list[Unit], *, experts_only: bool = False) -> Iterator[None]:
+        """Inside, masters, optimizer states and (of what is not trained) cuts of `units` may be set; afterwards the
+        parameters are renewed from them. Collective.
+
+        Args:
+            apart: over the ranks that hold the same experts, whose units they are; others may have none to set.
+        """
+        trained = [unit for unit in units if self.masters.chunks_of(unit)]
+        among = expert_data_group(units) if experts_only else None
+        with (
+            self.replacing_parameters(units, experts_only=experts_only),
+            self.masters.resident(trained, changes=True, among=among),
+        ):
+            yield
+            _wait([self.masters.write_back(chunk) for unit in trained for chunk in self.masters.chunks_of(unit)])
+
+    @contextmanager
+    def replacing_parameters(self, units: list[Unit], *, experts_only: bool = False) -> Iterator[None]:
+        """As `editing`, but whoever is inside brings to hand what it sets, and writes it back itself. Collective."""
+        self.scheduler.sync("a change of parameters or states", experts_only=experts_only)
+        self.finish_update()
+        for group in self._groups_of([unit for unit in units if unit.buffer.parts]):
+            dist.barrier(group=group.process_group)  # a peer may be in its backward still, and read them there
+        yield
+        trained = [unit for unit in units if self.masters.chunks_of(unit)]
+        self._gather_updated(trained)
+        for unit in units:
+            if unit.reshards and unit not in trained:
+                unit.mark_updated()
+        _mark_updated(units)
+        self.masters.remember_versions(units)
+
+    def destroy(self, *, keeps_mesh: bool = False) -> None:
+        """Give the plain model back: whole parameters of its own, no hooks. Collective at stage 3, and where an update
+        is under way, which is finished first. Idempotent.
+
+        Args:
+            keeps_mesh: leave its groups open, for another layout over them.
+        """
+        if not self._handles and not self.units:
+            return
+        try:
+            self.finish_update()
+        finally:
+            self._undo(keeps_mesh)
+
+    def _undo(self, keeps_mesh: bool) -> None:
+        self.destroyed = True
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        if self.delayed_update is not None:
+            self.delayed_update.close()
+        self.state_offloader.reload()
+        self.scheduler.sync("destroy")
+        self.reducer.finish()
+        for unit in self.units:
+            self.scheduler.unshard_synced(unit)
+            unit.wait_for_unshard()
+            for parameter, view in zip(unit.parameters, unit.views(), strict=True):
+                if isinstance(parameter, ShardedParameter):
+                    mark_unsharded(parameter)
+                put_data(parameter, view.clone())
+                put_grad(parameter, None)
+            unit.unshard_for_current_block = None
+        parameter_registry.unregister(self)
+        self._forget_properties()
+        self._log_lost_state()
+        self.units = []
+        for family in self.dp_groups:
+            if family.group.size > 1:  # peers may still read what goes away with this
+                dist.barrier(group=family.group.process_group)
+        if keeps_mesh:
+            self._closer.detach()
+            _close(None, self.ledger, self.tiers.disk)
+        else:
+            self._closer()
+
+    def _groups_of(self, units: list[Unit]) -> list[RankGroup]:
+        """The groups of more than one rank that any of these units is cut over, in one order on all ranks."""
+        wanted = {id(unit.dp_group) for unit in units}
+        return [family.group for family in self.dp_groups if id(family) in wanted and family.group.size > 1]
+
+    def _log_lost_state(self) -> None:
+        """The model is given back, and not all of its parameters are what they should be: nobody shall miss that."""
+        if self.tiers.staging is not None:
+            self.tiers.staging.wait_all()
+        lost = self.disk_health.loss_reason
+        if lost:
+            logger.error("the model that destroy() gives back has parameters of no single step: %s", lost)
+        try:
+            self.disk_health.check("the model that destroy() gives back is not whole", then="what was not read is NaN")
+        except StorageError as error:
+            if not lost:
+                logger.error("%s", error)
+
+    def compile_safe(self) -> list[nn.Module]:
+        """Modules whose forward no hook of ours interrupts: the innermost blocks, or the model where nothing is
+        released."""
+        if not any(unit.reshards for unit in self.units):
+            return [self.model]
+        of_blocks = {id(block.module): block.module for block in self._blocks if block.module is not self.model}
+        return [
+            module
+            for module in of_blocks.values()
+            if not any(id(inner) in of_blocks for inner in module.modules() if inner is not module)
+        ]
+
+    def _attach(self, blocks: list[Block]) -> None:
+        self._blocks = blocks
+        self.hook_gradients()
+        if any(unit.reshards for unit in self.units):
+            for block in blocks:
+                self._handles += register_block_hooks(block, self.runtime)
+            self._handles += attach_generation(self.model, self)
+        self._handles += register_model_hooks(self.model, self.runtime)
+
+    def hook_gradients(self) -> None:
+        """Take the gradients of all parameters that are to be trained, from now on."""
+        places, parameters = [], []
+        for number, slot in enumerate(self.slots):
+            for index, parameter in enumerate(slot.unit.parameters):
+                if parameter.requires_grad and id(parameter) not in self._hooked_parameters:
+                    self._hooked_parameters.add(id(parameter))
+                    places.append((number, index))
+                    parameters.append(parameter)
+
+        # torch holds these hooks where Python's garbage collector can't see them: one that held the model would keep it
+        # (and its memory) for ever
+        runtime, gradients = ref(self.runtime), ref(self.reducer)
+
+        def arrived(which: int) -> None:
+            now, then = runtime(), gradients()
+            if now is not None and then is not None:
+                now.register_backward()
+                then.accumulate_grad(*places[which])
+
+        self._handles += register_gradient_hooks(parameters, arrived)
+
+    def _on_reduced(self, slot: GradientSlot) -> None:
+        """A reduced gradient is on its way home: what its step needs from disk sets out too."""
+        if self.next_is_step() and not self._update_in_progress():
+            self.masters.read_ahead(slot.unit)
+
+    def _max_live_numel(self) -> int:
+        """Elements that may be present at once: what the settings say, or half of what is left of a budget."""
+        place, largest = emulated_device_memory(), max((unit.dtype.itemsize for unit in self.units), default=4)
+        if place is None or self.tiers.param is Tier.DEVICE:
+            return self.settings.max_live_numel
+        return min(self.settings.max_live_numel, (place.budget - place.used) // (2 * largest))
+
+    # a step
+
+    def _await_result(self) -> Exception | None:
+        """Wait for the update under way, if there is one: why this rank can't use it, if so."""
+        if self.delayed_update is None or not self.delayed_update.in_progress:
+            return None
+        self.delayed_update.wait()
+        self.recapture_parameters()
+        return self.delayed_update.local_error()
+
+    def _update_in_progress(self) -> bool:
+        return self.delayed_update is not None and self.delayed_update.in_progress
+
+    def _drop_result(self) -> None:
+        """A disk failed, maybe in the update under way: nothing can be made of that. Collective.
+
+        Raises:
+            StorageError: there was one.
+        """
+        if self.delayed_update is not None and self.delayed_update.in_progress:
+            self.delayed_update.finish(use=False)
+            self.disk_health.raise_failures("a delayed update was made in part", loses=True)
+
+    def _finish_result(self, trouble: Exception | None, failed: float) -> None:
+        """Use what the update under way made, unless it failed on any rank.
+
+        Args:
+            trouble: of this rank.
+            failed: number of ranks that have some.
+        """
+        if self.delayed_update is None or not self.delayed_update.in_progress:
+            return
+        batches = self.delayed_update.finish(use=not failed)
+        if not failed:
+            self._publish_update(batches)
+            return
+        self.drop_gradients()
+        raise trouble or UpdateError(
+            f"the delayed update of the step before can't be used, for a reason that {failed:.0f} of the other ranks "
+            "says; master weights no longer fit the parameters, so load the last checkpoint"
+        )
+
+    def _publish_update(self, batches: Iterable[list[UpdateChunk]]) -> None:
+        """Bring the new parameters of updated chunks to where they are used. Collective."""
+        updated: dict[int, Unit] = {}
+        written: list[Pending] = []
+        failed: Exception | None = None
+        try:
+            for batch in batches:
+                _wait(written)
+                for chunk in batch:
+                    updated[chunk.unit.index] = chunk.unit
+                    written.append(self.masters.write_back(chunk, keep=True))
+        except Exception as error:  # the others wait for the new parameters, and hear of it at the next step
+            failed = self.disk_health.update_error = error
+            # ranks that update the same elements may have come to different ones
+            self.disk_health.update_changed_nothing = not updated and bool(
+                self.policy.state or self.mesh.world.size == 1
+            )
+            updated = {slot.unit.index: slot.unit for slot in self.slots if slot.has_reduced}
+        finally:  # where a step fails half-way, too, what was updated arrives
+            _wait(written)
+        try:  # of its last writes, which go on in the next forward, the next check hears
+            self.disk_health.check("this step was made in part", loses=True)
+        except (StorageError, UpdateError):
+            self.drop_gradients()
+            raise
+        units = [updated[index] for index in sorted(updated, reverse=True)]  # in one order on all ranks
+        self._gather_updated(units)
+        _mark_updated(units)
+        for unit in units:
+            torch.autograd.graph.increment_version(unit.parameters)
+        self.masters.remember_versions(self.units)
+        if failed is not None:
+            self.drop_gradients()
+            raise failed
+
+    def _gather_updated(self, units: list[Unit]) -> None:
+        """Offer the updated cuts; parameters that are never released are whole again when this returns."""
+        pending = []
+        for unit in units:
+            if unit.reshards:
+                unit.mark_updated()
+            elif self.policy.state:
+                unit.transport.publish(unit.buffer)
+        for unit in units:
+            if not unit.reshards and self.policy.state:
+                pending.append(unit.transport.all_gather(unit.buffer, elements=unit.numel))
+        for one in pending:
+            one.wait()
+        for unit in units:  # the caller may change parameters in place, which no peer must read then
+            if not unit.reshards and self.policy.state:
+                unit.transport.wait_until_read(unit.buffer)
+
+
+def _stepped(batches: Iterable[list[UpdateChunk]]) -> Iterator[list[UpdateChunk]]:
+    """Of each batch the chunks that had a gradient, as long as it is at hand."""
+    for batch in batches:
+        yield [chunk for chunk in batch if chunk.gradient is not None]
+
+
+def _raised(error: Exception) -> Iterator[list[UpdateChunk]]:
+    """No batch: the update raised before the first."""
+    yield from ()
+    raise error
+
+
+def _mark_updated(units: list[Unit]) -> None:
+    """What is whole of `units` has old values: let it go, and gather it again where somebody uses it."""
+    for unit in units:
+        if unit.frees_memory and unit.shard_state is not ShardState.SHARDED:
+            unit.reshard(stale=True)
+            if unit.users:
+                unit.wait_for_unshard()
+
+
+def _wait(written: list[Pending]) -> None:
+    for pending in written:
+        pending.wait()
+    written.clear()
+
+
+def _close(mesh: Mesh | None, ledger: DeviceMemoryLedger, disk: DiskTier | None) -> None:
+    """What does not go away with the memory of a model."""
+    if disk is not None:
+        disk.close()
+    ledger.release_all()
+    if mesh is not None:
+        mesh.close_with_model()

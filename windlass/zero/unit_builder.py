@@ -1,0 +1,222 @@
+"""From a plan to units with values: homes chosen, buffers allocated, rank 0's parameters spread."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from windlass.base.device_memory import DeviceMemoryLedger, device_has_own_memory
+from windlass.base.errors import ModelError
+from windlass.comm.mesh import Mesh
+from windlass.comm.transport import BufferRequest, TransportBuffer
+from windlass.storage.slot import Slot, Tier
+from windlass.zero.core.dp_group import DataParallelGroup, is_primary_replica, norm_weight
+from windlass.zero.core.gradient_reducer import GradientReducer
+from windlass.zero.core.unit import Unit
+from windlass.zero.core.unit_layout import UnitLayout
+from windlass.zero.core.unit_partition import UnitPlan
+from windlass.zero.core.zero_settings import Placements, ZeroSettings
+from windlass.zero.sharded_init.unit_values import broadcast_full_parameters, local_shard_values, mark_full_parameters
+
+
+def effective_tiers(tiers: Placements, device: torch.device, *, delayed: bool = False) -> Placements:
+    """Homes that differ: where the device's memory is the host's, what rests in host memory rests on the device.
+
+    Args:
+        delayed: updates are, so that master weights and handed-over gradients are other memory in any case.
+    """
+    if device_has_own_memory(device):
+        return tiers
+
+    def of(home: Tier) -> Tier:
+        return Tier.DEVICE if home is Tier.HOST else home
+
+    state, gradient = (tiers.state, tiers.gradient) if delayed else (of(tiers.state), of(tiers.gradient))
+    return replace(tiers, param=of(tiers.param), state=state, gradient=gradient, pin=False)
+
+
+def make_units(
+    plans: list[UnitPlan],
+    settings: ZeroSettings,
+    homes: Placements,
+    mesh: Mesh,
+    families: list[DataParallelGroup],
+    *,
+    trains: bool,
+) -> list[Unit]:
+    """The units, as yet without memory.
+
+    Args:
+        families: that of dense parameters first, that of experts last.
+        trains: there will be gradients; else everything counts as frozen.
+    """
+    policy = settings.policy
+    total = sum(plan.numel for plan in plans if plan.trainable)
+    away = 0  # trained elements whose states rest away from the device
+    units = []
+    for number, plan in enumerate(plans):
+        floating = plan.parameters[0].is_floating_point()
+        compute = settings.param_dtype if settings.param_dtype is not None and floating else plan.dtype
+        family = families[-1] if plan.kind.is_expert else families[0]
+        layout = UnitLayout(tuple(p.numel() for p in plan.parameters), family.mesh.data.size)
+        alone = (
+            family.group.size == 1 < families[0].group.size and homes.param is Tier.DEVICE
+        )  # nobody to share it with
+        released = policy.param and not plan.persistent and not alone
+        home = homes.param if released else Tier.DEVICE
+        unit = Unit(number, plan, layout, compute, family, reshards=released, tier=home)
+        unit.extra_reduce_groups, unit.norm_weight = (
+            family.extra_reduce_groups(mesh, plan.kind, cut=policy.state),
+            norm_weight(mesh, plan.kind),
+        )
+        unit.is_primary_replica = is_primary_replica(mesh, plan.kind)
+        unit.trainable = unit.trainable and trains
+        if unit.trainable and policy.state and away < homes.ratio * total:
+            unit.state_tier = homes.state
+            away += plan.numel
+        if policy.state:
+            unit.state_start, unit.state_stop = layout.shard_range(family.group.index, family.group.size)
+        units.append(unit)
+    return units
+
+
+class UnitBuilder:
+    """Allocates the buffers of all units and gradients at once, then fills unit by unit."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        settings: ZeroSettings,
+        homes: Placements,
+        families: list[DataParallelGroup],
+        device: torch.device,
+        ledger: DeviceMemoryLedger,
+    ) -> None:
+        self._model, self._settings, self._tiers, self._dp_groups = model, settings, homes, families
+        self._device, self._ledger = device, ledger
+
+    def make_slot(self, name: str, numel: int, dtype: torch.dtype, home: Tier) -> Slot:
+        """A slot of this model."""
+        if home is Tier.DEVICE:
+            self._ledger.set_held_bytes(name, numel * dtype.itemsize)
+        homes = self._tiers
+        return Slot(name, numel, dtype, home, self._device, disk=homes.disk, staging=homes.staging, pin=homes.pin)
+
+    def fill(
+        self, units: list[Unit], plans: list[UnitPlan], gradients: GradientReducer
+    ) -> Iterator[tuple[Unit, torch.Tensor]]:
+        """Give every unit its buffer and its values.
+
+        Yields:
+            Each unit once its parameters are in place, with this rank's state span of its values before they were cast
+            `[state_stop - state_start]`, gone when the next is asked for. The unit is released, where it will be, after
+            that.
+        """
+        policy = self._settings.policy
+        if not policy.param:
+            mark_full_parameters(self._model, policy.stage)
+        of_gradients = {id(family): gradients.buffer_requests(family) for family in self._dp_groups}
+        held = sum(_bytes(needs) for needs in of_gradients.values())
+        if policy.grad:
+            self._ledger.set_held_bytes("the ring of gradients", held)
+        elif gradients.slots:
+            self._ledger.set_held_bytes("gradients", held)
+        of_unit: dict[int, TransportBuffer] = {}
+        for family in self._dp_groups:
+            shared = [u for u in units if u.dp_group is family and (u.reshards or (u.trainable and policy.state))]
+            needs: list[BufferRequest] = [unit.buffer_request() for unit in shared] + of_gradients[id(family)]
+            if not needs and len(self._dp_groups) == 1:
+                continue
+            buffers = family.transport.allocate(needs, self._device, lanes=len(gradients.slots))
+            of_unit |= {id(unit): buffer for unit, buffer in zip(shared, buffers, strict=False)}
+            gradients.take_buffers(family, buffers[len(shared) :])
+        for unit, plan in zip(units, plans, strict=True):
+            buffer = of_unit.get(id(unit))
+            if buffer is None:
+                buffer = TransportBuffer(torch.zeros(unit.layout.padded, dtype=unit.dtype, device=self._device))
+            elif unit.reshards and not buffer.shared:
+                unit.transport.free_memory(buffer)  # one unit whole at a time
+            unit.bind(buffer, self._ledger, self._make_shard_slot)
+            span = self._place(unit, plan)
+            yield unit, span
+            del span
+            unit.finish_init()
+        gradients.bind_buffers()
+
+    def _place(self, unit: Unit, plan: UnitPlan) -> torch.Tensor:
+        """Put a unit's values where they belong; returns this rank's state span of them. Those of parameters that were
+        born sharded come piece by piece, those of others from rank 0."""
+        group, data = unit.dp_group.group, unit.dp_group.mesh.data
+        if unit.reshards and group.size == data.size and unit.secondary_shard is None:
+            own = local_shard_values(unit.parameters, unit.layout, plan.dtype, self._device)
+            if own is not None:
+                if unit.frees_memory:
+                    unit.store_local_shard(own.to(unit.dtype))
+                else:
+                    unit.local_shard.copy_(own)
+                return own
+        if unit.dtype == plan.dtype and not unit.buffer.shared:
+            unit.full.zero_()  # what lies between and after the parameters
+            self._collect(unit, unit.full)
+            unit.point()  # frees the parameters' own memory before masters take theirs
+            if unit.frees_memory:
+                unit.store_local_shard(unit.local_shard)
+            return unit.full[unit.state_start : unit.state_stop]
+        values = torch.zeros(unit.layout.padded, dtype=plan.dtype, device=self._device)
+        self._collect(unit, values)
+        if unit.buffer.shared:
+            start, stop = unit.layout.shard_range(group.index, group.size)
+            unit.local_shard.copy_(values[start:stop])
+        else:
+            unit.full.copy_(values)
+            if unit.frees_memory:
+                unit.store_local_shard(unit.local_shard)
+        return values[unit.state_start : unit.state_stop]
+
+    def _make_shard_slot(self, unit: Unit, numel: int) -> Slot:
+        return self.make_slot(f"parameters of {unit.names[0]} at rest", numel, unit.dtype, unit.tier)
+
+    def _collect(self, unit: Unit, values: torch.Tensor) -> None:
+        """Fill `values` `[padded]` with the parameters of the first data rank. Collective."""
+        broadcast_full_parameters(
+            unit.parameters, [unit.parameter_view(values, i) for i in range(len(unit.parameters))]
+        )
+        data = unit.dp_group.mesh.data
+        if data.index == 0:
+            for index, parameter in enumerate(unit.parameters):
+                unit.parameter_view(values, index).copy_(parameter.detach())
+        if data.size > 1 and values.numel():
+            dist.broadcast(values.view(torch.uint8), data.ranks[0], group=data.process_group)
+
+
+def _bytes(needs: list[BufferRequest]) -> int:
+    return sum(need.numel * need.dtype.itemsize for need in needs)
+
+
+def check_devices(model: nn.Module, device: torch.device) -> None:
+    """The model can be trained on `device`.
+
+    Raises:
+        ModelError: a parameter is on the meta device, or on another accelerator.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.device.type == "meta":
+            raise ModelError(f"parameter {name!r} is on the meta device and has no values; load or initialise it first")
+        if parameter.is_complex():
+            raise ModelError(
+                f"parameter {name!r} is {parameter.dtype}: complex parameters are not supported; keep real ones and "
+                "use torch.view_as_complex in the forward"
+            )
+        if parameter.device.type not in ("cpu", device.type) or (
+            parameter.device.type == device.type
+            and None not in (parameter.device.index, device.index)
+            and parameter.device.index != device.index
+        ):
+            raise ModelError(
+                f"parameter {name!r} is on {parameter.device}, but this rank trains on {device}; move the model "
+                "there or leave it on the CPU"
+            )

@@ -1,0 +1,417 @@
+"""The master weights of all trainable units: made, brought to hand, written back into the parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import nn
+
+from windlass.base.device_memory import (
+    DeviceMemoryLedger,
+    copy_to_device,
+    copy_to_host,
+    device_has_own_memory,
+    empty_host_tensor,
+)
+from windlass.base.pending import DONE, Pending
+from windlass.comm.rank_group import RankGroup
+from windlass.storage.slot import Tier
+from windlass.zero.core.disk_health import DiskHealth
+from windlass.zero.core.gradient_slot import GradientSlot
+from windlass.zero.core.sharded_parameter import raw_data
+from windlass.zero.core.unit import Unit
+from windlass.zero.core.zero_settings import Placements
+from windlass.zero.update.optimizer_state_offload import OptimizerStateOffload
+from windlass.zero.update.update_chunk import UpdateChunk, make_chunks
+
+_KEPT = 0.5  # of the staging memory has to be free for new parameters to be kept there for the next forward
+
+
+class MasterWeights:
+    """What the optimizer steps: weights in float32, or in what `dtype` says, which are the parameters themselves where
+    those have that dtype and rest in the same memory.
+
+    Args:
+        slots: gradients of the trainable units.
+        limit: elements of a chunk.
+        homes: where they rest, unit by unit already in `Unit.state_home`.
+        device: where the model computes.
+        health: of the disk.
+        state_bytes: see `Residence`.
+        dtype, state_dtype: see `Settings.master` and `Settings.state`.
+        delayed: updates are; see [Note: delayed update].
+    """
+
+    def __init__(
+        self,
+        slots: list[GradientSlot],
+        limit: int,
+        homes: Placements,
+        device: torch.device,
+        ledger: DeviceMemoryLedger,
+        health: DiskHealth,
+        state_bytes: Callable[[torch.dtype], int],
+        *,
+        dtype: torch.dtype | None = None,
+        state_dtype: torch.dtype | None = None,
+        delayed: bool = False,
+    ) -> None:
+        self.chunks: list[UpdateChunk] = []
+        self.state_offload = OptimizerStateOffload(
+            device, ledger, homes.disk, homes.staging, pin=homes.pin, state_bytes=state_bytes
+        )
+        self._health = health
+        self.state_offload.on_fetched = self.copy_edits
+        self._device, self._ledger, self._pin, self._staging = device, ledger, homes.pin, homes.staging
+        self._delayed, self._dtype, self._state_dtype = delayed, dtype, state_dtype
+        self._limit = limit
+        self._of_unit: dict[int, list[UpdateChunk]] = {}
+        self.add_slots(slots)
+        self._versions: dict[int, int] = {}
+        # parameters of which a script has read `.data`, by id: changes through it raise no version
+        self._data_snapshots: dict[
+            int, torch.Tensor | None
+        ] = {}  # with their values when an update began that is under way
+        self._same_memory_views: dict[int, torch.Tensor] = {}
+
+    def add_slots(self, slots: list[GradientSlot]) -> list[UpdateChunk]:
+        """Have chunks of these units too, whose masters are still to be made."""
+        added = make_chunks(slots, self._limit)
+        self.chunks += added
+        for chunk in added:
+            self._of_unit.setdefault(chunk.unit.index, []).append(chunk)
+        return added
+
+    def remove_chunks(self, chunks: list[UpdateChunk]) -> None:
+        """Undo `grow`."""
+        for chunk in chunks:
+            self.chunks.remove(chunk)
+            self._of_unit.pop(chunk.unit.index, None)
+
+    def chunks_of(self, unit: Unit) -> list[UpdateChunk]:
+        """The chunks of a unit; none if it is not trained."""
+        return self._of_unit.get(unit.index, [])
+
+    def create(self, unit: Unit, span: torch.Tensor) -> None:
+        """Make the masters of a unit whose parameters are in place, and take them home.
+
+        Args:
+            span: `[state_stop - state_start]`, the parameters before they were cast to the compute dtype.
+        """
+        chunks = self.chunks_of(unit)
+        if not chunks:
+            return
+        whole = self._same_memory(unit)
+        if whole is None:
+            dtype = self._dtype_of(span.dtype)
+            if unit.state_tier is Tier.DEVICE:
+                self._ledger.set_held_bytes(f"master weights of {unit.names[0]}", span.numel() * dtype.itemsize)
+                whole = span.to(dtype, copy=True)
+            else:
+                whole = empty_host_tensor(span.numel(), dtype, pin=self._pin).copy_(span)
+            if unit.state_tier is not Tier.NVME:
+                self._same_memory_views[unit.index] = whole
+        for chunk in chunks:
+            chunk.dtype = whole.dtype
+            chunk.state_dtype = self._state_dtype or whole.dtype
+            chunk.master = whole[chunk.start : chunk.stop]
+            self.state_offload.store(chunk)
+
+    @contextmanager
+    def resident(
+        self, units: list[Unit], *, changes: bool = False, alone: bool = False, among: RankGroup | None = None
+    ) -> Iterator[None]:
+        """Masters and optimizer states of `units` in memory. Collective where they rest on disk, unless `alone`.
+
+        Args:
+            changes: are kept.
+            alone: ranks do this each by itself.
+            among: only these ranks do this together.
+
+        Raises:
+            StorageError: they can't be read, or changes not be written; on all ranks, unless `alone`.
+        """
+        check = self._health.check_local if alone else partial(self._health.check, among=among)
+        self._health.require_intact("reading or setting masters and optimizer states")
+        chunks = [chunk for unit in units for chunk in self.chunks_of(unit)]
+        with self.state_offload.resident(
+            chunks, changes=changes, came=lambda: check("masters and optimizer states could not be read")
+        ):
+            yield
+        if changes:
+            check("changed masters and optimizer states could not be kept", loses=True)
+
+    def round_to_parameters(self, units: list[Unit]) -> None:
+        """Set masters to the values that the model computes with, where these are narrower. Collective.
+
+        Raises:
+            StorageError: they can't be read or kept; on all ranks.
+        """
+        for unit in units:
+            with self.resident([unit], changes=True):
+                for chunk in self.chunks_of(unit):
+                    if chunk.dtype != unit.dtype:
+                        chunk.values().copy_(chunk.values().to(unit.dtype))
+
+    def disk_record_sizes(self, unit: Unit) -> Iterator[int]:
+        """Bytes of each record that a unit's masters and states will have on disk."""
+        for chunk in self.chunks_of(unit):
+            if chunk.tier is Tier.NVME:
+                yield self.state_offload.record_nbytes(chunk, self._dtype_of(unit.parameters[0].dtype))
+
+    def read_ahead(self, unit: Unit) -> None:
+        """Start to read what the next step will want of a unit, last chunk first as there."""
+        self.state_offload.read_ahead(self.chunks_of(unit)[::-1])
+
+    def pieces(self, unit: Unit) -> Iterator[tuple[int, int, int, torch.Tensor]]:
+        """This rank's pieces of a unit's masters, which must be at hand: `(parameter, start, stop, flat tensor)`."""
+        for chunk in self.chunks_of(unit):
+            for piece in chunk.pieces():
+                yield piece.index, piece.start, piece.stop, chunk.values().narrow(0, piece.offset, piece.numel)
+
+    def read_span(self, unit: Unit, *, among: RankGroup | None = None) -> torch.Tensor:
+        """The masters of this rank's state span `[state_stop - state_start]`, only to be read: where they rest in
+        memory, or a copy of what is on disk. Collective where anything rests there, over all ranks or those `among`.
+
+        Raises:
+            StorageError: they can't be read; on all ranks.
+        """
+        self._health.require_intact("reading master weights")
+        chunks = self.chunks_of(unit)
+        if all(chunk.tier is not Tier.NVME for chunk in chunks):
+            with self.state_offload.resident(chunks):
+                parts = [chunk.values() for chunk in chunks]
+            whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+        else:
+            whole = torch.empty(unit.state_stop - unit.state_start, dtype=chunks[0].dtype)
+            for chunk in chunks:
+                with self.state_offload.resident([chunk], changes=False):
+                    whole[chunk.start : chunk.stop].copy_(chunk.values())
+        self._health.check("master weights could not be read", among=among)
+        return whole
+
+    @contextmanager
+    def opened(
+        self, chunk: UpdateChunk, refilled: dict[nn.Parameter, dict[str, torch.Tensor]] | None = None, *, changes: bool
+    ) -> Iterator[None]:
+        """One chunk in memory, on this rank alone; parameters follow what is changed.
+
+        Args:
+            refilled: which states it shall have; see `Residence.refilled`. By default those that it has.
+            changes: are kept.
+
+        Raises:
+            StorageError: it can't be read. All ranks are to be asked then (`Health.check`).
+        """
+        if refilled is not None:
+            bringing = self.state_offload.overwritten(chunk, refilled, came=self._health.raise_local_failure)
+        else:
+            bringing = self.state_offload.resident([chunk], changes=changes, came=self._health.raise_local_failure)
+        with bringing:
+            yield
+            if changes:
+                self.write_back(chunk).wait()
+
+    def is_separate(self, unit: Unit) -> bool:
+        """Whether the masters of a unit are other memory than its parameters."""
+        return bool(self.chunks_of(unit)) and self._same_memory(unit) is None
+
+    def full_span(self, unit: Unit) -> torch.Tensor | None:
+        """The masters of this rank's state span, where they are other memory than the parameters and not on disk."""
+        return self._same_memory_views.get(unit.index)
+
+    def write_back(self, chunk: UpdateChunk, *, keep: bool = False) -> Pending:
+        """Start to cast new masters into this rank's span of the parameters, where they are not the same memory.
+
+        Args:
+            keep: the next forward is near: what goes to disk stays in memory for it, where there is room.
+        """
+        unit = chunk.unit
+        lowered, chunk.lowered_params = chunk.lowered_params, None
+        values = chunk.values() if lowered is None else lowered
+        if unit.shard_slot is not None and unit.shard_slot.tier is not Tier.DEVICE:
+            if unit.shard_slot.tensor is not None and _same(unit.shard_slot.tensor[chunk.start : chunk.stop], values):
+                return DONE  # the master weights themselves, or written there
+            if unit.shard_slot.tensor is None:
+                return self._store(chunk, lowered, keep=keep)
+            if lowered is None and chunk.tier is Tier.DEVICE and device_has_own_memory(self._device):
+                return unit.shard_slot.put(
+                    values.to(unit.dtype, copy=True), chunk.start
+                )  # masters may leave before it ends
+            return unit.shard_slot.store(values.to(unit.dtype), chunk.start)
+        target = self._device_span(unit)[chunk.start : chunk.stop]
+        if _same(target, values):
+            return DONE
+        if chunk.tier is Tier.DEVICE or not device_has_own_memory(self._device):
+            target.copy_(values)
+            return DONE
+        return copy_to_device(target, values if lowered is not None else values.to(unit.dtype, copy=True))
+
+    def keep_lowered_params(self, chunk: UpdateChunk) -> None:
+        """Keep a chunk's new parameters for a later `write_back`, unless its masters will do."""
+        if chunk.lowered_params is None and (chunk.tier is Tier.NVME or chunk.dtype != chunk.unit.dtype):
+            chunk.lowered_params = empty_host_tensor(chunk.numel, chunk.unit.dtype, pin=self._pin).copy_(chunk.values())
+
+    def _store(self, chunk: UpdateChunk, lowered: torch.Tensor | None, *, keep: bool) -> Pending:
+        """Start new parameters on their way to disk; whoever reads them there comes after them."""
+        rests = chunk.unit.shard_slot
+        assert rests is not None and self._staging is not None
+        if lowered is not None and self._delayed:
+            return rests.store(lowered, chunk.start)
+        if lowered is None:
+            values = chunk.values()
+            lowered = self._staging.acquire(chunk.numel, chunk.unit.dtype)
+            if chunk.tier is Tier.DEVICE and device_has_own_memory(self._device):
+                copy_to_host(lowered, values.to(chunk.unit.dtype)).wait()
+            else:
+                lowered.copy_(values)
+        written = rests.store(lowered, chunk.start)
+        if keep and self._staging.has_room(int(_KEPT * self._staging.limit)):
+            rests.keep_staged(lowered, chunk.start, written)
+        else:
+            self._staging.release(lowered, written)
+        return DONE
+
+    def lowered_output(self, chunk: UpdateChunk) -> torch.Tensor:
+        """Where an update in host memory shall write a chunk's parameters in the compute dtype `[stop - start]`: to
+        where they rest, if that is host memory too and nobody computes with the old ones any more."""
+        rests = chunk.unit.shard_slot
+        if not self._delayed and rests is not None and rests.tier is Tier.HOST and rests.tensor is not None:
+            return rests.tensor[chunk.start : chunk.stop]
+        if not self._delayed and rests is not None and rests.tier is Tier.NVME and self._staging is not None:
+            return self._staging.acquire(chunk.numel, chunk.unit.dtype)
+        return empty_host_tensor(chunk.numel, chunk.unit.dtype, pin=self._pin)
+
+    def drop_lowered_params(self, chunk: UpdateChunk) -> None:
+        """Drop 16-bit copies that a step which failed has left."""
+        rests = chunk.unit.shard_slot if not self._delayed else None
+        if (
+            chunk.lowered_params is not None
+            and rests is not None
+            and rests.tier is Tier.NVME
+            and self._staging is not None
+        ):
+            self._staging.release(chunk.lowered_params)
+        chunk.lowered_params = None
+
+    def copy_edits(self, chunk: UpdateChunk) -> None:
+        """A parameter that was changed in place since the last step: its master follows, or the change would be
+        lost."""
+        unit = chunk.unit
+        if unit.reshards:
+            return
+        source = self._device_span(unit)[chunk.start : chunk.stop]
+        if _same(source, chunk.values()):
+            return
+        for piece in chunk.pieces():
+            parameter = unit.parameters[piece.index]
+            place = slice(piece.offset, piece.offset + piece.numel)
+            if parameter._version != self._versions.get(id(parameter)):
+                chunk.values()[place].copy_(source[place])
+            elif id(parameter) in self._data_snapshots:
+                _copy_differing(chunk.values()[place], source[place])
+
+    def track_data_edits(self, unit: Unit, index: int, *, late: bool) -> None:
+        """A script reads `.data` of a parameter: compare its values with the masters at every step from now on.
+
+        Args:
+            late: an update is under way, so the masters are not what the parameters are.
+        """
+        parameter = unit.parameters[index]
+        if unit.reshards:
+            unit.snapshot_data(index)
+        if unit.reshards or id(parameter) in self._data_snapshots or not self.is_separate(unit):
+            return
+        self._data_snapshots[id(parameter)] = raw_data(parameter).clone() if late else None
+
+    def copy_all_edits(self, units: list[Unit]) -> None:
+        """As `take_edits` for every chunk of `units`, before an update begins that others do not wait for; what is
+        changed later counts as a change of its own."""
+        exposed = (
+            [unit for unit in units if any(id(p) in self._data_snapshots for p in unit.parameters)]
+            if self._data_snapshots
+            else []
+        )
+        edited = [unit for unit in units if unit in exposed or self._edited(unit) is not None]
+        with self.resident(edited, changes=True, alone=True):
+            self.remember_versions(units)
+        for unit in exposed:
+            for parameter in unit.parameters:
+                if id(parameter) in self._data_snapshots:
+                    self._data_snapshots[id(parameter)] = raw_data(parameter).clone()
+
+    def first_edited(self, units: list[Unit]) -> str | None:
+        """A parameter that was changed in place since the masters were what parameters are."""
+        for unit in units:
+            if (name := self._edited(unit)) is not None:
+                return name
+            for name, parameter in zip(unit.names, unit.parameters, strict=True) if self._data_snapshots else ():
+                before = self._data_snapshots.get(id(parameter))
+                if before is not None and not torch.equal(before, raw_data(parameter)):
+                    return name
+        return None
+
+    def pop_lost_edit(self, units: list[Unit]) -> str:
+        """The name of a parameter whose values were changed while they were gathered, which nobody keeps; empty: there
+        is none. It counts as seen from now on."""
+        found = ""
+        with torch._C.DisableTorchFunctionSubclass():  # nothing but versions is asked of released parameters
+            for unit in units:
+                if unit.reshards:
+                    found, unit.lost_edit_name = found or unit.lost_edit_name, ""
+                    for name, parameter in zip(unit.names, unit.parameters, strict=True):
+                        if parameter._version != self._versions.get(id(parameter)):
+                            found = found or name
+                            self.accept_version(parameter)
+        return found
+
+    def accept_version(self, parameter: nn.Parameter) -> None:
+        """Changes of a parameter up to now are known."""
+        self._versions[id(parameter)] = parameter._version
+
+    def _edited(self, unit: Unit) -> str | None:
+        if unit.reshards or not self.chunks_of(unit):
+            return None
+        named = zip(unit.names, unit.parameters, strict=True)
+        return next((n for n, p in named if p._version != self._versions.get(id(p))), None)
+
+    def remember_versions(self, units: list[Unit]) -> None:
+        """The masters of `units` are what the parameters are now."""
+        self._versions.update({id(p): p._version for unit in units for p in unit.parameters})
+
+    def _device_span(self, unit: Unit) -> torch.Tensor:
+        """This rank's state span of the parameters in the device's memory."""
+        if unit.shard_slot is not None:
+            assert unit.shard_slot.tensor is not None
+            return unit.shard_slot.tensor
+        return unit.local_shard if unit.reshards else unit.local_span(unit.full)
+
+    def _same_memory(self, unit: Unit) -> torch.Tensor | None:
+        """The parameters themselves, where they may serve as masters."""
+        if self._delayed or unit.dtype != self._dtype_of(unit.dtype) or unit.state_tier is Tier.NVME:
+            return None
+        home = unit.shard_slot.tier if unit.shard_slot is not None else Tier.DEVICE
+        if home is not unit.state_tier:
+            return None
+        return unit.shard_slot.tensor if unit.shard_slot is not None else self._device_span(unit)
+
+    def step_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype in which parameters of `dtype` would be stepped."""
+        return self._state_dtype or self._dtype_of(dtype)
+
+    def _dtype_of(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype of the masters of parameters that had `dtype` before they were cast."""
+        return self._dtype or (dtype if dtype == torch.float64 else torch.float32)
+
+
+def _copy_differing(masters: torch.Tensor, values: torch.Tensor) -> None:
+    """Set those masters that, cast to the parameters' dtype, are not what the parameters are."""
+    wide = values.to(masters.device, masters.dtype)
+    torch.where(masters.to(values.dtype).to(masters.dtype) == wide, masters, wide, out=masters)
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype == b.dtype and a.data_ptr() == b.data_ptr()
