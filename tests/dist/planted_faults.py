@@ -103,7 +103,7 @@ def kept_gather() -> Iterator[None]:
 
     def keep(units: list[Any]) -> None:
         for unit in units:
-            if unit.frees:
+            if unit.frees_memory:
                 unit.pinned = True
 
     def release_all(self: Any) -> None:

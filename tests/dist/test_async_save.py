@@ -227,13 +227,13 @@ def full(folder: str) -> dict[str, Any]:
     def failing(how: str) -> None:
         with full_disk(how):
             engine.save_checkpoint(folder, tag="bad")
-            engine._saves._thread.join()
+            engine._async_save._thread.join()
 
     with full_disk("space"):
         said["blocking"] = attempt(lambda: engine.save_checkpoint(folder, tag="bad", blocking=True))
     failing("space")
     late = dist.get_rank() != BAD_RANK  # as if this rank's thread had not heard of it yet
-    with mock.patch.object(type(engine._saves), "failed", lambda saves: 0.0) if late else mock.patch("time.tzset"):
+    with mock.patch.object(type(engine._async_save), "failed", lambda saves: 0.0) if late else mock.patch("time.tzset"):
         said["step"] = attempt(lambda: train(engine, case, 1, 2))
     said["steps"] = engine.global_steps
     said["then"] = attempt(lambda: train(engine, case, 2, 3))

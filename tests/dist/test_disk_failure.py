@@ -73,7 +73,7 @@ class Breaker:
 
     def __init__(self, engine: Any) -> None:
         self.disk = engine._sharded.tiers.disk
-        self._whole = self.disk._mover._engine
+        self._whole = self.disk._transfers._engine
 
     def smash(self, how: str) -> None:
         if dist.get_rank() != BAD_RANK:
@@ -81,12 +81,12 @@ class Breaker:
         if how == "cut":
             os.ftruncate(self.disk._stripes.descriptors[0], 0)
         else:
-            self.disk._mover._engine = GoneDevice(
+            self.disk._transfers._engine = GoneDevice(
                 self._whole, {"read": [False], "write": [True], "gone": [False, True]}[how]
             )
 
     def mend(self) -> None:
-        self.disk._mover._engine = self._whole
+        self.disk._transfers._engine = self._whole
 
 
 def begin(
@@ -255,7 +255,7 @@ def late(folder: str) -> list[str]:
     step(subject, engine, 0)
     breaker = Breaker(engine)
     if dist.get_rank() == BAD_RANK:
-        breaker.disk._mover._engine = GoneDevice(breaker._whole, [True], FailedLate)
+        breaker.disk._transfers._engine = GoneDevice(breaker._whole, [True], FailedLate)
     said = [attempt(lambda: step(subject, engine, 1))]
     breaker.mend()
     said.append(attempt(lambda: step(subject, engine, 2)))

@@ -221,7 +221,7 @@ def test_states_leave_the_device_and_come_back(stage: int) -> None:
 def disk_bytes(folder: str, gradients: str) -> tuple[float, float]:
     """Bytes of disk traffic an element of this rank's share, in one step in bf16: with memory for new parameters to
     stay until the next forward, and without."""
-    from windlass.zero.update.elementwise_update import master_weights
+    from windlass.zero.update import master_weights
 
     subject = specimen("four_blocks")
     recipe = Recipe(optimizer="AdamW", optimizer_params=ADAMW, precision="bf16")
@@ -232,12 +232,12 @@ def disk_bytes(folder: str, gradients: str) -> tuple[float, float]:
     for step in range(4):
         staging.settle()
         master_weights._KEPT = kept if step < 2 else 2.0
-        disk.achieved(reset=True)
+        disk.io_rates(reset=True)
         batch = cast(subject.batch(Place(step, 0, torch.distributed.get_rank())), recipe.dtype)
         subject.train(engine, batch, engine.backward)
         engine.step()
         staging.settle()  # the last writes go on after the step
-        moved.append(disk.achieved().disk_read_bytes + disk.achieved().disk_write_bytes)
+        moved.append(disk.io_rates().disk_read_bytes + disk.achieved().disk_write_bytes)
     master_weights._KEPT = kept
     numel = sum(unit["elements"] for unit in engine.report()["units"])
     engine.destroy()

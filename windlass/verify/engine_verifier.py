@@ -87,7 +87,7 @@ class EngineVerifier:
         step, load = engine.step, engine.load_checkpoint
 
         def watched_step(lr_kwargs: dict[str, Any] | None = None) -> None:
-            if not engine.progress.ends_at_step():
+            if not engine.progress.would_end_step():
                 step(lr_kwargs)
                 return
             if engine._sharded is not self._sharded:
@@ -114,13 +114,13 @@ class EngineVerifier:
         engine.step, engine.load_checkpoint = watched_step, watched_load
         engine.optimizer._step = watched_step
         sharded: Any = self._sharded
-        renewing = sharded.renewing
+        renewing = sharded.replacing_parameters
 
         def watched_renewing(units: Any, **words: Any) -> Any:
             self._weights_were_edited = True
             return renewing(units, **words)
 
-        sharded.before_update, sharded.renewing = self._before_update, watched_renewing
+        sharded.before_update, sharded.replacing_parameters = self._before_update, watched_renewing
 
     def _before_update(self, norm: float, clip: float) -> None:
         """The reduced gradients are whole on all ranks together; the engine has reduced them by itself."""

@@ -165,4 +165,4 @@ def test_a_plan_of_one_rank_by_srun(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(external_rank, "_exec_command", lambda command, environment: became.append(command))
     external_rank.main(encode_plan(plan))
-    assert became == [plan.program.command(0)]
+    assert became == [plan.program.argv_for_rank(0)]
