@@ -80,7 +80,7 @@ class Gate:
         write = RankFile.write
 
         def late(file: Any) -> Any:
-            away = [item.drawer for item in file._items.values() if isinstance(item.drawer, OffloadedStorage)]
+            away = [item.storage for item in file._items.values() if isinstance(item.storage, OffloadedStorage)]
             while not self.open.is_set() and not self.waited_for:
                 self.waited_for = any(drawer.has_waiter for drawer in away)
                 time.sleep(0.002)
@@ -233,7 +233,7 @@ def full(folder: str) -> dict[str, Any]:
         said["blocking"] = attempt(lambda: engine.save_checkpoint(folder, tag="bad", blocking=True))
     failing("space")
     late = dist.get_rank() != BAD_RANK  # as if this rank's thread had not heard of it yet
-    with mock.patch.object(type(engine._async_save), "failed", lambda saves: 0.0) if late else mock.patch("time.tzset"):
+    with mock.patch.object(type(engine._async_save), "failure_flag", lambda saves: 0.0) if late else mock.patch("time.tzset"):
         said["step"] = attempt(lambda: train(engine, case, 1, 2))
     said["steps"] = engine.global_steps
     said["then"] = attempt(lambda: train(engine, case, 2, 3))

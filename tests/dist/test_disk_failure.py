@@ -111,8 +111,8 @@ def begin(
 def forget(engine: Any) -> None:
     """Drop the parameters that the last step has left in memory, which would do without the disk."""
     for unit in engine._sharded.units:
-        if unit.rests is not None:
-            unit.rests.forget()
+        if unit.shard_slot is not None:
+            unit.shard_slot.drop_staged()
 
 
 def attempt(act: Any) -> str:
@@ -290,7 +290,7 @@ def failing_save(folder: str) -> list[str]:
         breaker.smash("read")
         return taken
 
-    with mock.patch.object(engine_checkpoint, "fingerprint", then_smash):  # which reads all of it, too
+    with mock.patch.object(engine_checkpoint, "compute_fingerprint", then_smash):  # which reads all of it, too
         said = attempt(lambda: engine.save_checkpoint(f"{folder}/saved"))
     breaker.mend()
     there += str(any(Path(folder, "saved").iterdir()))

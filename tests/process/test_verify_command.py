@@ -167,8 +167,8 @@ def test_a_model_that_is_named(folder: Path, capfd: pytest.CaptureFixture[str]) 
     named = ["--model", "named_model:net", "--config", "adam.json", "--nproc", "1,2", "--steps", "3", "--json"]
     assert verify(*named, "--batch", "named_model:batch") == 0
     alone, together = json.loads(capfd.readouterr().out)
-    assert alone["equal"] and together["equal"] and len(together["rows"]) == 3
-    assert alone["rows"][0]["loss"] != together["rows"][0]["loss"], "every rank has its own batches"
+    assert alone["equal"] and together["equal"] and len(together["steps"]) == 3
+    assert alone["steps"][0]["loss"] != together["steps"][0]["loss"], "every rank has its own batches"
     assert verify(*named) == 1
     assert "has no config.vocab_size to generate tokens from; give --batch" in capfd.readouterr().err
 

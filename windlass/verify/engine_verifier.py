@@ -165,7 +165,7 @@ class EngineVerifier:
     def _record_initial_deviation(self, name: str, hint: str, difference: Difference | None = None) -> None:
         difference = difference or MISSING
         module = name.rpartition(".")[0]
-        facts = {"step": 0, "phase": "start", "tensor": name, "module": module, "what": "weight before the first step"}
+        facts = {"step": 0, "phase": "start", "tensor": name, "module": module, "role": "weight before the first step"}
         self.report.deviations.append(
             Deviation.from_difference(difference, **facts, allowed="equal bit by bit", hint=hint)
         )

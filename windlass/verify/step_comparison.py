@@ -210,7 +210,7 @@ class StepComparison:
             "phase": phase,
             "tensor": tensor,
             "module": self._describe_module(place),
-            "what": role,
+            "role": role,
         }
         self.deviations.append(Deviation.from_difference(difference, **facts, allowed=self._bounds[phase], **more))
 

@@ -124,7 +124,7 @@ class StepRecorder:
             return scale(loss)
 
         engine.backward, engine.scale = watched_backward, watched_scale
-        engine._sharded.gradients.on_drop = self._on_gradient_dropped
+        engine._sharded.reducer.on_drop = self._on_gradient_dropped
 
     def _on_gradient_dropped(self, name: str, zero: bool) -> None:
         """The script drops the gradient of one parameter. Once all are dropped, the step begins anew."""

@@ -103,6 +103,6 @@ class VerificationReport:
     def from_dict(cls, data: dict[str, Any]) -> VerificationReport:
         """From `as_json`."""
         given = {key: value for key, value in data.items() if key != "equal"}
-        given["rows"] = [StepResult(**row) for row in data["rows"]]
+        given["steps"] = [StepResult(**step) for step in data["steps"]]
         given["deviations"] = [Deviation(**one) for one in data["deviations"]]
         return cls(**given)
