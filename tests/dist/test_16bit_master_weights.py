@@ -145,7 +145,7 @@ def _trained(name: str, case: Case, folder: str) -> Any:
     with masters.resident([unit for unit in engine._sharded.units if unit.trainable]):
         kept = {chunk.values().dtype for chunk in masters.chunks if chunk.numel}
         states = {t.dtype for chunk in masters.chunks for t in masters.state_offload.tensors(chunk)}
-    shared = not any(masters.apart(unit) for unit in engine._sharded.units if unit.trainable)
+    shared = not any(masters.is_separate(unit) for unit in engine._sharded.units if unit.trainable)
     engine.destroy()
     again = start(subject, config)
     again.load_checkpoint(folder)

@@ -203,7 +203,7 @@ def full_disk(how: str) -> Iterator[None]:
         with mock.patch.object(os, "posix_fallocate", taken):
             yield
     else:
-        with mock.patch.object(direct_file_writer, "start_engine", started):
+        with mock.patch.object(direct_file_writer, "start_io_engine", started):
             yield
 
 
