@@ -15,7 +15,7 @@ from windlass.base.processes import WATCHDOG_EXIT_CODE
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="asks Linux's /proc who is stopped")
 
-LINE = r"tests/process/faulty\.py:\d+ in \w+: "
+LINE = r"tests/process/hanging_runs\.py:\d+ in \w+: "
 
 
 @dataclass(frozen=True)

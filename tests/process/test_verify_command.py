@@ -59,9 +59,9 @@ raise SystemExit("the script was not ended after its steps")
 
 FAULTY = """
 from unittest.mock import patch
-from windlass.comm import shm
-whole = shm.ordered_sum
-patch.object(shm, "ordered_sum", lambda parts, out, **how: whole([parts[1]], out, **how)).start()
+from windlass.comm import shm_transport
+whole = shm_transport.ordered_sum
+patch.object(shm_transport, "ordered_sum", lambda parts, out, **how: whole([parts[1]], out, **how)).start()
 """
 
 MODEL = """
