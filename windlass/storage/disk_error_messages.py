@@ -1,4 +1,4 @@
-"""What the system says about files, put into words with what to do about it."""
+"""Texts for system errors of files, with advice for the user."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _ADVICE.update(dict.fromkeys((errno.EIO, errno.ENODEV, errno.ENXIO, errno.EREMOT
 
 
 def error_name(error: int) -> str:
-    """As `ENOSPC: No space left on device`."""
+    """Return the name and text of an error number, e.g. `ENOSPC: No space left on device`."""
     if error == errno.ENODATA:
         return "short read"
     if error == errno.EBADMSG:
@@ -40,24 +40,24 @@ def error_name(error: int) -> str:
 
 
 def is_data_lost(error: int) -> bool:
-    """Whether an error of a read means that what was written is lost, whatever the device does next."""
+    """Return True if an error of a read means that the written data is lost, whatever the device does next."""
     return error in (errno.ENODATA, errno.EBADMSG)
 
 
 def advice_for(error: int) -> str:
-    """What to do about an error number."""
+    """Return the advice for an error number."""
     return _ADVICE.get(error, "see dmesg for what the system says about it")
 
 
 def abbreviate_names(names: Iterable[str], limit: int = 4) -> str:
-    """Names for a message, separated by commas; of many, the first and how many more there are."""
+    """Join names for a message with commas. More than `limit` names become the first ones and the number of others."""
     every = list(names)
     more = len(every) - limit
     return ", ".join(every[:limit]) + (f" and {more} more" if more > 0 else "")
 
 
 def format_bytes(nbytes: int) -> str:
-    """A number of bytes as people read it, with the exact one where it is small."""
+    """Format a number of bytes in GiB or MiB; below 1 MiB as the exact number."""
     for name, size in (("GiB", 1 << 30), ("MiB", 1 << 20)):
         if nbytes >= size:
             return f"{nbytes / size:.2f} {name}"

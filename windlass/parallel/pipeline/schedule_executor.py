@@ -138,7 +138,7 @@ def execute_schedule(
 
 
 def make_shape_key(batch: Any) -> Hashable:
-    """Return the shapes and dtypes of a micro-batch's tensors, in order. All ranks of the pipeline get the same ones."""
+    """Return the shapes and dtypes of a micro-batch's tensors, in order. They are equal on all ranks of a pipeline."""
     return tuple((tuple(tensor.shape), tensor.dtype) for tensor in iterate_tensors(batch))
 
 
