@@ -196,11 +196,11 @@ def _open_stripe(path: Path, label: str) -> _StripeFile:
 
 
 def enable_direct_io(descriptor: int) -> bool:
-    """Turn the page cache off for an empty file; False where the file system needs it."""
+    """Turn the page cache off for an empty file. Return False if the file system needs it."""
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
     try:
         fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | _DIRECT)
-        os.pwrite(descriptor, mmap.mmap(-1, PAGE), 0)  # some accept the flag and refuse the I/O
+        os.pwrite(descriptor, mmap.mmap(-1, PAGE), 0)  # some file systems accept the flag and refuse the I/O
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
@@ -236,5 +236,5 @@ def _resize(file: _StripeFile, size: int) -> None:
         except OSError as error:
             if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
                 raise
-            os.ftruncate(file.descriptor, size)  # no such promise on this file system: a full disk shows when written
+            os.ftruncate(file.descriptor, size)  # can't preallocate here: a full disk shows at a write
     file.size = size

@@ -1,9 +1,9 @@
-"""From what is seen of all ranks to whether the run can go on.
+"""Diagnosis of a run from the states of all ranks.
 
-[Note: proofs] A run is ended before `timeout` only where it is proved that it cannot go on: a process that others wait
-for is gone or about to go, or every rank is in a wait, none of them has moved for `proof_after` seconds, and they are
-in different ones. A rank that lives and waits for nobody may come any moment, and a stopped one may be continued: that
-is reported and nothing more.
+[Note: proofs] The watchdog ends a run before `timeout` only with a proof that it can't continue. Either a process that
+other ranks wait for is dead or about to end; or every rank has waited for `deadlock_after` seconds, and the ranks wait
+in different operations. A rank that is alive and does not wait may arrive at any moment, and a stopped one may be
+continued: such cases are only reported.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from windlass.watchdog.watchdog_limits import WatchdogLimits
 
 @dataclass(frozen=True)
 class HangDiagnosis:
-    """What is wrong, in a sentence, and whether it ends the run."""
+    """Problem of a run as a sentence, and whether it ends the run."""
 
     headline: str
     fatal: bool
 
 
 def diagnose(statuses: list[PeerStatus], limits: WatchdogLimits) -> HangDiagnosis | None:
-    """What is to be said now; None while nothing is."""
+    """Diagnose the run. Return None if there is nothing to report."""
     waiting = [one for one in statuses if one.is_participating and one.wait_s >= limits.check_peers_after]
     cut_off = [
         one for one in statuses if one.heartbeat is not None and one.heartbeat.program_end is ProgramEnd.FAILED_IN_WAIT
@@ -40,7 +40,7 @@ def diagnose(statuses: list[PeerStatus], limits: WatchdogLimits) -> HangDiagnosi
 
 
 def _diagnose_dead(statuses: list[PeerStatus], affected_ranks: list[int]) -> HangDiagnosis | None:
-    """A process that failed or died, which others wait for."""
+    """Diagnose a process that failed or died while other ranks wait for it."""
     failed = [
         one.rank for one in statuses if one.heartbeat is not None and one.heartbeat.program_end is ProgramEnd.FAILED
     ]
@@ -66,7 +66,7 @@ def _diagnose_dead(statuses: list[PeerStatus], affected_ranks: list[int]) -> Han
 
 
 def _diagnose_early_end(statuses: list[PeerStatus], affected: list[PeerStatus]) -> HangDiagnosis | None:
-    """A program that ended well on one rank while all others wait."""
+    """Diagnose a program that ended without an error on one rank while all other ranks wait."""
     done = [one.rank for one in statuses if one.heartbeat is not None and one.heartbeat.program_end is ProgramEnd.DONE]
     others = [one for one in statuses if one.rank not in done]
     if not done or not others or not all(one in affected for one in others):
@@ -81,7 +81,7 @@ def _diagnose_early_end(statuses: list[PeerStatus], affected: list[PeerStatus]) 
 def _diagnose_broken_connections(
     failed_in_wait: list[PeerStatus], affected: list[PeerStatus], statuses: list[PeerStatus]
 ) -> HangDiagnosis | None:
-    """Connections that broke under ranks that all wait."""
+    """Diagnose connections that broke under ranks that all wait."""
     if not failed_in_wait or any(one not in affected for one in statuses if one.state is not PeerState.DEAD):
         return None
     if (different := _diagnose_different_collectives(statuses)) is not None:
@@ -94,7 +94,7 @@ def _diagnose_broken_connections(
 
 
 def _diagnose_deadlock(statuses: list[PeerStatus], limits: WatchdogLimits) -> HangDiagnosis | None:
-    """Every rank waits, and in another operation. See [Note: proofs]."""
+    """Diagnose ranks that all wait in different operations. See [Note: proofs]."""
     if any(one.wait_s < limits.deadlock_after for one in statuses):
         return None
     return _diagnose_different_collectives(statuses)
@@ -123,7 +123,7 @@ def _diagnose_different_collectives(statuses: list[PeerStatus]) -> HangDiagnosis
 
 
 def _diagnose_long_wait(statuses: list[PeerStatus], limits: WatchdogLimits) -> HangDiagnosis | None:
-    """A wait that is long, for whatever reason."""
+    """Diagnose a long wait of any cause."""
     waiting = [one for one in statuses if one.wait_s >= limits.report_after]
     if not waiting:
         return None
@@ -159,12 +159,12 @@ def _describe_waiting(waiting_ranks: list[int]) -> str:
 
 
 def format_ranks(numbers: list[int]) -> str:
-    """`rank 3`, or `ranks 0-2, 5`."""
+    """Format rank numbers as `rank 3` or `ranks 0-2, 5`."""
     return f"rank{'s' * (len(numbers) > 1)} {format_rank_ranges(numbers)}"
 
 
 def format_rank_ranges(numbers: list[int]) -> str:
-    """`0-2, 5`."""
+    """Format numbers as `0-2, 5`."""
     parts: list[list[int]] = []
     for number in sorted(numbers):
         if parts and number == parts[-1][-1] + 1:
