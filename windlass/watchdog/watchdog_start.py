@@ -75,7 +75,7 @@ def _install_hooks() -> None:
             return
         if not watch.is_decided:
             watch.record_failure(error, trace)
-        if watch.is_decided or watch.failed_in_wait:  # the cause first: it is another rank's
+        if watch.is_decided or watch.failed_in_wait:  # wait for the cause, which is on another rank
             watch.wait_for_decision()
             if watch.is_decided:
                 logger.error("this rank ended of it: %s: %s", kind.__name__, error)
