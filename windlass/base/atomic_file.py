@@ -23,7 +23,7 @@ def write_atomically(path: Path, data: str | bytes, *, mode: int = 0o666, durabl
 
     Args:
         mode: permissions before the umask is applied.
-        durable: return after the bytes are on the disk. To make the name durable, call `sync_directory` too.
+        durable: return after the bytes are on the disk. To make the name durable, sync the directory too.
 
     Raises:
         OSError: the file can't be written; `path` is unchanged.

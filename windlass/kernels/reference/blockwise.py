@@ -1,7 +1,7 @@
 """8-bit optimizer states: small floats with one scale for each block of 256 elements.
 
-The scale is the power of two that brings the block's largest magnitude, rounded, to 1 to 1.875, which is the range of
-the largest codes. Signed codes have a sign, 4 bits of exponent and 3 of mantissa; unsigned ones 5 and 3. Code 0 is 0.
+The scale is the power of two that brings the block's largest magnitude, rounded, into the range 1 to 1.875; 1.875 is
+the largest code. Signed codes have a sign, 4 bits of exponent and 3 of mantissa; unsigned ones 5 and 3. Code 0 is 0.
 Rounding is stochastic: a value becomes one of its two neighbours, whose distance is at most an eighth of the value, and
 the mean over the noise is the value. So a moving average that changes by a thousandth per step does change, which it
 would not with rounding to nearest. Signed magnitudes below 2^-15 of the scale become 0 or the smallest code, also

@@ -20,7 +20,7 @@ _SENDS_IN_FLIGHT = 2
 
 
 class PeerStageFailed(Exception):
-    """Raised where a transfer arrives marked as failed: the sender, or a rank before it, raised in this schedule."""
+    """Error for a received transfer that is marked as failed: its sender, or a rank before that one, raised."""
 
 
 @dataclass
