@@ -53,8 +53,8 @@ class EmulatedDeviceMemory:
         used = self.used - bytes_before + bytes_after
         if bytes_after > bytes_before and used > self.budget:
             raise DeviceMemoryError(
-                f"the emulated device is full: {holder} takes {bytes_after - bytes_before:,} bytes more, {self.used:,} of "
-                f"{self.budget:,} are in use; offload more, or raise WINDLASS_EMULATE_DEVICE"
+                f"the emulated device is full: {holder} takes {bytes_after - bytes_before:,} bytes more, "
+                f"{self.used:,} of {self.budget:,} are in use; offload more, or raise WINDLASS_EMULATE_DEVICE"
             )
         self.used = used
         self.peak = max(self.peak, used)

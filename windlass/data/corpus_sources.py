@@ -111,7 +111,9 @@ def _stdlib() -> list[CorpusSource]:
 def _from_named_file(path: Path) -> CorpusSource:
     kind = detect_format(path)
     if kind == "text" and not is_text(path):
-        raise DataError(f"{path} is not UTF-8 text; readable are text and source files, {', '.join(KNOWN_SUFFIXES)}")
+        raise DataError(
+            f"{path} is not UTF-8 text; readable formats are text and source files, {', '.join(KNOWN_SUFFIXES)}"
+        )
     return CorpusSource(str(path), kind)
 
 
@@ -131,7 +133,7 @@ def _readable_sources(paths: Sequence[Path]) -> list[CorpusSource]:
     kinds = [(path, _detect_format(path)) for path in paths if path.is_file()]
     kept = [CorpusSource(str(path), kind) for path, kind in kinds if kind != "text" or is_text(path)]
     if len(kept) < len(kinds):
-        logger.debug("passed over %d files that are not text", len(kinds) - len(kept))
+        logger.debug("skipped %d files that are not text", len(kinds) - len(kept))
     return kept
 
 

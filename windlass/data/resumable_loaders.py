@@ -199,7 +199,7 @@ class CyclingLoader:
             return next(self._iterator)
         except StopIteration:
             raise DataError(
-                "the loader to repeat gives no batch at all; is the dataset smaller than one batch of all ranks?"
+                "the repeated loader returns no batch; is the dataset smaller than one batch of all ranks?"
             ) from None
 
     def state_dict(self) -> dict[str, Any]:

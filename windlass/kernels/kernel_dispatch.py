@@ -115,7 +115,7 @@ def _run_native(
 ) -> None:
     module, why = _native_module()
     if module is None:
-        raise ConfigError(f"the native path {path} was asked for, and {why}")
+        raise ConfigError(f"the native path {path} was requested, but {why}")
     try:
         module.update(
             path,
@@ -150,10 +150,12 @@ def _native_module() -> tuple[ModuleType | None, str]:
     try:
         module = importlib.import_module("windlass.kernels._optimizers")
     except ModuleNotFoundError:
-        return None, "native code was not built when windlass was installed: install a C++20 compiler, then it again"
+        return None, (
+            "native code was not built when windlass was installed: install a C++20 compiler, then reinstall windlass"
+        )
     except ImportError as error:
         return None, f"the native module does not load: {error}"
-    return module, "the best that this processor has"
+    return module, "the fastest on this processor"
 
 
 def _instruction_sets() -> list[str]:
@@ -169,7 +171,8 @@ def _resolve_path(wanted: str) -> KernelPath:
     found = {name.lower(): name for name in [*names, REFERENCE_PATH]}.get(wanted.lower())
     if found is None:
         raise ConfigError(
-            f"{_ENVIRONMENT_VARIABLE} is {wanted!r}; on this machine it can be {', '.join(list_kernel_paths())}, or unset"
+            f"{_ENVIRONMENT_VARIABLE} is {wanted!r}; on this machine it can be {', '.join(list_kernel_paths())}, or "
+            "unset"
         )
     return KernelPath(found, f"asked for by {_ENVIRONMENT_VARIABLE}")
 

@@ -53,7 +53,7 @@ class UpdateTensors:
         for number, state in enumerate(self.states):
             _check_tensor(f"state {number}", state, count, STATE_DTYPES)
             if state.dtype != self.states[0].dtype:
-                raise ModelError(f"state {number} is {state.dtype} and state 0 {self.states[0].dtype}; make them one")
+                raise ModelError(f"state {number} is {state.dtype} and state 0 {self.states[0].dtype}; use one dtype")
         coded = bool(self.states) and self.states[0].dtype == torch.uint8
         if len(self.scales) != num_states * coded:
             raise ModelError(f"{num_states} states of {self.dtypes[2]} came with {len(self.scales)} tensors of scales")

@@ -15,16 +15,16 @@ _ADVICE = {
     errno.EROFS: "it is mounted read-only; name another directory (nvme_path)",
     errno.ENOTDIR: "a file is where a directory should be; name a directory (nvme_path)",
     errno.EEXIST: "a file is where a directory should be; name a directory (nvme_path)",
-    errno.ENOENT: "it is not there and can't be made; name another directory (nvme_path)",
+    errno.ENOENT: "it does not exist and can't be created; name another directory (nvme_path)",
     errno.EMFILE: "too many open files; raise the limit (ulimit -n)",
     errno.ENOMEM: "the system has no memory left for it; use smaller buffers (buffer_size, buffer_count)",
-    errno.ENODATA: "something cut the file short; what it held is lost: resume from a checkpoint",
-    errno.EBADMSG: "the disk, its cable or its controller fails (see dmesg and smartctl), or something else wrote to "
-    "the file; what was there is lost: resume from a checkpoint",
+    errno.ENODATA: "the file was truncated and its contents are lost: resume from a checkpoint",
+    errno.EBADMSG: "the disk, its cable or its controller fails (see dmesg and smartctl), or another program wrote to "
+    "the file; its contents are lost: resume from a checkpoint",
     errno.ECANCELED: "the disk tier was closed first",
 }
 _LOST = (
-    "the device failed or went away (see dmesg); if it does not come back, what it held is lost: resume from a "
+    "the device failed or was removed (see dmesg); if it does not come back, its contents are lost: resume from a "
     "checkpoint on another one"
 )
 _ADVICE.update(dict.fromkeys((errno.EIO, errno.ENODEV, errno.ENXIO, errno.EREMOTEIO, errno.ESTALE), _LOST))
@@ -35,7 +35,7 @@ def error_name(error: int) -> str:
     if error == errno.ENODATA:
         return "short read"
     if error == errno.EBADMSG:
-        return "damaged, these are not the bytes that were written there (their checksum differs)"
+        return "damaged: the checksum differs from that of the written bytes"
     return f"{errno.errorcode.get(error, error)}: {os.strerror(error)}"
 
 
@@ -46,7 +46,7 @@ def is_data_lost(error: int) -> bool:
 
 def advice_for(error: int) -> str:
     """Return the advice for an error number."""
-    return _ADVICE.get(error, "see dmesg for what the system says about it")
+    return _ADVICE.get(error, "see dmesg for details")
 
 
 def abbreviate_names(names: Iterable[str], limit: int = 4) -> str:

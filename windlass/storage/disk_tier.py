@@ -107,7 +107,7 @@ class DiskTier:
         with self._lock:
             self._transfers.check_usable()
             reserved = max(self._reserved, page_up(nbytes))
-            self._stripes.resize(max(self._allocator.end, reserved), "all that is to be offloaded")
+            self._stripes.resize(max(self._allocator.end, reserved), "all offloaded tensors")
             self._reserved = reserved
 
     def free(self, extent: Extent) -> None:
@@ -215,7 +215,10 @@ class DiskTier:
     def description(self) -> str:
         """Describe the engine, the reason for it, the I/O mode and the paths in one line."""
         how = "direct" if self._stripes.is_direct else "through the page cache"
-        return f"{self._engine_choice.name} ({self._engine_choice.reason}), {how}, to {', '.join(self._stripes.path_names)}"
+        return (
+            f"{self._engine_choice.name} ({self._engine_choice.reason}), {how}, to "
+            f"{', '.join(self._stripes.path_names)}"
+        )
 
     def directories(self) -> list[Path]:
         """Return this process's own directories, one for each path. `close` removes them."""

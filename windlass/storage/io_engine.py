@@ -79,7 +79,7 @@ def native_module() -> tuple[Any, str]:
     try:
         return importlib.import_module("windlass.kernels._disk"), ""
     except ImportError as error:
-        return None, f"the native module is not there ({error})"
+        return None, f"the native module is missing ({error})"
 
 
 def start_io_engine(
@@ -109,7 +109,7 @@ def start_io_engine(
             return IoEngineChoice(engine, name, "; ".join(refused) or ("as asked" if requested else "the fastest"))
         refused.append(engine)
     raise StorageError(
-        f"disk engine {requested!r} ({VARIABLE}) does not work here: {refused[0]}; ask for another, or none"
+        f"disk engine {requested!r} ({VARIABLE}) does not work here: {refused[0]}; choose another, or none"
     )
 
 

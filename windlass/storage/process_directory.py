@@ -61,7 +61,7 @@ class ProcessDirectory:
             pass
         except OSError as error:
             number = error.errno or errno.EIO
-            logger.warning("%s stays behind: %s; %s", self.path, error_name(number), advice_for(number))
+            logger.warning("%s could not be removed: %s; %s", self.path, error_name(number), advice_for(number))
         finally:
             if self._lock is not None:
                 os.close(self._lock)

@@ -82,13 +82,13 @@ def read_safetensors_header(file: BufferedReader) -> SafetensorsHeader:
         raise SafetensorsHeaderError("its header is no JSON object")
     remarks = fields.pop(METADATA_KEY, None) or {}
     if not isinstance(remarks, dict) or not all(isinstance(value, str) for value in remarks.values()):
-        raise SafetensorsHeaderError(f"its {METADATA_KEY} is not a table of texts")
+        raise SafetensorsHeaderError(f"its {METADATA_KEY} is not an object of strings")
     data = 8 + length
     entries = {name: _entry(name, one, size - data) for name, one in fields.items()}
     end = 0
     for name, one in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
         if one.begin < end:
-            raise SafetensorsHeaderError(f"tensor {name!r} lies over another one, at byte {one.begin}")
+            raise SafetensorsHeaderError(f"tensor {name!r} overlaps another one, at byte {one.begin}")
         end = one.end
     return SafetensorsHeader(entries, data)
 

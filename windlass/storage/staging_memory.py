@@ -24,7 +24,7 @@ def aligned_buffer(nbytes: int) -> tuple[torch.Tensor, object]:
     it.
     """
     if nbytes < 1:
-        raise StorageError(f"a staging buffer of {nbytes} bytes was asked for; ask for at least 1")
+        raise StorageError(f"a staging buffer can't have {nbytes} bytes; request at least 1")
     try:
         memory = mmap.mmap(-1, page_up(nbytes), flags=_PRIVATE)
     except (OSError, OverflowError) as error:
@@ -62,9 +62,8 @@ def staging_buffer_bytes(
     allowed = int(available_memory(ranks=ranks) * fraction) // max(1, count)
     if allowed < min(_LEAST, wanted):
         raise StorageError(
-            f"{count} staging buffers on each of {ranks} ranks do not fit into {format_bytes(available_memory(ranks=1))} of free "
-            "memory; "
-            "free some, or say a smaller buffer_count"
+            f"{count} staging buffers on each of {ranks} ranks do not fit into "
+            f"{format_bytes(available_memory(ranks=1))} of free memory; free some, or set a smaller buffer_count"
         )
     return page_up(min(wanted, allowed))
 

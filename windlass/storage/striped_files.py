@@ -160,7 +160,7 @@ class StripedFiles:
         state = os.fstatvfs(file.descriptor)
         free = format_bytes(state.f_bavail * state.f_frsize)
         return StorageError(
-            f"no space for {what}: {format_bytes(asked)} more asked of {file.path}, {free} free; {reason}"
+            f"no space for {what}: {format_bytes(asked)} more needed on {file.path}, {free} free; {reason}"
         )
 
 
@@ -220,7 +220,7 @@ def _warn_about_filesystem(file: _StripeFile) -> None:
         )
     elif not file.is_direct:
         logger.warning(
-            "%s (%s) refuses direct I/O: what is offloaded to it also passes through the page cache, which takes memory"
+            "%s (%s) refuses direct I/O: offloaded tensors also pass through the page cache, which takes memory"
             " and time; name a directory on another file system (nvme_path)",
             file.path,
             kind,

@@ -46,10 +46,11 @@ class TransferQueue:
         """Raise StorageError if this process can't use the queue, it is closed, or it does not have the extent."""
         if os.getpid() != self.owner_pid:
             raise StorageError(
-                f"a disk tier of process {self.owner_pid} can't be used in {os.getpid()}, forked from it; open one there"
+                f"a disk tier of process {self.owner_pid} can't be used in {os.getpid()}, forked from it; open one "
+                "there"
             )
         if not self._open:
-            raise StorageError("the disk tier is closed, and what it held is gone; open another")
+            raise StorageError("the disk tier is closed and its contents are gone; open another")
         if extent is not None and extent not in self.extents:
             raise StorageError(
                 f"{extent.name} is no longer on this disk tier (freed, or of another one); allocate it anew"
@@ -63,7 +64,7 @@ class TransferQueue:
             self.check_usable(extent)
             if first < 0 or last > extent.nbytes:
                 raise StorageError(
-                    f"bytes {first} to {last} of {extent.name} were asked for, but it has {extent.nbytes} on disk; "
+                    f"bytes {first} to {last} of {extent.name} were requested, but it has {extent.nbytes} on disk; "
                     "stay within them"
                 )
             if first == last:
@@ -75,8 +76,8 @@ class TransferQueue:
             gap = None if write else extent.written_ranges.first_gap(first, last)
             if gap is not None:
                 raise StorageError(
-                    f"bytes {gap[0]} to {gap[1]} of {extent.name} are read but hold nothing: they were never written, "
-                    "or writing them failed; write them first"
+                    f"bytes {gap[0]} to {gap[1]} of {extent.name} have no value: they were never written, "
+                    "or their last write failed; write them before reading"
                 )
             return self._submit(write, extent, first, data)
 
@@ -106,7 +107,7 @@ class TransferQueue:
             self._stripes.close()
             for transfer in self._failed_transfers:
                 if not transfer.error_was_raised and transfer.error is not None:
-                    logger.error("nobody waited for this, and it went wrong: %s", transfer.error)
+                    logger.error("a transfer failed, and no call waited for it: %s", transfer.error)
             self._failed_transfers, self.extents = [], set()
 
     def _submit(self, write: bool, extent: Extent, first: int, data: torch.Tensor) -> DiskTransfer:
@@ -175,7 +176,8 @@ class TransferQueue:
         damaged = is_data_lost(error) and not transfer.write
         return (DamageError if damaged else StorageError)(
             f"{doing} {format_bytes(transfer.last - transfer.first)} of {transfer.extent.name} failed at byte "
-            f"{offset + done} of the file on {where}{self._describe_damaged_page(transfer, file, offset + done) if damaged else ''}: "
+            f"{offset + done} of the file on {where}"
+            f"{self._describe_damaged_page(transfer, file, offset + done) if damaged else ''}: "
             f"{error_name(error)}; {advice_for(error)}"
         )
 

@@ -93,7 +93,7 @@ class EngineVerifier:
                 return
             if engine._sharded is not self._sharded:
                 raise VerifyError(
-                    "the model was laid out again in mid-run (parameters unfrozen or added, engine.refresh): verify "
+                    "the model's layout changed during the run (parameters unfrozen or added, engine.refresh): verify "
                     "compares runs whose trained parameters stay the same; verify it with them unfrozen from the start"
                 )
             scale = engine.loss_scale()
@@ -157,7 +157,8 @@ class EngineVerifier:
             if ours.get(name) != theirs.get(name):
                 self._record_initial_deviation(
                     name,
-                    f"{_describe_tie(ours.get(name))} in the sharded model, {_describe_tie(theirs.get(name))} in the plain one",
+                    f"{_describe_tie(ours.get(name))} in the sharded model, {_describe_tie(theirs.get(name))} in the "
+                    "plain one",
                 )
         for name, wanted in reference.named_master_weights():
             if name in values:

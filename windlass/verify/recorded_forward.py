@@ -143,7 +143,7 @@ def _refuse_collective(name: str) -> Any:
     def refused(*args: Any, **kwargs: Any) -> None:
         raise ModelError(
             f"the model's forward calls torch.distributed.{name}, so its output is not that of one rank alone: verify "
-            "does each rank's forward again by itself; call it outside of the model, on what that returns"
+            "replays each rank's forward separately; call it outside the model, on the model's output"
         )
 
     return refused

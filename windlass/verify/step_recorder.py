@@ -90,8 +90,8 @@ class StepRecorder:
         self._engine._sharded.reducer.on_drop = self._on_gradient_dropped  # engine.refresh() makes a new reducer
         if self._partially_dropped:
             record.problem = record.problem or (
-                f"the gradient of {self._partially_dropped!r} was dropped and others kept, or set to zero: a replay of backwards "
-                "has all of them; verify a script that drops whole backwards, or none"
+                f"the gradient of {self._partially_dropped!r} was dropped and others kept, or set to zero: a replay of "
+                "backwards has all of them; verify a script that drops whole backwards, or none"
             )
         self._partially_dropped = ""
         for call in self._forwards:

@@ -52,7 +52,7 @@ def run_rank(job: VerificationJob) -> None:
         install_observer(before)
     if not session.verifiers:
         raise VerifyError(
-            "the script ended and never made an engine with an optimizer: windlass.initialize(model=..., config=...)"
+            "the script ended without an engine that has an optimizer: windlass.initialize(model=..., config=...)"
         )
     if not session.verifiers[0].compared_steps:
         raise VerifyError("the script ended before its first engine.step() at an accumulation boundary")

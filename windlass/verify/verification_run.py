@@ -32,15 +32,15 @@ def run_verification(job: VerificationJob, ranks: int) -> list[VerificationRepor
             ["-m", "windlass.verify.verification_rank", str(job.write())], ranks, env={"PYTHONPATH": here}
         )
         if outcome.interrupted_by is not None:
-            raise VerificationRunError("interrupted before the verdict")
+            raise VerificationRunError("interrupted before the report was complete")
         if job.failure_path.exists():
             raise VerificationRunError(
                 f"the run on {plural(ranks, 'rank')} failed, so there is nothing to compare:\n{_read(job.failure_path)}"
             )
         if not job.result_path.exists():
-            told = "; ".join(str(failure) for failure in outcome.failures) or "no rank says why"
+            told = "; ".join(str(failure) for failure in outcome.failures) or "no rank gave a reason"
             raise VerificationRunError(
-                f"the run on {plural(ranks, 'rank')} left no verdict: {told}; see the output above"
+                f"the run on {plural(ranks, 'rank')} left no report: {told}; see the output above"
             )
         return [VerificationReport.from_dict(one) for one in json.loads(_read(job.result_path))]
 

@@ -60,7 +60,8 @@ def _diagnose_dead(statuses: list[PeerStatus], affected_ranks: list[int]) -> Han
             f"{format_ranks(failed)} ended with an exception, and {_describe_waiting(affected_ranks)} for it", True
         )
     return HangDiagnosis(
-        f"the process of {format_ranks(dead)} is gone (killed, or out of memory), and {_describe_waiting(affected_ranks)} for it",
+        f"the process of {format_ranks(dead)} is gone (killed, or out of memory), and "
+        f"{_describe_waiting(affected_ranks)} for it",
         True,
     )
 
@@ -73,7 +74,8 @@ def _diagnose_early_end(statuses: list[PeerStatus], affected: list[PeerStatus]) 
         return None
     ranks_left = [one.rank for one in others]
     return HangDiagnosis(
-        f"the program of {format_ranks(done)} ended early, without an error, and {_describe_waiting(ranks_left)} for it",
+        f"the program of {format_ranks(done)} ended early, without an error, and {_describe_waiting(ranks_left)} for "
+        "it",
         True,
     )
 
@@ -114,11 +116,11 @@ def _diagnose_different_collectives(statuses: list[PeerStatus]) -> HangDiagnosis
         f"{format_ranks(who)} in {what}{f' of {name}' if name else ''}" for (what, name), who in groups.items()
     )
     left = "; ".join(
-        f"rank {one.rank} has left theirs: {one.heartbeat.caught_error}"
+        f"rank {one.rank} has left its collective: {one.heartbeat.caught_error}"
         for one in statuses
         if one.heartbeat and one.heartbeat.caught_error
     )
-    cause = f". {left}. Its script caught that; without it this run would have ended at once" if left else ""
+    cause = f". {left}. Its script caught the error; uncaught, it would have ended the run at once" if left else ""
     return HangDiagnosis(f"ranks are in different collectives and will never meet: {told}{cause}", True)
 
 
@@ -142,9 +144,10 @@ def _diagnose_long_wait(statuses: list[PeerStatus], limits: WatchdogLimits) -> H
 def _describe_stragglers(statuses: list[PeerStatus]) -> str:
     words = {
         PeerState.ALIVE: "alive and elsewhere (a straggler)",
-        PeerState.SILENT: "alive, but no thread of its Python runs (native code holds its lock, or the host is overloaded)",
+        PeerState.SILENT: "alive, but none of its Python threads runs (native code holds the GIL, or the host is "
+        "overloaded)",
         PeerState.STOPPED: "stopped (SIGSTOP; `kill -CONT` continues it)",
-        PeerState.NOT_STARTED: "not there yet: no engine was made on it",
+        PeerState.NOT_STARTED: "not there yet: it has constructed no engine",
     }
     parts = []
     for state, text in words.items():

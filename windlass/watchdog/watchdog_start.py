@@ -39,7 +39,7 @@ def start(limits: WatchdogLimits | None) -> None:
         return
     board = ControlStore.open()
     if board is None:
-        logger.debug("no watchdog: the ranks did not meet at a TCP store")
+        logger.debug("no watchdog: the process group does not use a TCP store")
         return
     # torch's launcher may serve the store; else rank 0 does
     keeper = None if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 0
@@ -78,7 +78,7 @@ def _install_hooks() -> None:
         if watch.is_decided or watch.failed_in_wait:  # wait for the cause, which is on another rank
             watch.wait_for_decision()
             if watch.is_decided:
-                logger.error("this rank ended of it: %s: %s", kind.__name__, error)
+                logger.error("this rank ended because of it: %s: %s", kind.__name__, error)
                 sys.exit(WATCHDOG_EXIT_CODE)
             before(kind, error, trace)
         else:

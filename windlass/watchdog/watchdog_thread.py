@@ -165,7 +165,7 @@ class WatchdogThread:
                 self._store_lost = True
             except Exception:  # a bug in the watchdog must not end a healthy run
                 if not self._fault_logged:
-                    logger.exception("a fault of the watchdog, which goes on")
+                    logger.exception("error in the watchdog, which continues")
                 self._fault_logged = True
             finally:
                 self._beat_start = 0.0
@@ -227,7 +227,7 @@ class WatchdogThread:
         verdict = diagnose(sights, self.limits)
         if self._store_lost and (verdict is None or not verdict.fatal):
             keeper = f"rank {self._store_rank}" if self._store_rank is not None else "the launcher"
-            verdict = HangDiagnosis(f"the process of {keeper}, where the ranks met, is gone", True)
+            verdict = HangDiagnosis(f"the process of {keeper}, which served the process group's store, is gone", True)
         if verdict is not None and self._log_diagnosis(verdict, sights):
             self._end_process()
 

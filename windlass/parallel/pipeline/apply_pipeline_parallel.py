@@ -57,8 +57,8 @@ def apply_pipeline_parallel(
     else:
         if activation_checkpoint_interval > 1:
             raise ConfigError(
-                f"pipeline.activation_checkpoint_interval = {activation_checkpoint_interval}: a model that is cut keeps the inputs of every "
-                "layer, or all; write 1 or 0, or write the model as a PipelineModule"
+                f"pipeline.activation_checkpoint_interval = {activation_checkpoint_interval}: a model that is not a "
+                "PipelineModule checkpoints each layer or none; write 1 or 0, or write the model as a PipelineModule"
             )
         found = split_into_stages(
             model,

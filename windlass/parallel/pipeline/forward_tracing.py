@@ -106,13 +106,13 @@ def trace_forward(model: nn.Module, example_kwargs: Mapping[str, Any] | None = N
     """
     config = getattr(model, "config", None)
     if getattr(config, "is_encoder_decoder", False):
-        raise ModelError(_cannot_split_text(model, {}, "it has an encoder and a decoder, which are two rows of layers"))
+        raise ModelError(_cannot_split_text(model, {}, "it has an encoder and a decoder, hence two lists of layers"))
     for name in ("layerdrop", "layer_drop"):
         if getattr(config, name, 0):
-            raise ModelError(_cannot_split_text(model, {}, f"config.{name} leaves layers out by chance; set it 0"))
+            raise ModelError(_cannot_split_text(model, {}, f"config.{name} skips layers at random; set it to 0"))
     for path, module in model.named_modules():
         if getattr(module, "is_kv_shared_layer", False):
-            reason = f"{path} computes with keys and values that an earlier layer left, which may be on another stage"
+            reason = f"{path} uses keys and values of an earlier layer, which may be on another stage"
             raise ModelError(_cannot_split_text(model, {}, reason))
     routers = record_router_logits(model)
     reasons: dict[str, str] = {}
@@ -128,8 +128,8 @@ def _cannot_split_text(model: nn.Module, reasons: dict[str, str], more: str) -> 
     looked = "; ".join(f"{where}: {reason}" for where, reason in reasons.items())
     return (
         f"{type(model).__name__} can't be cut into stages: looked for a list of layers (nn.ModuleList) that its "
-        f"forward calls one after the other, each with the hidden states that the one before returned: {looked or more}"
-        ". Write it as a PipelineModule, or train it without pp"
+        f"forward calls one after the other, each with the previous one's hidden states: {looked or more}. "
+        "Write it as a PipelineModule, or train it without pp"
     )
 
 
@@ -241,8 +241,8 @@ def _check_calls(calls: list[_LayerCall], num_layers: int) -> None:
     for call in calls:
         if call.differentiable_arguments:
             raise _CannotSplit(
-                f"layer {call.index} gets {', '.join(call.differentiable_arguments)} besides hidden states, which depends on "
-                "parameters of another stage"
+                f"layer {call.index} gets {', '.join(call.differentiable_arguments)} besides hidden states, which "
+                "depends on parameters of another stage"
             )
 
 
@@ -251,7 +251,7 @@ def _classify_module(trace: ForwardTrace, name: str, when: set[int], shape_rule:
         trace.uncalled_modules.append(name)
     if 0 in when:
         if shape_rule is None:
-            raise _CannotSplit(f"{name} returns what no shape can be told of beforehand")
+            raise _CannotSplit(f"{name} returns a value whose shape does not follow from its input")
         trace.input_modules[name] = shape_rule
     if trace.num_layers in when:
         trace.output_modules.append(name)

@@ -101,7 +101,8 @@ def compute_layer_weights(
             )
         return found
     raise ConfigError(
-        f'there is no partition {partition_method!r}; write "uniform", "parameters", "type:REGEX", or one number a layer'
+        f'there is no partition {partition_method!r}; write "uniform", "parameters", "type:REGEX", or one number per '
+        "layer"
     )
 
 

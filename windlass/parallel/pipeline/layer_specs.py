@@ -24,7 +24,7 @@ class LayerSpec:
 
     def __init__(self, typename: type[nn.Module], *module_args: Any, **module_kwargs: Any) -> None:
         if not (isinstance(typename, type) and issubclass(typename, nn.Module)):
-            raise ModelError(f"LayerSpec({typename!r}, ...): a layer is made by a subclass of torch.nn.Module")
+            raise ModelError(f"LayerSpec({typename!r}, ...): typename must be a subclass of torch.nn.Module")
         self.typename, self.module_args, self.module_kwargs = typename, module_args, module_kwargs
 
     def build(self, log: bool = False) -> nn.Module:

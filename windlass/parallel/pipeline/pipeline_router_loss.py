@@ -50,8 +50,8 @@ class RouterLogitsCollector:
             return None
         if len(self.logits) != self.num_routers:
             raise ModelError(
-                f"the loss that balances routers is over {self.num_routers} of them, and the logits of {len(self.logits)} "
-                "came to the last stage; set output_router_logits to False"
+                f"the router loss needs the logits of {self.num_routers} routers, and the last stage received those of "
+                f"{len(self.logits)}; set output_router_logits to False"
             )
         return self.logits
 
@@ -93,7 +93,8 @@ def record_router_logits(model: nn.Module) -> int:
         if _wants_router_loss(model):
             raise ModelError(
                 f"{type(model).__name__} can't be cut into stages: config.output_router_logits asks for a loss over "
-                f"the routers of all layers, and it has no {FUNCTION_NAME} over {_KEY} that transformers records; set it False"
+                f"the routers of all layers, and it has no {FUNCTION_NAME} over {_KEY} that transformers records; set "
+                "it to False"
             )
         return 0
     from transformers.utils.output_capturing import maybe_install_capturing_hooks

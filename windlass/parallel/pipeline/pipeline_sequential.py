@@ -107,7 +107,8 @@ class PipelineSequential(nn.Module):
             raise ConfigError(
                 f"this PipelineModule was built as stage {self.stage_id} of {self.num_stages} with "
                 f"{self.virtual_stages} parts on each rank; the configuration asks for stage {stage} of {stages} with "
-                f"{virtual_stages}: write the same numbers there and in PipelineModule(num_stages=..., virtual_stages=...)"
+                f"{virtual_stages}: write the same numbers there and in PipelineModule(num_stages=..., "
+                "virtual_stages=...)"
             )
         self._partition(stage, stages, virtual_stages)
         mine = self._local_layer_numbers()
@@ -142,8 +143,8 @@ class PipelineSequential(nn.Module):
         names = [get_layer_name(layer) for layer in self._layer_specs]
         if len(names) < stages * virtual_stages:
             raise ConfigError(
-                f"{len(names)} layers can't be cut into {stages * virtual_stages} stages ({stages} ranks, {virtual_stages} on each), of at "
-                "least one layer"
+                f"{len(names)} layers can't be cut into {stages * virtual_stages} stages ({stages} ranks, "
+                f"{virtual_stages} on each), of at least one layer"
             )
         sizes = count_layer_parameters(self._layer_specs)
         bounds = partition_layers(
@@ -153,7 +154,7 @@ class PipelineSequential(nn.Module):
             if not sum(sizes[start:stop]):
                 raise ModelError(
                     f"stage {number} of {stages * virtual_stages} has no parameters: layers {start} to {stop - 1} "
-                    f"({', '.join(names[start:stop])}), cut by {self.partition_method!r}; have fewer stages, or "
+                    f"({', '.join(names[start:stop])}), cut by {self.partition_method!r}; use fewer stages or "
                     "another partition_method"
                 )
         self.stage_id, self.num_stages, self.virtual_stages, self.parts = stage, stages, virtual_stages, bounds
@@ -178,8 +179,8 @@ class PipelineSequential(nn.Module):
                 first = seen.setdefault(id(parameter), number)
                 if self._stage_of(first) % self.num_stages != self._stage_of(number) % self.num_stages:
                     raise ModelError(
-                        f"layers {first} and {number} ({get_layer_name(layer)}) share a parameter and lie on different ranks; "
-                        "write both as TiedLayerSpec with one key"
+                        f"layers {first} and {number} ({get_layer_name(layer)}) share a parameter and lie on different "
+                        "ranks; write both as TiedLayerSpec with one key"
                     )
 
     # Construction
@@ -270,8 +271,8 @@ class PipelineSequential(nn.Module):
         """Check a micro-batch; see `PipelineStages.check_batch`."""
         if self.loss_fn is not None and not _is_pair(batch):
             raise ModelError(
-                f"a micro-batch of a PipelineModule with loss_fn is a pair (inputs, labels), not {_describe_batch(batch)}; make "
-                "one by engine.set_batch_fn(lambda batch: (inputs, labels))"
+                "a micro-batch of a PipelineModule with loss_fn is a pair (inputs, labels), not "
+                f"{_describe_batch(batch)}; make one with engine.set_batch_fn(lambda batch: (inputs, labels))"
             )
 
     def run_stage(

@@ -88,8 +88,8 @@ def pack_message(value: Any) -> tuple[MessageLayout, list[torch.Tensor]]:
     skeleton = _map_instances(value, torch.Tensor, take)
     for left in tensors_of(skeleton):
         raise ModelError(
-            f"a stage returned {type(value).__name__} with a tensor of shape {tuple(left.shape)} in an object that "
-            "can't be taken apart; return tensors, and tuples, lists and dicts of them"
+            f"a stage returned {type(value).__name__} with a tensor of shape {tuple(left.shape)} in an object of "
+            "unknown structure; return tensors, and tuples, lists and dicts of them"
         )
     tensors = list(found.values())
     sheets = [TensorSpec(tuple(t.shape), t.dtype, t.requires_grad, t.device.type == "cpu") for t in tensors]

@@ -139,9 +139,10 @@ class StageTransfers:
         elif not known.matches(layout):
             # The receiver allocates memory by the layout that it stored for this key.
             raise ModelError(
-                f"stage {stage} returned {_describe_layout(layout)} for micro-batch {micro_batch}, and {_describe_layout(known)} for one with the "
-                "same shapes; where what a stage returns changes by itself, say dynamic_shape=True, and after "
-                "parameters were frozen or unfrozen call reset_activation_shape() on every rank"
+                f"stage {stage} returned {_describe_layout(layout)} for micro-batch {micro_batch}, and "
+                f"{_describe_layout(known)} for one with the same shapes; if the outputs of a stage vary, set "
+                "dynamic_shape=True; after parameters were frozen or unfrozen, call reset_activation_shape() on every "
+                "rank"
             )
         self._send(_ACTIVATION, stage, micro_batch, stage + 1, tensors)
 

@@ -248,8 +248,9 @@ def split_into_stages(
     count = ranks * virtual_stages
     if plan.num_layers < count:
         raise ConfigError(
-            f"{type(model).__name__} has {plan.num_layers} layers ({plan.layers_path}) for {count} stages ({ranks} ranks, {virtual_stages} "
-            f"on each); every stage needs a layer: write pp of at most {plan.num_layers // virtual_stages}"
+            f"{type(model).__name__} has {plan.num_layers} layers ({plan.layers_path}) for {count} stages ({ranks} "
+            f"ranks, {virtual_stages} on each); every stage needs a layer: write pp of at most "
+            f"{plan.num_layers // virtual_stages}"
         )
     found = StagedModel(
         model, plan, partition_layers(_compute_layer_weights(model, plan, partition_method), count), rank, ranks
@@ -295,4 +296,4 @@ def _output_loss(output: Any, batch: Any) -> torch.Tensor:
 
 def _missing_loss_text(batch: Any) -> str:
     keys = sorted(map(str, batch)) if isinstance(batch, Mapping) else type(batch).__name__
-    return f"there is no loss for a micro-batch of {keys}; have labels in it"
+    return f"there is no loss for a micro-batch of {keys}; add labels to it"
