@@ -11,8 +11,9 @@ PARTIAL_SUFFIX = ".part"
 
 
 def temporary_path_beside(path: Path) -> Path:
-    """Return a hidden path in the directory of `path` that no other process uses. Create it exclusively (mode "x",
-    O_EXCL).
+    """Return a hidden path in the directory of `path` that no other process uses.
+
+    Create it exclusively (mode "x", O_EXCL).
     """
     stem = path.name.encode("utf-8", "surrogateescape")[:200].decode("utf-8", "ignore")
     return path.with_name(f".{stem}.{secrets.token_hex(8)}{PARTIAL_SUFFIX}")

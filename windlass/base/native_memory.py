@@ -21,8 +21,9 @@ def native_access_problem(tensor: torch.Tensor) -> str:
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
-    """Return True if the storage of a contiguous tensor has all its elements. A storage may have been freed or
-    resized.
+    """Return True if the storage of a contiguous tensor has all its elements.
+
+    A storage may have been freed or resized.
     """
     return (tensor.storage_offset() + tensor.numel()) * tensor.element_size() <= tensor.untyped_storage().nbytes()
 

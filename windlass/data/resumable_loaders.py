@@ -47,8 +47,9 @@ class SequenceLoader:
         return self
 
     def __next__(self) -> dict[str, torch.Tensor]:
-        """Return `input_ids` and `labels`, equal `[micro_batch, seq_len]` int64 ids. Causal models shift the labels
-        themselves.
+        """Return `input_ids` and `labels`, equal `[micro_batch, seq_len]` int64 ids.
+
+        Causal models shift the labels themselves.
         """
         starts = self._sampler.next_batch(self._micro_batch, self._rank, self._world_size) * self._seq_len
         rows = np.stack([self._tokens[start : start + self._seq_len] for start in starts])
@@ -147,8 +148,9 @@ class EpochLoader:
             self._is_resumed = False
 
     def state_dict(self) -> dict[str, int]:
-        """Return the position in the epoch, equal on all ranks. Empty for an iterable dataset, which has its own
-        order.
+        """Return the position in the epoch, equal on all ranks.
+
+        Empty for an iterable dataset, which has its own order.
         """
         if self._sampler is None:
             return {}

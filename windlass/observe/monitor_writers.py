@@ -155,8 +155,9 @@ class RunMonitor:
 
 
 class CsvWriter:
-    """Writer of one CSV file per metric, `Train_loss.csv` for `Train/loss`, with rows `step,loss`. Existing files are
-    continued.
+    """Writer of one CSV file per metric, `Train_loss.csv` for `Train/loss`, with rows `step,loss`.
+
+    Existing files are continued.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -240,8 +241,9 @@ class WandbWriter:
 
 
 class CometWriter:
-    """Writer of a Comet experiment. It logs a metric once `samples_log_interval` samples have passed since its last
-    value.
+    """Writer of a Comet experiment.
+
+    It logs a metric once `samples_log_interval` samples have passed since its last value.
 
     Raises:
         ConfigError: the package comet_ml is not installed, or it can't start (no key, no network).

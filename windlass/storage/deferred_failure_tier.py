@@ -43,8 +43,9 @@ class DeferredFailureTier(DiskTier):
         return found
 
     def allocate(self, nbytes: int, name: str) -> Extent:
-        """Allocate as `DiskTier.allocate` does. Without enough space, record a failure, and fail every transfer of the
-        extent.
+        """Allocate as `DiskTier.allocate` does.
+
+        Without enough space, record a failure, and fail every transfer of the extent.
         """
         self._transfers.check_usable()
         try:

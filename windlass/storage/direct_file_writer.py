@@ -20,8 +20,9 @@ _SPAN = 16 * PAGE
 
 
 class DirectFileWriter:
-    """Writer that accepts every byte of a file once, in any order. Leaving its `with` statement without an error makes
-    the file durable.
+    """Writer that accepts every byte of a file once, in any order.
+
+    Leaving its `with` statement without an error makes the file durable.
 
     Whole spans of 64 KiB are written from the caller's memory. Bytes of incomplete spans are copied into buffers until
     the span is complete, so that many small pieces become a few large writes. On file systems that refuse direct I/O
@@ -54,8 +55,9 @@ class DirectFileWriter:
             raise
 
     def submit(self, offset: int, data: torch.Tensor) -> None:
-        """Start to write `data` `[bytes]`, uint8 on the CPU, at byte `offset`. `data` must not change before `wait`
-        returns.
+        """Start to write `data` `[bytes]`, uint8 on the CPU, at byte `offset`.
+
+        `data` must not change before `wait` returns.
         """
         first, last = offset, offset + data.numel()
         if first == last:

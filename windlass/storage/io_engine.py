@@ -41,8 +41,9 @@ class IoEngine(Protocol):
         ...
 
     def add_region(self, address: int, nbytes: int) -> int:
-        """Register memory that transfers use often. Return a number for `remove_region`, or -errno if that is not
-        possible.
+        """Register memory that transfers use often.
+
+        Return a number for `remove_region`, or -errno if that is not possible.
         """
         ...
 

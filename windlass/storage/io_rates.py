@@ -7,8 +7,9 @@ from dataclasses import astuple, dataclass
 
 @dataclass(frozen=True)
 class IoRates:
-    """Bytes and times of disk transfers in an interval. Times count while at least one request of the kind is
-    outstanding.
+    """Bytes and times of disk transfers in an interval.
+
+    Times count while at least one request of the kind is outstanding.
 
     Attributes:
         read_bytes, write_bytes: bytes of successful requests.

@@ -43,8 +43,9 @@ class SafetensorsHeaderError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class SafetensorsEntry:
-    """Location of one tensor: bytes `[begin, end)` of the data. `dtype` is safetensors' name, which may be unknown to
-    us.
+    """Location of one tensor: bytes `[begin, end)` of the data.
+
+    `dtype` is safetensors' name, which may be unknown to us.
     """
 
     dtype: str

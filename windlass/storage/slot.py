@@ -165,8 +165,9 @@ class Slot:
         return self._disk.read(self._extent, start * self.dtype.itemsize, into)
 
     def store(self, source: torch.Tensor, start: int = 0) -> Pending:
-        """Start to copy `source` as `put` does, from host memory. `source` must not change before the transfer has
-        finished.
+        """Start to copy `source` as `put` does, from host memory.
+
+        `source` must not change before the transfer has finished.
         """
         if self.tensor is not None:
             self.tensor.narrow(0, start, source.numel()).copy_(source)
@@ -189,8 +190,9 @@ class Slot:
         return into
 
     def read_unguarded(self, into: torch.Tensor) -> None:
-        """Read all of it from disk into host memory, from any thread. Errors are raised here and not reported to
-        training.
+        """Read all of it from disk into host memory, from any thread.
+
+        Errors are raised here and not reported to training.
         """
         assert self._disk is not None
         self._disk.read_unguarded(self._extent, 0, into)
@@ -245,8 +247,10 @@ class Slot:
 
 
 def _describe_content(names: WeakMethod[Callable[[int, int], Iterable[str]]], size: int, first: int, last: int) -> str:
-    """Name the contents of bytes `[first, last)`. The tier keeps this function until it is closed, so it refers to the
-    model weakly: else the model, which closes the tier, would stay alive.
+    """Name the contents of bytes `[first, last)`.
+
+    The tier keeps this function until it is closed, so it refers to the model weakly: else the model, which closes the
+    tier, would stay alive.
     """
     found = names()
     return "" if found is None else abbreviate_names(found(first // size, -(-last // size)))

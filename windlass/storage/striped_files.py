@@ -88,8 +88,9 @@ class StripedFiles:
         return all(file.is_direct for file in self._files)
 
     def memory_alignment(self, ask: Callable[[int], int] | None) -> int:
-        """Return the alignment of addresses that I/O on these files needs. `ask` returns it for a descriptor, 0 if
-        unknown.
+        """Return the alignment of addresses that I/O on these files needs.
+
+        `ask` returns it for a descriptor, 0 if unknown.
         """
         direct = [file.descriptor for file in self._files if file.is_direct]
         return max([(ask(descriptor) if ask else 0) or PAGE for descriptor in direct], default=1)

@@ -32,8 +32,9 @@ class VerifyError(WindlassError, RuntimeError):
 
 
 class EngineVerifier:
-    """Verifier of one engine, with the plain copy of its model on rank 0. `on_step_compared` is called after each
-    comparison.
+    """Verifier of one engine, with the plain copy of its model on rank 0.
+
+    `on_step_compared` is called after each comparison.
 
     Attributes:
         report: results so far; complete on rank 0 only.

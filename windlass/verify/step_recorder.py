@@ -129,8 +129,9 @@ class StepRecorder:
         engine._sharded.gradients.on_drop = self._on_gradient_dropped
 
     def _on_gradient_dropped(self, name: str, zero: bool) -> None:
-        """Remove a parameter's recorded gradient, which the script dropped. If all are dropped, the step starts
-        again.
+        """Remove a parameter's recorded gradient, which the script dropped.
+
+        If all are dropped, the step starts again.
         """
         record = self.record
         for of_name in (record.gradient_sums, record.gradient_magnitudes, record.outside_gradients):

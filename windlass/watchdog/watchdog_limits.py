@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class WatchdogLimits:
-    """Time limits in seconds. The shorter ones are derived from `report_after`, so that a diagnosis is ready well
-    before.
+    """Time limits in seconds.
+
+    The shorter ones are derived from `report_after`, so that a diagnosis is ready well before.
 
     Attributes:
         report_after: length of a wait that is reported.

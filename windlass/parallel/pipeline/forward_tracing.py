@@ -219,8 +219,9 @@ def _trace_once(
 
 
 def _outer_modules(model: nn.Module, path: str) -> dict[str, nn.Module]:
-    """Return the outermost modules outside the layers that have parameters of their own. Containers of the layers are
-    excluded.
+    """Return the outermost modules outside the layers that have parameters of their own.
+
+    Containers of the layers are excluded.
     """
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():

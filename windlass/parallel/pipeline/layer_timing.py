@@ -15,8 +15,9 @@ _TOKENS = 128
 
 
 def measure_model_layer_times(model: nn.Module, *, repeats: int = 3) -> list[float]:
-    """Measure the forward seconds of each layer, as weights for `split_into_stages`. The backward is assumed
-    proportional.
+    """Measure the forward seconds of each layer, as weights for `split_into_stages`.
+
+    The backward is assumed proportional.
 
     All ranks must use the numbers of one rank, since measurements differ. The time before the layers counts for the
     first layer, the time after them for the last.

@@ -129,8 +129,9 @@ def _count_recorded_routers(model: nn.Module) -> int:
 
 
 def _is_recorded_by(recorder: Any, path: str, module: nn.Module) -> bool:
-    """Return True if a recorder of transformers records this module. A recorder is an OutputRecorder, a class or a
-    class name.
+    """Return True if a recorder of transformers records this module.
+
+    A recorder is an OutputRecorder, a class or a class name.
     """
     kind = getattr(recorder, "target_class", recorder if isinstance(recorder, type) else None)
     name = getattr(recorder, "class_name", recorder if isinstance(recorder, str) else None)

@@ -26,8 +26,9 @@ from windlass.parallel.pipeline.pipeline_stages import MicroBatchResult
 
 
 class PipelineSequential(nn.Module):
-    """Sequence of layers that is partitioned into stages. Each layer receives the previous layer's output as one
-    argument.
+    """Sequence of layers that is partitioned into stages.
+
+    Each layer receives the previous layer's output as one argument.
 
     A rank builds the layers of its own stages. Parameters have the names of the whole model: the layer's number, or
     `tied_modules.KEY`.

@@ -66,8 +66,9 @@ class ScheduleFailed(Exception):
 
 @dataclass
 class _BackwardState:
-    """Inputs of a stage's backward of one micro-batch. Outputs are kept as gradient edges, so that their memory is
-    freed.
+    """Inputs of a stage's backward of one micro-batch.
+
+    Outputs are kept as gradient edges, so that their memory is freed.
 
     Attributes:
         input_leaves: inputs of the stage, whose gradients are sent back.
@@ -203,8 +204,9 @@ class _ScheduleRunner:
         self.results.clear()
 
     def drain(self, actions: RankActions, at: int) -> None:
-        """Complete the transfers of `actions[at:]` without values. A transfer that `actions[at]` already started is not
-        repeated.
+        """Complete the transfers of `actions[at:]` without values.
+
+        A transfer that `actions[at]` already started is not repeated.
         """
         # On a single rank stages exchange values directly, so there is nothing to complete.
         for action in actions[at:] if not self._transfers.is_single_rank else ():

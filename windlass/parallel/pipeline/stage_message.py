@@ -64,8 +64,9 @@ class MessageLayout:
         return _map_instances(self.skeleton, TensorPlaceholder, lambda hole: tensors[hole.index])
 
     def matches(self, other: MessageLayout) -> bool:
-        """Return True if both layouts are equal, including plain values. Values whose comparison raises count as
-        different.
+        """Return True if both layouts are equal, including plain values.
+
+        Values whose comparison raises count as different.
         """
         try:
             return self.tensor_specs == other.tensor_specs and bool(self.skeleton == other.skeleton)

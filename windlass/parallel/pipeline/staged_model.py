@@ -149,8 +149,9 @@ class StagedModel:
         return StubOutput(real) if rule is None else StubInput(rule, self._forward_state, real)
 
     def _find_shared_parameters(self) -> dict[str, nn.Parameter]:
-        """Set `shared_parameters`: the parameters that lie on several ranks. A module that is never called lies on all
-        of them.
+        """Set `shared_parameters`: the parameters that lie on several ranks.
+
+        A module that is never called lies on all of them.
 
         Returns:
             The names that kept parameters have on other ranks only, with the parameters.

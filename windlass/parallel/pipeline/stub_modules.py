@@ -28,8 +28,9 @@ class StageForwardState:
 
 
 class StubModule(nn.Module):
-    """Base of stubs. No hooks run around its call: a parameter in a stub belongs to another module, and the stub does
-    not use it.
+    """Base of stubs.
+
+    No hooks run around its call: a parameter in a stub belongs to another module, and the stub does not use it.
     """
 
     is_stub = True  # marks a module of another stage, so that sharding along other mesh axes skips it
