@@ -44,7 +44,7 @@ def is_text(path: Path) -> bool:
 
 
 def has_records(path: Path) -> bool:
-    """Return True if a `.json` file is an array or JSON lines. A single object over several lines has no records."""
+    """Return True if a `.json` file is an array or JSON lines, False if it is one object over several lines."""
     try:
         with _open(str(path)) as stream:
             first = next((line for line in stream if line.strip()), b"")

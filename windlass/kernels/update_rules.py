@@ -28,7 +28,7 @@ class UpdateRule(Protocol):
 
     @property
     def flags(self) -> int:
-        """Combination of the bits above."""
+        """Bits for the kernel: COUPLED, AMSGRAD, MOMENTUM, NESTEROV, FIRST_STEP and EPS_INSIDE."""
 
     @property
     def maximize(self) -> bool:

@@ -241,8 +241,9 @@ class DiskTier:
 
 
 def _wait_until_writable(extent: Extent) -> None:
-    """Call the extent's guard without holding the tier's lock, since the reader that the guard waits for needs the
-    lock.
+    """Wait until the extent may be overwritten or freed.
+
+    The caller must not hold the tier's lock, because the reader that this waits for needs it.
     """
     if extent.wait_until_writable is not None:
         extent.wait_until_writable()

@@ -94,7 +94,7 @@ def start_io_engine(
         queue_depth: blocks in flight at once under io_uring.
         threads: blocks in flight at once under the other engines.
         block_size: bytes of the largest block.
-        alignment: alignment of addresses that these files need. Blocks at other addresses are copied first.
+        alignment: alignment of addresses that these files need. Blocks at other addresses pass through a buffer.
 
     Raises:
         StorageError: the requested engine is unknown or does not work here.

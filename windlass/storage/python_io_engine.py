@@ -72,7 +72,7 @@ class PythonIoEngine:
         files: descriptors.
         threads: number of threads, hence blocks in flight at once.
         block_size: bytes of the largest block.
-        alignment: alignment of addresses that the files need. Blocks at other addresses are copied first.
+        alignment: alignment of addresses that the files need. Blocks at other addresses pass through a buffer.
     """
 
     def __init__(self, files: Sequence[int], threads: int, block_size: int, alignment: int) -> None:

@@ -34,7 +34,7 @@ def aligned_buffer(nbytes: int) -> tuple[torch.Tensor, object]:
     # huge pages are optional: faster page faults and address translation
     with contextlib.suppress(OSError, AttributeError):
         memory.madvise(mmap.MADV_HUGEPAGE)
-    # A finalizer of the mmap would run after the memory is unmapped; one of the ctypes array runs before.
+    # Finalizers attach to the ctypes array: one on the mmap would run after the memory is unmapped.
     owner = (ctypes.c_ubyte * len(memory)).from_buffer(memory)
     return torch.frombuffer(owner, dtype=torch.uint8)[:nbytes], owner
 

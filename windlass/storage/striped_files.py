@@ -138,7 +138,7 @@ class StripedFiles:
         """Free the space and remove the directories. Closing again does nothing."""
         for file in self._files:
             with contextlib.suppress(OSError):  # the device may be gone
-                os.ftruncate(file.descriptor, 0)  # the kernel may hold a registered file longer than this process
+                os.ftruncate(file.descriptor, 0)  # frees the space even if io_uring holds the file longer
             os.close(file.descriptor)
             file.directory.release()
         self._files = []

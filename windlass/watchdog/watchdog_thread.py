@@ -33,7 +33,7 @@ from windlass.watchdog.peer_status import PeerMonitor, PeerState, PeerStatus
 from windlass.watchdog.thread_location import ThreadLocation, ThreadObserver, location_of_error
 from windlass.watchdog.watchdog_limits import WatchdogLimits
 
-_MAX_DECISION_WAIT_S = 10.0  # longest wait of a rank that failed in a collective for the cause
+_MAX_DECISION_WAIT_S = 10.0  # time that a rank which failed in a collective waits for the decision
 _CHECK_OUT_TIMEOUT_S = 5.0  # longest time for a rank to end by itself after the decision
 
 
@@ -307,7 +307,7 @@ class WatchdogThread:
         flushing.join(1.0)
         for child in multiprocessing.active_children():
             child.kill()
-        for other in self._peers.heartbeats.values():  # a stopped rank could not read the decision and would stay
+        for other in self._peers.heartbeats.values():  # continue stopped ranks, so that they read the decision and end
             if other.host == self._host and other.pid != self._pid and is_stopped(other.pid):
                 with contextlib.suppress(OSError):
                     os.kill(other.pid, signal.SIGCONT)

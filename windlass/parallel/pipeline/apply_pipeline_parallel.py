@@ -17,7 +17,7 @@ from windlass.parallel.pipeline.pipeline_stages import PipelineStages
 from windlass.parallel.pipeline.staged_model import StagedModel, split_into_stages
 from windlass.parallel.placement import get_placement, set_placement
 
-_STAGES_ATTRIBUTE = "_windlass_stages"  # An attribute of the model: a table of models would keep them alive.
+_STAGES_ATTRIBUTE = "_windlass_stages"  # set on the model, since a global table would keep models alive
 
 
 def apply_pipeline_parallel(

@@ -39,7 +39,7 @@ class PipelineStages(Protocol):
     def total_stages(self) -> int: ...
 
     def check_batch(self, batch: Any, *, compute_loss: bool = True) -> None:
-        """Check a micro-batch before anything runs. All ranks reach the same result.
+        """Check a micro-batch before anything runs. All ranks get the same result.
 
         Raises:
             ModelError: the micro-batch can't be run.

@@ -275,7 +275,7 @@ class StageTransfers:
     # End of sends
 
     def wait_activation_sent(self, stage: int, micro_batch: int) -> None:
-        """Free the activation that `stage` sent. Its gradient came back, so it has been received."""
+        """Finish the send of an activation whose gradient came back, and free it. The peer has received it."""
         going = self._sending.get((_ACTIVATION, stage), {})
         if micro_batch in going:
             self._wait(going.pop(micro_batch))
