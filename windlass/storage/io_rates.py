@@ -43,11 +43,11 @@ class IoRates:
         return (self.read_bytes + self.write_bytes) / self.busy_seconds if self.busy_seconds else 0.0
 
     def since(self, earlier: IoRates) -> IoRates:
-        """Return the difference to `earlier`."""
+        """Return the bytes and times since `earlier`."""
         return IoRates(*(mine - before for mine, before in zip(astuple(self), astuple(earlier), strict=True)))
 
     def plus(self, other: IoRates) -> IoRates:
-        """Return the sum of both."""
+        """Return the sum of both intervals."""
         return IoRates(*(mine + more for mine, more in zip(astuple(self), astuple(other), strict=True)))
 
     def __str__(self) -> str:

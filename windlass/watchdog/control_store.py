@@ -19,7 +19,7 @@ _store_count = 0  # equal on every rank: successive process groups use different
 
 
 class ControlStoreLostError(Exception):
-    """The store does not answer: the process that serves it is gone."""
+    """Error of a store that does not answer, because the process that serves it is gone."""
 
 
 class ControlStore:

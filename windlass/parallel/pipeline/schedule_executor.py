@@ -270,7 +270,7 @@ class _ScheduleRunner:
     def _backward_state_of_loss(self, input_leaves: list[torch.Tensor], loss: torch.Tensor) -> _BackwardState:
         if loss.numel() != 1:
             raise ModelError(f"the last stage returned a loss of shape {list(loss.shape)}; it has to be a scalar")
-        # A loss without graph, e.g. of a stage without trainable parameters: the backward has nothing to do.
+        # A loss without graph, e.g. of a model without trainable parameters: the backward has nothing to do.
         if not loss.requires_grad:
             return _BackwardState(input_leaves, [], [])
         scale = self._callbacks.loss_factor()
