@@ -152,7 +152,7 @@ def test_damage_ends_the_step_and_a_load_mends_it(ranks: int, transport: str, tm
         for (kind, how), said in zip(cases, found, strict=True):
             where = kind, how, {call: str(words)[:400] for call, words in said.items()}
             assert said["step"].startswith(f"StorageError: {FIRST.get(kind, 'this step was made in part')}"), where
-            what = "short read" if how == "cut" else "damaged, these are not the bytes that were written there"
+            what = "short read" if how == "cut" else "damaged: the checksum differs from that of the written bytes"
             words = ["rank 0: reading ", what, HOLDERS.get(kind, "master weights and optimizer states of "), "bytes ",
                      f"of the file on {tmp_path}/disk (", " of it, of ", "load the last checkpoint"]  # fmt: skip
             if how != "cut":

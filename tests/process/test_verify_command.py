@@ -209,7 +209,7 @@ def test_what_cannot_be_compared_is_said(folder: Path, capfd: pytest.CaptureFixt
     (folder / "empty.py").write_text("print('nothing')")
     (folder / "broken.py").write_text("raise ValueError('the data are gone')")
     assert verify("empty.py") == 1
-    assert "never made an engine with an optimizer" in capfd.readouterr().err
+    assert "ended without an engine that has an optimizer" in capfd.readouterr().err
     assert verify("broken.py") == 1
     assert "ValueError: the data are gone" in capfd.readouterr().err
 
