@@ -233,7 +233,11 @@ def full(folder: str) -> dict[str, Any]:
         said["blocking"] = attempt(lambda: engine.save_checkpoint(folder, tag="bad", blocking=True))
     failing("space")
     late = dist.get_rank() != BAD_RANK  # as if this rank's thread had not heard of it yet
-    with mock.patch.object(type(engine._async_save), "failure_flag", lambda saves: 0.0) if late else mock.patch("time.tzset"):
+    with (
+        mock.patch.object(type(engine._async_save), "failure_flag", lambda saves: 0.0)
+        if late
+        else mock.patch("time.tzset")
+    ):
         said["step"] = attempt(lambda: train(engine, case, 1, 2))
     said["steps"] = engine.global_steps
     said["then"] = attempt(lambda: train(engine, case, 2, 3))

@@ -53,7 +53,9 @@ class Spoiler:
             key = "" if self.kind == "master" else "exp_avg"
             return [(r.extent, e.offset, e.nbytes) for r in records for e in r.entries if e.key == key]
         slots = (
-            [u.shard_slot for u in self.model.units] if self.kind == "parameters" else [s.storage for s in self.model.slots]
+            [u.shard_slot for u in self.model.units]
+            if self.kind == "parameters"
+            else [s.storage for s in self.model.slots]
         )
         return [(slot.extent, 0, slot.nbytes) for slot in slots if slot is not None and slot.extent is not None]
 
