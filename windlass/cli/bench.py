@@ -1,4 +1,4 @@
-"""`windlass bench`: the experiments that tutorials print, on the ranks of this machine."""
+"""Commands of `windlass bench`, which run the experiments of tutorials on the ranks of this machine."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def zero_memory(
     steps: Annotated[int, typer.Option(min=1, help="After which parameters are added up.")] = 2,
     out: OutOption = _DEFAULT_OUT,
 ) -> None:
-    """Peak memory at four points, and parameter sums: torch DDP, ZeroRedundancyOptimizer, FSDP2, stages 0 to 3."""
+    """Compare peak memory and parameter sums of torch DDP, ZeroRedundancyOptimizer, FSDP2 and stages 0 to 3."""
     from windlass.cli.benches import zero_memory_bench as experiment
     from windlass.cli.benches.bench_launch import default_nproc
 
@@ -62,7 +62,7 @@ def stages(
     steps: StepsOption = 3,
     out: OutOption = _DEFAULT_OUT,
 ) -> None:
-    """Samples per second, run time and memory of stages 0 to 3, and whether they stand in the order of tutorials."""
+    """Measure samples per second, run time and memory of stages 0 to 3; compare their order with that of tutorials."""
     from windlass.cli.benches import training_bench
     from windlass.cli.benches.bench_launch import default_nproc
 
@@ -82,7 +82,7 @@ def precision(
     steps: StepsOption = 3,
     out: OutOption = _DEFAULT_OUT,
 ) -> None:
-    """Time, memory and final loss in fp32, bf16 and fp16."""
+    """Measure time, memory and final loss in fp32, bf16 and fp16."""
     from windlass.cli.benches import training_bench
     from windlass.cli.benches.bench_launch import default_nproc
 
@@ -107,8 +107,8 @@ def offload(
     rivals: Annotated[bool, typer.Option(help="DeepSpeed's rows too, where it is installed.")] = True,
     out: OutOption = _DEFAULT_OUT,
 ) -> None:
-    """Samples per second, memory and copies with states and parameters on the device, in host memory and on disk,
-    beside DeepSpeed."""
+    """Measure samples per second, memory and copies with states and parameters on the device, in host memory and on
+    disk, beside DeepSpeed."""
     from windlass.cli.benches import offload_bench as experiment
     from windlass.cli.benches import training_bench
     from windlass.cli.benches.bench_launch import default_nproc
@@ -132,8 +132,8 @@ def transport(
     cpu: Annotated[bool, typer.Option(help="With GPUs: the ways of CPU ranks too.")] = True,
     out: OutOption = _DEFAULT_OUT,
 ) -> None:
-    """Samples per second and run time over shared memory and gloo; on GPUs, over nccl with InfiniBand, shared memory
-    and peer-to-peer each on and off."""
+    """Measure samples per second and run time over shared memory and gloo; on GPUs, over nccl with InfiniBand, shared
+    memory and peer-to-peer each on and off."""
     import torch
 
     from windlass.cli.benches import training_bench
@@ -152,6 +152,6 @@ def _check_hidden_size(hidden: int) -> int:
 
 
 def _exit_on_mismatch(losses_equal: bool) -> None:
-    """Engines that train different models make the figures meaningless: that is a failure."""
+    """Exit with code 1 if the losses differ: the engines then train different models, and the figures mean nothing."""
     if not losses_equal:
         raise typer.Exit(1)

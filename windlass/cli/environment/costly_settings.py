@@ -1,7 +1,7 @@
-"""Settings of this machine that make training slower, or let it hang: which are in force, and what each costs.
+"""Settings of this machine that slow training down or let it hang: which of them are in force, and the cost of each.
 
-What the variables of NCCL do is in its documentation (docs.nvidia.com/deeplearning/nccl: environment variables); what
-those of P2P, shared memory and InfiniBand cost on a given machine, `windlass bench transport` measures.
+NCCL's variables are described in its documentation (docs.nvidia.com/deeplearning/nccl: environment variables).
+`windlass bench transport` measures the cost of those for P2P, shared memory and InfiniBand on a given machine.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True)
 class CostlySetting:
-    """A variable, the values of it that hurt, and what they cost."""
+    """Environment variable, a predicate for its costly values, and their consequence."""
 
     name: str
     is_costly: Callable[[str], bool]
@@ -148,17 +148,17 @@ COSTLY_SETTINGS = (
 def find_costly_settings(
     environment: Mapping[str, str] = os.environ, nccl_file: Path | None = None, cores: int | None = None
 ) -> list[dict[str, str]]:
-    """What is set here and hurts: name, value, where it is set, what it costs, what to do instead.
+    """Return the costly settings in force: name, value, source, cost, and the remedy.
 
     Args:
-        nccl_file: settings that NCCL takes where the environment has none. [NCCL_CONF_FILE, else /etc/nccl.conf]
-        cores: that this process may use, to tell too many threads.
+        nccl_file: file of NCCL settings for variables that the environment lacks. [NCCL_CONF_FILE, else /etc/nccl.conf]
+        cores: number of cores that this process may use; None skips the check for too many threads.
     """
     nccl_file = nccl_file or Path(environment.get("NCCL_CONF_FILE") or NCCL_FILE)
     of_file = _read_nccl_file(nccl_file)
     found = []
     for setting in COSTLY_SETTINGS:
-        source = _ENVIRONMENT if setting.name in environment else str(nccl_file)  # the environment goes first
+        source = _ENVIRONMENT if setting.name in environment else str(nccl_file)  # the environment overrides the file
         value = environment.get(setting.name, of_file.get(setting.name, ""))
         if value and setting.is_costly(value):
             found.append(_finding(setting.name, value, source, setting.consequence, setting.remedy))
@@ -176,7 +176,7 @@ def _finding(name: str, value: str, source: str, costs: str, instead: str) -> di
 
 
 def _read_nccl_file(path: Path) -> dict[str, str]:
-    """NAME=VALUE lines; empty where the file is not there."""
+    """Read the NAME=VALUE lines of NCCL's configuration file; empty if there is no file."""
     if not path.is_file():
         return {}
     lines = (line.partition("#")[0].strip() for line in path.read_text(errors="replace").splitlines())
@@ -186,13 +186,13 @@ def _read_nccl_file(path: Path) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class MachineLimits:
-    """What limits are held against.
+    """Limits of this machine and process that `find_low_limits` checks.
 
     Attributes:
-        gpus: how many torch sees.
-        infiniband: whether there is a device.
+        num_gpus: number of GPUs that torch sees.
+        has_infiniband: True if there is an InfiniBand device.
         locked_bytes, open_files: limits of this process; None: unlimited.
-        shared_bytes: size of /dev/shm; None: it is not there.
+        shared_bytes: size of /dev/shm; None: it does not exist.
     """
 
     num_gpus: int
@@ -203,7 +203,7 @@ class MachineLimits:
 
 
 def find_low_limits(machine: MachineLimits) -> list[dict[str, str]]:
-    """Limits of the machine or the container that hurt, told as `in_force` tells settings."""
+    """Return limits of the machine or the container that are too low, in the format of `find_costly_settings`."""
     return [_finding(*told) for told in _low_limits(machine)]
 
 

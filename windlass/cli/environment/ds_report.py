@@ -1,4 +1,4 @@
-"""`ds_report` on windlass: which native operators are here, then the environment, in the lines of that command."""
+"""Command `ds_report` on windlass: prints the native operators and the environment in DeepSpeed's format."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _GB = 1 << 30
 
 @dataclass(frozen=True)
 class NativeOperator:
-    """An operator under DeepSpeed's name, and the native module that has it here.
+    """Operator under DeepSpeed's name, and the native module that implements it in windlass.
 
     Attributes:
-        otherwise: what serves where that module is not.
+        fallback: implementation that is used if the module is missing.
     """
 
     name: str
@@ -45,10 +45,10 @@ NATIVE_OPERATORS = (
 
 @exit_quietly_on_broken_pipe()
 def ds_report(argv: Sequence[str] | None = None) -> int:
-    """Print the report; the exit code is 0.
+    """Print the report. Return the exit code, 0.
 
     Args:
-        argv: `--hide_operator_status`, `--hide_errors_and_warnings`. [the command line's]
+        argv: `--hide_operator_status`, `--hide_errors_and_warnings`. [arguments of the command line]
     """
     parser = argparse.ArgumentParser("ds_report", description="What windlass finds on this machine.")
     parser.add_argument("--hide_operator_status", action="store_true", help="leave out the table of operators")
@@ -60,22 +60,22 @@ def ds_report(argv: Sequence[str] | None = None) -> int:
 
 @exit_quietly_on_broken_pipe()
 def main(hide_operator_status: bool = False, hide_errors_and_warnings: bool = False) -> None:
-    """Print the report; `deepspeed.env_report.main`."""
+    """Print the report. Same as `deepspeed.env_report.main`."""
     for line in report_lines(operators=not hide_operator_status, warnings=not hide_errors_and_warnings):
         print_escaped(line)
 
 
 def cli_main() -> None:
-    """The command, with its exit code; `deepspeed.env_report.cli_main`."""
+    """Run the command and exit with its code. Same as `deepspeed.env_report.cli_main`."""
     sys.exit(ds_report())
 
 
 def report_lines(*, operators: bool = True, warnings: bool = True) -> Iterator[str]:
-    """Its lines.
+    """Yield the lines of the report.
 
     Args:
-        operators: the table of operators too.
-        warnings: why an operator is missing, and settings that cost speed.
+        operators: include the table of operators.
+        warnings: include the reason why an operator is missing, and the settings that reduce speed.
     """
     if operators:
         yield from _operator_lines(warnings)
@@ -108,7 +108,7 @@ def _operator_row(name: str, installed: str, compatible: str) -> str:
 
 
 def _import_problem(module: str) -> str:
-    """Why the native module can't be used; empty where it can."""
+    """Return the reason why the native module cannot be used; empty if it can."""
     try:
         importlib.import_module(module)
     except ModuleNotFoundError:

@@ -1,4 +1,4 @@
-"""The facts as lines to read: one a fact, then what is connected how, what hurts, and which way has what."""
+"""Formatting of the facts as text: one line a fact, then the topology, costly settings, and the table of backends."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NVLINK_TEXTS = {
 
 
 def format_facts(facts: dict[str, Any]) -> Iterator[str]:
-    """What `collect` found."""
+    """Yield the lines for the facts that `collect_facts` returned."""
     for name, key, tell in _FACT_ROWS:
         value = facts[key]
         said = [_format_unknown(value)] if is_unknown(value) else tell(value)
