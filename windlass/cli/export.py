@@ -1,4 +1,4 @@
-"""`windlass export`: weights of a checkpoint as Hugging Face's safetensors, in one process without a device."""
+"""Command `windlass export`: writes a checkpoint's weights as Hugging Face safetensors, in one process on the CPU."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def export(
     ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT.")] = False,
 ) -> None:
-    """Write the whole weights in CKPT to OUT, where `from_pretrained` finds them."""
+    """Write the full weights in CKPT to OUT, in the format that `from_pretrained` loads."""
     from windlass.base.dtypes import parse_dtype
     from windlass.checkpoint.safetensors_export import export_safetensors as write
 
@@ -61,10 +61,10 @@ def export(
 
 
 def parse_size(text: str) -> int:
-    """Bytes, from `5GB` (10^9), `2GiB` (2^30) or a number.
+    """Parse a size in bytes: `5GB` (10^9), `2GiB` (2^30) or a number.
 
     Raises:
-        CheckpointError: it is none of these.
+        CheckpointError: `text` is not a size.
     """
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     unit = _UNITS.get(found[2].lower()) if found else None

@@ -1,4 +1,4 @@
-"""`windlass generate`: continues a text with an exported model."""
+"""Command `windlass generate`: continues a text with an exported model."""
 
 from __future__ import annotations
 

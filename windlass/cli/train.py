@@ -1,4 +1,4 @@
-"""`windlass train`: from a corpus and a configuration to a trained, measured, exported model."""
+"""Command `windlass train`: trains, measures and exports a model, given a corpus and a configuration."""
 
 from __future__ import annotations
 
@@ -106,10 +106,13 @@ def train(
 
 
 def run_training(options: TrainOptions) -> int:
-    """Plans, starts the ranks, and reports what came of it: 0, or 128 + its number for the signal that stopped it.
+    """Plan the run, start the ranks, and report the result.
+
+    Returns:
+        Exit code: 0, or 128 plus the number of the signal that stopped the run.
 
     Raises:
-        WindlassError: whatever is wrong with the options, or ended a rank.
+        WindlassError: an option is wrong, or a rank failed.
     """
     from windlass.cli.training.train_options import make_training_plan
 
@@ -118,7 +121,7 @@ def run_training(options: TrainOptions) -> int:
         if options.overwrite:
             _remove_earlier_run(plan)
         plan.result_file.unlink(missing_ok=True)
-    # Not in --out: a full disk there is one of the failures to be told.
+    # Not in --out, because a full disk there is one of the failures to report.
     with tempfile.TemporaryDirectory(prefix="windlass-") as folder:
         failure = Path(folder, "failure")
         outcome = _launch_ranks(plan, failure)
@@ -141,7 +144,7 @@ def run_training(options: TrainOptions) -> int:
 
 @contextmanager
 def _signals_raise_exit() -> Iterator[None]:
-    """SIGTERM and a hang-up end this process by an exception, as Ctrl-C does: what is half written is removed."""
+    """Raise SystemExit on SIGTERM and SIGHUP, so that `finally` blocks remove half-written files, as after Ctrl-C."""
 
     def leave(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
@@ -163,12 +166,12 @@ def _launch_ranks(plan: TrainingPlan, failure: Path) -> LaunchExitStatus:
 
     try:
         return start_ranks(["-m", _WORKER_MODULE, str(plan.plan_file), str(failure)], plan.nproc)
-    except KeyboardInterrupt:  # before the launcher took the signals over
+    except KeyboardInterrupt:  # before the launcher has installed its signal handlers
         return LaunchExitStatus(INTERRUPTED_EXIT_CODE, interrupted_by=signal.SIGINT)
 
 
 def _describe_killed_rank(status: LaunchExitStatus) -> str | None:
-    """Says which rank was ended from outside, or crashed: what the others tell follows from it."""
+    """Describe the rank that was killed or crashed. It is the cause: the other ranks fail because they lost a peer."""
     for failure in status.failures:
         if -failure.status == signal.SIGKILL:
             return str(failure)
@@ -187,7 +190,7 @@ def _resume_hint(plan: TrainingPlan, stopped: bool) -> str:
 
 
 def _remove_earlier_run(plan: TrainingPlan) -> None:
-    """Takes away what an earlier run left, so that nothing of it can pass for this run's."""
+    """Remove the files of an earlier run, so that none is mistaken for a file of this run."""
     for folder in (plan.checkpoint_folder, plan.export_folder, plan.tensorboard_folder):
         if folder.exists():
             shutil.rmtree(folder)

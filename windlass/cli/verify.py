@@ -1,4 +1,4 @@
-"""`windlass verify`: does the run under this configuration equal the plain one, and if not, where do they part."""
+"""Command `windlass verify`: compares training under a configuration with plain PyTorch, and locates a difference."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from windlass.verify.verification_report import Deviation, VerificationReport
 
 
-_TABLE_WIDTH = 110  # of the table; a pipe would have 80 columns
+_TABLE_WIDTH = 110  # of the table; rich would assume 80 columns for a pipe
 
 
 def verify(
@@ -62,7 +62,7 @@ def verify(
 ) -> None:
     """Train plain in one process and sharded by CONFIG on N ranks, on the same batches; compare each step phase by
     phase: weights and outputs of every module, every gradient before and after the reduction, norm and clipping, every
-    new weight. Exit code 0: equal; 1: not, or it could not be told."""
+    new weight. Exit code 0: equal; 1: not equal, or the comparison failed."""
     counts = _parse_rank_counts(nproc)
     _check_options(script, config, model, batch)
     from windlass.verify.verification_job import VerificationJob
@@ -86,7 +86,7 @@ def verify(
 
 
 def show_report(screen: Console, verdict: VerificationReport, name: str = "") -> None:
-    """Print a verdict: what was compared, a row for each step, what is allowed, and where the two part."""
+    """Print a report: the compared runs, a row for each step, the tolerances, and the first deviation."""
     parts = [f"{plural(verdict.ranks, 'rank')}, stage {verdict.stage}{name}"]
     many = "es" if verdict.micro_batches > 1 else ""
     parts += [f"{verdict.parameters:,} parameters", f"{verdict.micro_batches} micro-batch{many} a rank and step"]
@@ -186,7 +186,7 @@ def _format_figure(value: float) -> str:
 
 
 def _replace_non_finite(value: Any) -> Any:
-    """What is not finite as text: JSON has no number for it."""
+    """Replace non-finite floats by text, because JSON has no number for them."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):
