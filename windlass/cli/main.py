@@ -1,5 +1,5 @@
-"""Entry point of the `windlass` command: the table of commands, and errors printed without traceback unless
-`--debug`."""
+"""Entry point of the `windlass` command: the table of commands, and the printing of errors (traceback with
+`--debug`)."""
 
 from __future__ import annotations
 

@@ -26,8 +26,7 @@ def tiny_llama_config(vocab_size: int, seq_len: int) -> dict[str, Any]:
 
 
 def tiny_mixtral_config(vocab_size: int, seq_len: int) -> dict[str, Any]:
-    """Return the arguments of a `transformers.MixtralConfig`: the tiny model with four experts a layer, two for each
-    token."""
+    """Return the arguments of a `transformers.MixtralConfig`: the tiny model with four experts a layer, two a token."""
     tiny = {**tiny_llama_config(vocab_size, seq_len), "num_key_value_heads": 3, "intermediate_size": 256}
     return {**tiny, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
 
@@ -53,8 +52,7 @@ def default_scheduler() -> dict[str, Any]:
 
 
 def default_learning_rate(model: str) -> float:
-    """Return the default learning rate: high for the built-in models, which train from scratch; low for fine-tuning
-    others."""
+    """Return the default learning rate: high for the built-in models, which start untrained, low for fine-tuning."""
     return 3e-3 if model in BUILT_IN_MODELS else 3e-4
 
 

@@ -28,8 +28,8 @@ def all_reduce_losses(losses: list[torch.Tensor], stop_requested: bool) -> LossA
     shared = torch.zeros(2 + world, device=own.device)
     shared[0] = own.nan_to_num(0.0, 0.0, 0.0).mean() / world
     shared[1] = float(stop_requested)
-    # bool tensor would be the first False.
-    # Each rank writes the 1-based index of its first non-finite micro-batch to its own slot, 0 for none. argmin of a
+    # Each rank writes to its own slot the 1-based index of its first non-finite micro-batch, or 0 for none. argmin of
+    # the 0/1 flags is the first 0.
     shared[2 + rank] = torch.where(finite.all(), 0, finite.int().argmin() + 1)
     dist.all_reduce(shared)
     loss, stops, *firsts = shared.tolist()

@@ -25,8 +25,7 @@ def describe_failure(error: BaseException, rank: int) -> str:
 
 
 def record_failure(path: Path, message: str) -> bool:
-    """Write the first failure of all ranks to `path`. Return True on the rank that wrote it; later ones are
-    consequences."""
+    """Write the message to `path` if it is the first failure, the cause of the later ones. Return True if it was."""
     try:
         with open(path, "x") as stream:
             stream.write(message)

@@ -46,8 +46,7 @@ class TrainLoop:
         self._last_measured_step: int | None = None
 
     def run(self) -> bool:
-        """Train to the last step, or until some rank receives a stop request; save in both cases. Return True at the
-        last step."""
+        """Train to the last step or until a stop request on some rank, then save. Return True at the last step."""
         if self.initial_bits_per_byte is None:
             self.initial_bits_per_byte = self._evaluate_held_out()
         with closing(TrainingReporter(self)) as reporter:
