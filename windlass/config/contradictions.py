@@ -1,4 +1,4 @@
-"""Pairs of keys that cannot both be meant: every cross-section rule, in one place."""
+"""Contradictions between keys: all rules that span several sections."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from windlass.config.offload_section import OffloadOptimizer, is_offloaded
 from windlass.config.root_config import Config
 
 ContradictionRule = Callable[[Config], Iterator[tuple[str, str]]]
-"""A rule yields (key, sentence) for everything it finds."""
+"""Rule that yields (key, sentence) for each contradiction."""
 
 
 def find_contradictions(config: Config) -> list[ConfigProblem]:
-    """Every rule that `config` breaks."""
+    """Return a problem for every rule that `config` breaks."""
     return [
         ConfigProblem(ProblemKind.CONTRADICTION, key, sentence)
         for rule in CONTRADICTION_RULES

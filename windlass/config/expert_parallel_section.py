@@ -1,4 +1,4 @@
-"""DeepSpeed's `expert_parallel` section: experts of a mixture-of-experts model spread over ranks."""
+"""DeepSpeed's `expert_parallel` section: experts of a mixture-of-experts model, distributed over ranks."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _DEEPEP = "read only with comm_backend deepep, itself refused"
 
 
 class ExpertParallel(ConfigSection):
-    """Experts of a mixture-of-experts model spread over ranks."""
+    """Distribution of the experts of a mixture-of-experts model over ranks."""
 
     enable_key = "enabled"
 
     enabled: bool = honoured(False)
-    """Spread experts over autoep_size ranks."""
+    """Distribute experts over autoep_size ranks."""
     autoep_size: Positive = honoured(1)
-    """As parallel.ep, read where `enabled` is true."""
+    """Same as parallel.ep; read if `enabled` is true."""
     preset_model: Literal["mixtral", "qwen3_moe", "qwen3_5_moe", "deepseek_v2", "deepseek_v3"] | None = accepted(
         None, "experts and routers are found by the model's own classes"
     )

@@ -1,4 +1,4 @@
-"""The composition matrix: which features work together. This file is the only place that says so."""
+"""Matrix of features and the pairs of them that work together. All rules about combinations are in this file."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ if TYPE_CHECKING:
     from windlass.config.root_config import Config
 
 FeatureChoice = tuple[str, str]
-"""An axis and one of its values, such as `("precision", "bf16")`."""
+"""An axis of the matrix and one of its values, such as `("precision", "bf16")`."""
 
 
 @dataclass(frozen=True)
 class FeatureValue:
-    """A value of an axis: what it means, why it is not offered (empty: it is), and what a test of it needs."""
+    """Value of an axis: its meaning, the reason if it is not built (empty: it is), and the requirement of a test of
+    it."""
 
     meaning: str
     not_built_reason: str = ""
@@ -28,7 +29,7 @@ class FeatureValue:
 
 @dataclass(frozen=True)
 class FeaturePair:
-    """Two choices on different axes, and whether they work together; `because` says why not."""
+    """Two choices on different axes, and whether they work together; `reason` is empty if they do."""
 
     first: FeatureChoice
     second: FeatureChoice
@@ -142,7 +143,7 @@ INCOMPATIBLE_PAIRS: dict[frozenset[FeatureChoice], str] = {
     ): "whole parameters need other ranks amid an update",
     frozenset({("backward", "plain"), ("pp", "many")}): "a pipeline runs its backwards itself, in engine.train_batch",
 }
-"""Pairs that do not work although both halves might; every pair of offered values that is not here works."""
+"""Pairs of built features that do not work together. Every pair of built features that is not listed works."""
 
 ELEMENTWISE_OPTIMIZERS = frozenset(
     (
@@ -168,10 +169,10 @@ ONE_BIT_OPTIMIZERS = frozenset(("OneBitAdam", "ZeroOneAdam", "OneBitLamb"))
 
 
 def check_pair(first: FeatureChoice, second: FeatureChoice) -> FeaturePair:
-    """Whether two choices work together.
+    """Check whether two choices work together.
 
     Raises:
-        KeyError: an axis or value that the matrix does not have.
+        KeyError: the matrix does not have this axis or value.
     """
     values = (FEATURES[first[0]][first[1]], FEATURES[second[0]][second[1]])
     unbuilt = "; ".join(sorted({value.not_built_reason for value in values if value.not_built_reason}))
@@ -182,22 +183,22 @@ def check_pair(first: FeatureChoice, second: FeatureChoice) -> FeaturePair:
 
 
 def all_pairs() -> list[FeaturePair]:
-    """The verdict of every pair of choices on different axes."""
+    """Check every pair of choices on different axes."""
     choices = {axis: [(axis, value) for value in values] for axis, values in FEATURES.items()}
     return [check_pair(a, b) for x, y in combinations(FEATURES, 2) for a in choices[x] for b in choices[y]]
 
 
 def supported_pairs(available: Iterable[str] = ()) -> list[FeaturePair]:
-    """The pairs that work and need nothing but what is `available` (such as `"gpu"`)."""
+    """List the pairs that work and require nothing beyond `available` (such as `"gpu"`)."""
     at_hand = frozenset(available)
     return [pair for pair in all_pairs() if pair.is_supported and pair.requirements <= at_hand]
 
 
 def uncovered_pairs(cases: Iterable[Mapping[str, str]], available: Iterable[str] = ()) -> list[FeaturePair]:
-    """The working pairs that none of `cases` (descriptions, as from `describe`) reaches.
+    """List the supported pairs that none of `cases` covers. Each case is a dict as from `describe_features`.
 
     Raises:
-        KeyError: a case names an axis or value that the matrix does not have.
+        KeyError: a case has an axis or value that the matrix does not have.
     """
     reached: set[frozenset[FeatureChoice]] = set()
     for case in cases:
@@ -208,14 +209,15 @@ def uncovered_pairs(cases: Iterable[Mapping[str, str]], available: Iterable[str]
 
 
 def unsupported_pairs(case: Mapping[str, str]) -> list[FeaturePair]:
-    """The pairs of a description that do not work although each half is offered."""
+    """List the pairs of a case that do not work together although each feature is built."""
     offered = [choice for choice in case.items() if not FEATURES[choice[0]][choice[1]].not_built_reason]
     found = (check_pair(first, second) for first, second in combinations(offered, 2))
     return [pair for pair in found if not pair.is_supported]
 
 
 def describe_features(config: Config, **facts: str) -> dict[str, str]:
-    """The value of every axis under `config`; `facts` (axis=value) say what a configuration does not tell."""
+    """Return the value of every axis under `config`. `facts` (axis=value) add what the configuration does not
+    contain."""
     zero = config.zero_optimization
     case = {
         "stage": str(zero.stage),

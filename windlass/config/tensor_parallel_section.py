@@ -1,4 +1,4 @@
-"""DeepSpeed's `tensor_parallel` section, and the user's rules of cutting, however they are written."""
+"""DeepSpeed's `tensor_parallel` section, and its merger with `parallel.tensor_table`."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ class TensorParallelGroupConfig(ConfigSection):
     """Size and group of the tensor-parallel axis."""
 
     tp_size: Positive = honoured(1)
-    """As parallel.tp; 1 says nothing."""
+    """Same as parallel.tp; 1 has no effect."""
     tp_grain_size: Positive = accepted(1, "which rank has which rows changes no value")
     mpu: Any = refused(None, "groups come from the axes' sizes; pass an mpu to initialize, or delete the key")
     tp_group: Any = refused(None, "groups come from the axes' sizes; write parallel.tp, and delete the key")
 
 
 class TensorParallelLayerSpec(ConfigSection):
-    """How the layers that match some patterns are cut."""
+    """Sharding of the layers that match some patterns."""
 
     patterns: Annotated[Names, AfterValidator(_check_patterns)] = honoured(list)
     """Regular expressions for the start of a weight's name."""
     partition_type: Literal["row", "column", "skip"] = honoured("column")
-    """column: outputs are cut; row: inputs; skip: each rank has all."""
+    """column: shard the outputs; row: shard the inputs; skip: replicate the layer."""
     model_types: Names | None = honoured(None)
-    """The rule is of these alone (`config.model_type` of a model of transformers)."""
+    """Model types to which the rule is limited (`config.model_type` of a transformers model)."""
     shape: list[Any] | None = refused(None, "the parts of a fused matrix are found by the model's own plan; delete it")
     partition_dim: Int | None = refused(None, "partition_type says which; delete it")
     gather_output: bool = refused(False, "not built: outputs that are gathered again; write false")
@@ -45,25 +45,25 @@ class TensorParallelLayerSpec(ConfigSection):
 
 
 class TensorParallelPartitionConfig(ConfigSection):
-    """The user's own rules of cutting."""
+    """The user's own sharding rules."""
 
     use_default_specs: bool = honoured(True)
-    """What no rule matches is cut by the model's own plan; false: each rank has all of it."""
+    """Shard layers that no rule matches by the model's own plan; false: replicate them."""
     layer_specs: list[TensorParallelLayerSpec] = honoured(list)
-    """The first that matches counts; lines of parallel.tensor_table go before."""
+    """Sharding rules. The first that matches a layer applies; entries of parallel.tensor_table override it."""
 
 
 class TensorParallelConfig(ConfigSection):
-    """Matrices cut over ranks."""
+    """Sharding of matrices over ranks."""
 
     autotp_size: Count = honoured(0)
-    """As parallel.tp; 0 and 1 say nothing."""
+    """Same as parallel.tp; 0 and 1 have no effect."""
     tp: TensorParallelGroupConfig = honoured(TensorParallelGroupConfig, aliases=("tensor_parallel",))
     """Another place for the size."""
     tp_overlap_comm: bool = honoured(False)
-    """As parallel.tp_overlap_chunks 2, where that is absent."""
+    """Same as parallel.tp_overlap_chunks 2, if that key is absent."""
     partition_config: TensorParallelPartitionConfig | None = honoured(None)
-    """How single layers are cut."""
+    """Sharding of single layers."""
 
     dtype: Any = accepted("torch.float16", "dtypes follow from the sections fp16 and bf16")
     vocab_parallel_lm_head: bool | None = accepted(
@@ -93,12 +93,13 @@ def merge_tensor_tables(
     names: Iterable[str],
     model_type: str | None = None,
 ) -> dict[str, str]:
-    """The user's lines of cutting in one table, of which the last that fits counts: DeepSpeed's specs, each written out
-    for the modules that it is the first to match, and then `table`.
+    """Merge the user's sharding rules into one table, in which the last match applies.
+
+    DeepSpeed's specs come first, expanded to the modules for which each is the first match; `tensor_table` follows.
 
     Args:
-        names: of the model's linear layers.
-        model_type: of a model of transformers; specs of others are left out.
+        names: names of the model's linear layers.
+        model_type: type of a transformers model; specs for other types are left out.
     """
     own = dict(tensor_table or {})
     found: dict[str, str] = {}
