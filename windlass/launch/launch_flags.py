@@ -1,4 +1,4 @@
-"""The flags of `windlass run`: those of torchrun and of the `deepspeed` command, spelled with dashes or underscores."""
+"""Flags of `windlass run`: those of torchrun and of the `deepspeed` command, spelled with dashes or underscores."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ AXIS_FLAGS = {
     "sp": "ranks that share sequences",
     "tp": "ranks over which matrices are cut",
 }
-"""The flags that say sizes of axes, for a dry run."""
+"""Flags that set axis sizes, for a dry run."""
 _UNBOUNDED = 10**15
-_MAX_SECONDS = 10**8  # three years; time.sleep and select fail at more than about 10^9
+_MAX_SECONDS = 10**8  # three years; time.sleep and select raise above about 10^9
 LOG_LEVEL_NAMES = ("debug", "info", "warning", "error", "critical")
 
 _DESCRIPTION = """Start SCRIPT on N ranks of this machine, or on those of several hosts over ssh.
@@ -39,7 +39,7 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
 
 def build_run_parser() -> argparse.ArgumentParser:
-    """The parser of `windlass run`; `parse` is how it is used."""
+    """Build the parser of `windlass run`, for `parse_flags`."""
     parser = argparse.ArgumentParser(
         prog="windlass run",
         usage="windlass run [OPTION]... SCRIPT [ARGUMENT]...",
@@ -60,9 +60,10 @@ def build_run_parser() -> argparse.ArgumentParser:
 
 
 def parse_flags(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
-    """The flags before the first word that is none; that word and all that follow are `words` of the result.
+    """Parse the flags before the first word that is not a flag. That word and all that follow are `words` of the
+    result.
 
-    argparse alone would take a `--` that is the script's, and a value that begins with `-` for a flag.
+    argparse alone would consume a `--` that belongs to the script, and take a value that begins with `-` for a flag.
     """
     flags, rest = [], list(argv)
     while rest and rest[0].startswith("-") and rest[0] not in ("-", "--"):
@@ -80,7 +81,7 @@ def parse_flags(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argpars
 
 
 def int_between(minimum: int = -_UNBOUNDED, maximum: int = _UNBOUNDED) -> Callable[[str], int]:
-    """A parser of whole numbers within bounds, for argparse."""
+    """Return a parser of whole numbers within bounds, for argparse."""
 
     def whole_number_of(text: str) -> int:
         value = parse_int(text)
@@ -93,7 +94,7 @@ def int_between(minimum: int = -_UNBOUNDED, maximum: int = _UNBOUNDED) -> Callab
 
 
 def seconds_at_least(minimum: float) -> Callable[[str], float]:
-    """A parser of durations, for argparse."""
+    """Return a parser of durations in seconds, for argparse."""
 
     def seconds_of(text: str) -> float:
         value = parse_finite_float(text)
@@ -312,8 +313,8 @@ def _takes_next_word(parser: argparse.ArgumentParser, word: str) -> bool:
 
 
 def copy_flags(parser: argparse.ArgumentParser, names: Container[str]) -> None:
-    """Give `parser` those flags of `windlass run` that a command of DeepSpeed's has; of the others, what they are where
-    nobody says them. None of them has the short form `-m` there."""
+    """Add those flags of `windlass run` to `parser` that a DeepSpeed command has too, without the short form `-m`. Set
+    the defaults of the others."""
     for action in build_run_parser()._actions:
         if action.dest == "help":
             continue

@@ -1,4 +1,4 @@
-"""From the flags of a command to a plan: which hosts, which devices, what is refused."""
+"""Conversion of command line flags to a launch plan: hosts, devices, and rejected flags."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from windlass.launch.visible_devices import (
 )
 
 DEFAULT_MASTER_PORT = 29500
-"""Where ranks meet if hosts start them by themselves and nobody says otherwise."""
+"""Default rendezvous port if hosts start their ranks by themselves."""
 
 _RENDEZVOUS_FLAGS = ("rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf")
 _RENDEZVOUS_ONLY_FLAGS = (
@@ -48,9 +48,9 @@ _PLACEMENT_FLAGS = (
 
 
 def has_placement_flags(args: argparse.Namespace) -> bool:
-    """Whether a flag says where ranks are, so that they are started whoever started this process.
+    """Return True if a flag gives the placement of ranks. Ranks are then started even inside another launcher.
 
-    What a command assumes by itself (`args.assumed`) does not.
+    A command's own defaults (`args.assumed`) do not count.
     """
     assumed = getattr(args, "assumed", {})
     given = [name for name in _PLACEMENT_FLAGS if getattr(args, name) and getattr(args, name) != assumed.get(name)]
@@ -58,7 +58,7 @@ def has_placement_flags(args: argparse.Namespace) -> bool:
 
 
 def needs_rendezvous(args: argparse.Namespace) -> bool:
-    """Whether hosts are to find each other by torch's elastic agent."""
+    """Return True if hosts find each other by torch's elastic agent."""
     given = [name for name in _RENDEZVOUS_FLAGS if getattr(args, name)]
     if args.standalone:
         if given:
@@ -72,10 +72,10 @@ def needs_rendezvous(args: argparse.Namespace) -> bool:
 
 
 def reject_unsupported_flags(args: argparse.Namespace) -> None:
-    """Raise for flags that are known and cannot be honoured.
+    """Reject known flags that are not supported.
 
     Raises:
-        LaunchError: names the flag.
+        LaunchError: such a flag is given; the message names it.
     """
     if args.autotuning:
         raise LaunchError("--autotuning is not built yet; leave it out and choose the configuration by hand")
@@ -98,10 +98,10 @@ def reject_unsupported_flags(args: argparse.Namespace) -> None:
 
 
 def program_from_args(args: argparse.Namespace) -> Program:
-    """What each rank runs.
+    """Return the program that each rank runs.
 
     Raises:
-        LaunchError: flags that contradict each other, or a path that is not absolute.
+        LaunchError: flags contradict each other, or a path is not absolute.
     """
     chosen = [name for name in ("module", "no_python", "run_path") if getattr(args, name)]
     if len(chosen) > 1:
@@ -114,13 +114,12 @@ def program_from_args(args: argparse.Namespace) -> Program:
 
 
 def plan_from_args(args: argparse.Namespace, env: Mapping[str, str]) -> LaunchPlan:
-    """The plan that the flags ask for, without what other hosts need to be told.
+    """Build the launch plan from the flags, without the exported variables and directory that other hosts need.
 
     Raises:
-        LaunchError: flags that contradict each other, a hostfile or filter that makes no sense, devices that are not
-            given.
+        LaunchError: flags contradict each other, a hostfile or filter is invalid, or devices are not available.
     """
-    if args.rdzv_endpoint:  # of the static kind, else it would have gone another way
+    if args.rdzv_endpoint:  # a static endpoint; other rendezvous backends are handled by the torch agent
         address, colon, port = args.rdzv_endpoint.rpartition(":")
         args.master_addr = args.master_addr or (address if colon else port)
         args.master_port = args.master_port or (parse_int(port) if colon else None)
@@ -152,11 +151,11 @@ def plan_from_args(args: argparse.Namespace, env: Mapping[str, str]) -> LaunchPl
 
 
 def hosts_from_args(args: argparse.Namespace) -> tuple[tuple[Host, ...], bool]:
-    """The hosts, and whether their slots choose devices.
+    """Return the hosts, and True if their slots select devices.
 
     Raises:
-        LaunchError: flags that contradict each other, a hostfile or filter that makes no sense, devices that are not
-            given, more ranks than any run has.
+        LaunchError: flags contradict each other, a hostfile or filter is invalid, devices are not available, or there
+            are too many ranks.
     """
     hosts, use_devices = _choose_hosts(args)
     ranks = sum(len(host.slots) for host in hosts)
@@ -219,7 +218,7 @@ def _hosts_from_pool(args: argparse.Namespace, pool: Mapping[str, int], nodes: i
 
 
 def _local_slots(args: argparse.Namespace) -> tuple[tuple[int | str, ...], bool]:
-    """The slots of this machine, and whether they choose devices."""
+    """Return the slots of this machine, and True if they select devices."""
     if args.nproc and str(args.nproc).lstrip("-").isdecimal():
         number = _parse_count(args.nproc, "--nproc")
         return tuple(range(number)), False
@@ -242,7 +241,7 @@ def _local_slots(args: argparse.Namespace) -> tuple[tuple[int | str, ...], bool]
 
 
 def _default_local_size() -> int:
-    """`LOCAL_SIZE`, DeepSpeed's number of ranks where there are no devices; 1 where it is no such number."""
+    """Return `LOCAL_SIZE`, DeepSpeed's number of ranks without devices; 1 if it is not a valid number."""
     number = parse_int(os.environ.get("LOCAL_SIZE", ""))
     return number if number is not None and 1 <= number <= MAX_RANKS_PER_HOST else 1
 
@@ -253,7 +252,7 @@ def _filter_slots(args: argparse.Namespace, given: list[str]) -> tuple[int | str
             f"{VISIBLE_DEVICES_VARIABLE}={','.join(given)} names no numbers, which --include and --exclude take; set it alone"
         )
     numbers = [int(name) for name in given]
-    if not numbers:  # CPU ranks: slots only count
+    if not numbers:  # CPU ranks: slots do not select devices, only their number counts
         named = [parse_int(slot) for slot in re.findall(r"(?<=[:,])\d+", args.include)]
         highest = max((slot for slot in named if slot is not None), default=0)
         numbers = list(range(max(_default_local_size(), min(highest, MAX_RANKS_PER_HOST) + 1)))
