@@ -7,8 +7,7 @@ from windlass.config.key_status import honoured
 
 
 class ActivationCheckpointing(ConfigSection):
-    """Options of `windlass.checkpointing.checkpoint`. Models that call torch's own checkpoint function are not
-    affected."""
+    """Options of `windlass.checkpointing.checkpoint`. They do not affect models that call torch's own function."""
 
     partition_activations: bool = honoured(False)
     """Shard saved inputs over the ranks of the model-parallel group. No effect if the group has one rank."""

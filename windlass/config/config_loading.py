@@ -44,8 +44,8 @@ def load_config(source: object) -> Config:
     Keys that are known but not supported do not fail here: see `Config.refusals`.
 
     Raises:
-        ConfigError: the source cannot be read, or has unknown keys, wrong types or contradictions; the message lists
-    all.
+        ConfigError: the source cannot be read, or has unknown keys, wrong types or contradictions. The message lists
+            all of them.
     """
     found = validate_config(source)
     if found.problems:
@@ -116,7 +116,7 @@ def _path_in_data(loc: tuple[Any, ...], data: Any) -> tuple[Any, ...]:
 
 
 def _remove_at(loc: tuple[Any, ...], data: Any) -> None:
-    """Remove the value at `loc`. If it is missing (a required key), clear the section that should contain it."""
+    """Remove the value at `loc`. Clear the whole list for an element, and the whole section for a missing key."""
     for step in loc[:-1]:
         data = data[step]
         if isinstance(data, list):

@@ -34,7 +34,8 @@ def _dtype_name(value: Any) -> Any:
 
 
 NUMBER = BeforeValidator(_refuse_bool)
-"""Rejects booleans, so that `true` does not count as 1. It follows the bounds, so that they reach the JSON Schema."""
+"""Validator that rejects booleans, so that `true` does not count as 1. Its place is after the bounds of a type, so that
+the bounds reach the JSON Schema."""
 Int = Annotated[int, NUMBER]
 """Integer. `5e8` and `"2"` are accepted as integers, because common files have them; `980.1` and `true` are not."""
 Count = Annotated[int, Field(ge=0), NUMBER]

@@ -12,8 +12,7 @@ _AUTO = {"const": "auto"}
 
 
 def build_editor_schema() -> dict[str, Any]:
-    """Build the schema of `ds_config.json`: every key in all its spellings, with "auto" where it is read, and its
-    status."""
+    """Build the schema of `ds_config.json`: every key in all spellings, with "auto" where it is read, and its status."""
     schema = Config.model_json_schema()
     for definition in schema["$defs"].values():
         _rewrite_properties(definition, auto=None)
@@ -24,8 +23,7 @@ def build_editor_schema() -> dict[str, Any]:
 
 
 def _rewrite_properties(definition: dict[str, Any], auto: tuple[str, ...] | None) -> None:
-    """Convert the facts of each field to schema keywords. `auto`: keys that take "auto"; None: every plain value
-    does."""
+    """Convert the facts of each field to schema keywords. `auto`: keys that take "auto"; None: every plain value."""
     properties: dict[str, Any] = {}
     for name, original in definition.get("properties", {}).items():
         facts = original.get("windlass", {})

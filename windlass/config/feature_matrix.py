@@ -19,8 +19,7 @@ FeatureChoice = tuple[str, str]
 
 @dataclass(frozen=True)
 class FeatureValue:
-    """Value of an axis: its meaning, the reason if it is not built (empty: it is), and the requirement of a test of
-    it."""
+    """Value of an axis: its meaning, the reason if it is not built (empty: it is), and what a test of it requires."""
 
     meaning: str
     not_built_reason: str = ""
@@ -216,8 +215,7 @@ def unsupported_pairs(case: Mapping[str, str]) -> list[FeaturePair]:
 
 
 def describe_features(config: Config, **facts: str) -> dict[str, str]:
-    """Return the value of every axis under `config`. `facts` (axis=value) add what the configuration does not
-    contain."""
+    """Return the value of every axis under `config`. `facts` (axis=value) set axes that no key determines."""
     zero = config.zero_optimization
     case = {
         "stage": str(zero.stage),

@@ -69,8 +69,7 @@ class KeyNormalizer:
 
 
 def is_comment(key: str) -> bool:
-    """Return True for keys that hold comments, which JSON lacks: `_comment`, `_anything`, `//`, `comment`,
-    `$schema`."""
+    """Return True for keys that serve as comments: `_comment`, `_anything`, `//`, `comment`, `$schema`."""
     return key.startswith(("_", "//", "#")) or key.lower() in ("comment", "comments", "$schema")
 
 

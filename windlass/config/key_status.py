@@ -21,8 +21,7 @@ class KeyStatus(StrEnum):
 def honoured(
     default: Any = ..., *, aliases: Sequence[str] = (), windlass_only: bool = False, **constraints: Any
 ) -> Any:
-    """Declare a field that takes effect. `aliases`: other spellings; `windlass_only`: DeepSpeed does not have the
-    key."""
+    """Declare a field that takes effect. `aliases`: other spellings; `windlass_only`: DeepSpeed lacks the key."""
     return _make_field(default, KeyStatus.HONOURED, "", aliases, windlass_only, constraints)
 
 

@@ -44,8 +44,8 @@ class Wandb(ConfigSection):
 
 
 class Comet(ConfigSection):
-    """Logging to Comet. Needs the `comet` extra. Keys at null are read from Comet's own configuration file and
-    variables."""
+    """Logging to Comet. Needs the `comet` extra. For keys at null, Comet's own configuration file and variables
+    apply."""
 
     enabled: bool = honoured(False)
     """Log on rank 0."""

@@ -26,16 +26,15 @@ class OffloadParam(ConfigSection):
     """Page-lock (pin) host memory, if there is a GPU."""
 
     buffer_count: Count = honoured(5)
-    """nvme: buffer_count x buffer_size is the number of elements of a rank's parameters that are read ahead of their
-    use."""
+    """nvme: buffer_count x buffer_size is the number of elements of a rank's parameters that are prefetched from disk."""
     buffer_size: Count = honoured(100_000_000)
     """Number of elements; see buffer_count."""
     max_in_cpu: Count = accepted(1_000_000_000, "a unit on disk passes through host memory only while it moves")
 
 
 class OffloadOptimizer(ConfigSection):
-    """Tier of master weights and optimizer states. The optimizer step runs on the host if they are not on the
-    device."""
+    """Tier of master weights and optimizer states. Unless they are on the device, the optimizer step runs on the
+    host."""
 
     enable_key = "device"
 
@@ -46,13 +45,14 @@ class OffloadOptimizer(ConfigSection):
     pin_memory: bool = honoured(True)
     """Page-lock (pin) host memory, if there is a GPU."""
     ratio: Fraction = honoured(1.0)
-    """Fraction of the elements whose states are offloaded: whole units, first those that are first in the model."""
+    """Fraction of the elements whose states are offloaded, in whole units and in model order."""
     gradient_device: Literal["cpu", "nvme"] = honoured("cpu", windlass_only=True)
-    """Tier of reduced gradients until the step: nvme saves 4 bytes of host memory per element and moves 8 more."""
+    """Tier of reduced gradients until the step: nvme saves 4 bytes of host memory per element and transfers 8 bytes
+    more per element."""
     delayed_update: bool = honoured(False, windlass_only=True)
     """Run the step during the next forward and backward, which therefore compute with parameters one update old."""
     delayed_update_start: Count = honoured(0, windlass_only=True)
-    """Number of steps that are not delayed, at the start of training."""
+    """Number of steps at the start of training whose updates are not delayed."""
 
     buffer_count: Count = honoured(4)
     """nvme: number of chunks of sub_group_size elements in flight; when absent, as many as fit into a quarter of the
@@ -70,7 +70,7 @@ class OffloadOptimizer(ConfigSection):
 
 
 class ZenFlowConfig(ConfigSection):
-    """Offload that updates important gradients at once and the rest later; turned on by its presence."""
+    """Offload that applies important gradients at once and the rest later. The section's presence enables it."""
 
     refusal = (
         "it makes most of each update several steps late to hide the host's step, and updates that were one step late "

@@ -218,9 +218,9 @@ def _conflicting_values(kind: str, params: Mapping[str, Any], table: ParameterTa
 
 
 def build_trial_optimizer(kind: str, params: Mapping[str, Any]) -> Any:
-    """Construct a torch optimizer of this type over one small matrix; for windlass's own types, a base `Optimizer`
-    with their defaults.
+    """Construct an optimizer over one small matrix, to try parameters or a schedule.
 
+    A type in `OPTIMIZER_PARAMETERS` gives a base `Optimizer` with its defaults, any other type the class of torch.
     Imports torch. Raises the exception that the class raises for these parameters.
     """
     import torch

@@ -42,8 +42,7 @@ class PipelineConfig(ConfigSection):
     virtual_stages: Positive | None = honoured(None, windlass_only=True)
     """Number of model parts on each rank; null: 2 if the schedule is interleaved, else 1."""
     unshard_per: Literal["step", "micro-batch"] = honoured("step", windlass_only=True)
-    """With ZeRO: unshard parameters and reduce gradients once a step, or once a micro-batch, which needs less
-    memory."""
+    """With ZeRO: unshard parameters and reduce gradients once a step, or once a micro-batch, which saves memory."""
 
     seed_layers: bool = accepted(False, "DeepSpeed itself reads it nowhere; PipelineModule has an argument of the name")
     pipe_partitioned: bool = accepted(

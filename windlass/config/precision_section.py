@@ -27,7 +27,7 @@ class Fp16(ConfigSection):
     loss_scale_window: Positive = honoured(1000)
     """Number of steps without overflow after which the scale doubles."""
     hysteresis: Positive = honoured(2)
-    """Number of overflows at which the scale is halved. Each overflow before skips only its step."""
+    """Number of overflows after which the scale is halved. Every step with an overflow is skipped."""
     consecutive_hysteresis: bool = honoured(False)
     """Restart the count of overflows after every step without one, so that only consecutive overflows count."""
     min_loss_scale: Annotated[float, Field(gt=0, allow_inf_nan=False), NUMBER] = honoured(1.0)

@@ -96,7 +96,7 @@ class Config(ConfigSection):
     sequence_parallel_size: Positive | None = honoured(None)
     """Same as parallel.sp."""
     data_parallel_size: Positive | None = honoured(None)
-    """Number of data-loading ranks; must equal the number that the axes leave. Read only beside
+    """Number of data-loading ranks, which must equal the number that the axes leave. Read only beside
     sequence_parallel_size."""
 
     managed_gradient_accumulation: bool = honoured(True)
@@ -241,8 +241,8 @@ class Config(ConfigSection):
             axes: resolved axes of these ranks; by default those of the configuration alone.
 
         Raises:
-            ConfigError: the batch sizes are inconsistent; the message has every number, its origin and the line to
-        change.
+            ConfigError: the batch sizes are inconsistent. The message has every number, its origin and the line to
+                change.
         """
         count = (
             axes.data_loading_size if axes is not None else data_loading_size_of(self, world_size, world_size_source)
@@ -286,8 +286,7 @@ class Config(ConfigSection):
         )
 
     def tensor_table(self, names: Iterable[str], model_type: str | None = None) -> dict[str, str]:
-        """Return the sharding style that the user set for modules, by regular expressions of full names; the last match
-        applies.
+        """Return the user's sharding style of modules, by regular expressions of full names. The last match applies.
 
         Args:
             names: names of the model's linear layers, for DeepSpeed's `partition_config`, which matches names of
@@ -306,8 +305,8 @@ class Config(ConfigSection):
     def refusals(self) -> list[ConfigRefusal]:
         """List every unsupported setting of this configuration; empty means that it can be trained.
 
-        Loading and support are separate: `load_config` raises for an invalid configuration, `initialize` and `windlass
-        check` report the refusals listed here.
+        Loading and support are separate: `load_config` raises for an invalid configuration; `initialize` and
+        `windlass check` report the refusals listed here.
         """
         return find_refusals(self)
 

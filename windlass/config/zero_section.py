@@ -41,8 +41,7 @@ class ZeroConfig(ConfigSection):
     allgather_bucket_size: Positive = honoured(500_000_000)
     """Maximum number of parameter elements all-gathered in one collective after a step."""
     reduce_scatter: bool = honoured(True)
-    """Reduce-scatter gradients, so that each rank receives only its shard; false: all-reduce them and keep the
-    shard."""
+    """Reduce-scatter gradients, so that each rank receives only its shard; false: all-reduce and keep the shard."""
     allgather_partitions: bool = honoured(True)
     """All-gather updated shards in one collective; false: one broadcast for each rank."""
     contiguous_gradients: bool = honoured(True)
@@ -50,8 +49,7 @@ class ZeroConfig(ConfigSection):
     overlap_comm: bool | None = honoured(None)
     """Overlap communication with computation; true when absent."""
     round_robin_gradients: bool = honoured(False)
-    """Start the reduction of shards with a different peer on each rank, so that ranks do not all wait for the same
-    one."""
+    """Start the reduction of shards with a different peer on each rank, so that not all wait for the same one."""
     sub_group_size: Positive = honoured(1_000_000_000)
     """Maximum number of elements that the optimizer updates at once."""
     ignore_unused_parameters: bool = honoured(True)
@@ -65,7 +63,7 @@ class ZeroConfig(ConfigSection):
     stage3_max_live_parameters: Count = honoured(1_000_000_000, aliases=("max_live_parameters",))
     """Maximum number of unsharded elements at any time."""
     stage3_max_reuse_distance: Count = honoured(1_000_000_000, aliases=("max_reuse_distance",))
-    """Number of elements within which a parameter is kept unsharded if it is used again."""
+    """Keep a parameter unsharded if it is used again within this many elements."""
     stage3_gather_16bit_weights_on_model_save: bool = honoured(
         False, aliases=("gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save")
     )
@@ -79,8 +77,7 @@ class ZeroConfig(ConfigSection):
     unit_merge_threshold: Count = honoured(0, windlass_only=True)
     """Number of elements below which neighbouring units are merged into one; 0: never."""
     blocks: Names | None = honoured(None, windlass_only=True)
-    """Module classes or dotted module names that are unsharded as one block; null: repeated blocks are found
-    automatically."""
+    """Module classes or dotted module names that are unsharded as one block; null: detect repeated blocks."""
 
     use_multi_rank_bucket_allreduce: bool = accepted(
         True, "a bucket always travels in one collective, whichever ranks own its parts"

@@ -135,8 +135,7 @@ def _node_table(rank_map: HostRankMap) -> Any:
 
 
 def _traffic_table(rank_map: HostRankMap) -> Any:
-    """Build a table with a row for each axis: its ranks, the nodes it spans, and the bytes that a rank receives in a
-    step."""
+    """Build a table with a row for each axis: its ranks, the nodes it spans, and the bytes received in a step."""
     from rich.table import Table
 
     from windlass.launch.rank_map import format_rank_list

@@ -82,9 +82,9 @@ def combine_failures(failures: Sequence[RankFailure]) -> LaunchExitStatus:
     """Return the worst exit code of the ranks that failed by themselves.
 
     After the first failure the launcher stops the other ranks, and kills those that do not end. Their exit codes are
-    consequences and must not hide the cause. So only failures within a second of the first count. Of these, ranks that
-    were stopped by a signal, or ended by their watchdog because of another rank, count only if there are no others. A
-    stopped rank must then have ended before the launcher stopped any.
+    consequences and must not hide the cause. So only failures within a second of the first count. Of these, ranks with
+    a stop signal's exit code, or that their watchdog ended, count only if there are no others. Ranks with a stop
+    signal's exit code must also have ended before the launcher can have stopped them.
     """
     if not failures:
         return LaunchExitStatus(0)

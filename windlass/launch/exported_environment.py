@@ -53,8 +53,7 @@ def exported_environment(
 
 
 def parse_environment_file(text: str, source: str) -> dict[str, str]:
-    """Parse `KEY=VALUE` lines. Empty lines and comments (`#`) are skipped, and one pair of quotes around VALUE is
-    removed.
+    """Parse `KEY=VALUE` lines. Skip empty lines and comments (`#`), and remove one pair of quotes around VALUE.
 
     Raises:
         LaunchError: a line has another form.

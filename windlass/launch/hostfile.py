@@ -28,8 +28,7 @@ class HostError(LaunchError, ValueError):
 
 
 def fetch_hostfile(path: str | Path) -> dict[str, int] | None:
-    """Read hosts and their numbers of slots, in the order of the file. Return None, with a warning, if there is no
-    file.
+    """Read hosts and their numbers of slots, in the order of the file. Warn and return None if there is no file.
 
     A line is `HOST slots=N`. The rest of a line is ignored, and so are empty lines and those that begin with `#`.
 

@@ -203,8 +203,7 @@ def _launch_with_backend(args: argparse.Namespace, plan: LaunchPlan, launcher: s
 
 
 def _choose_master_port(args: argparse.Namespace, plan: LaunchPlan, launcher: str) -> int:
-    """Return the rendezvous port for ranks of another launcher. Slurm jobs may share a host, so each gets its own
-    port."""
+    """Return the rendezvous port for ranks of another launcher. Each Slurm job gets its own, as jobs may share a host."""
     asked = None if getattr(args, "any_port", False) else plan.master_port
     job = os.environ.get("SLURM_JOB_ID", "") if launcher == "slurm" else ""
     return asked or (port_of(int(job), 0) if parse_int(job) is not None else plan.master_port or DEFAULT_MASTER_PORT)

@@ -6,4 +6,4 @@ from windlass.base.errors import WindlassError
 
 
 class LaunchError(WindlassError, RuntimeError):
-    """Ranks cannot be started: no such script, a port in use, an invalid number, an unreachable host."""
+    """Failure to start ranks: no such script, a port in use, an invalid number, an unreachable host."""

@@ -60,8 +60,7 @@ def build_run_parser() -> argparse.ArgumentParser:
 
 
 def parse_flags(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the flags before the first word that is not a flag. That word and all that follow are `words` of the
-    result.
+    """Parse the flags before the first word that is not a flag. The remaining words become `words` of the result.
 
     argparse alone would consume a `--` that belongs to the script, and take a value that begins with `-` for a flag.
     """

@@ -82,8 +82,7 @@ def is_installed(launcher: str) -> bool:
 
 
 def pdsh_command(plan: LaunchPlan, options: LauncherOptions) -> LauncherCommand:
-    """Build a pdsh command that starts one agent per host. pdsh inserts the host's index (`%n`); `-b`: one Ctrl-C ends
-    it."""
+    """Build a pdsh command that starts one agent per host. pdsh replaces `%n` by the host's index."""
     environment = {"PDSH_RCMD_TYPE": "ssh"}
     if options.ssh_port is not None:
         environment["PDSH_SSH_ARGS_APPEND"] = f"{options.pdsh_ssh_args} -p {options.ssh_port}".strip()
@@ -166,8 +165,7 @@ _COMMAND_BUILDERS: Mapping[str, Callable[[LaunchPlan, LauncherOptions], Launcher
 
 
 def _rank_argv(plan: LaunchPlan) -> list[str]:
-    """Return the command of each rank. The plan's variables are passed by the backend, so that process listings show
-    none."""
+    """Return the command of each rank. The backend passes the variables, so that process listings do not show them."""
     return [sys.executable, "-u", "-m", "windlass.launch.external_rank", encode_plan(replace(plan, env={}))]
 
 

@@ -131,8 +131,7 @@ class NodeAgent:
             self._ranks.stop(signal_number, grace_s)
 
     def _read_messages(self) -> None:
-        """Read messages from standard input. In a thread of its own, because the main thread may block on a full output
-        pipe."""
+        """Read messages from standard input, in a separate thread because the main one may block on a full pipe."""
         lines = MessageReader()
         reader = selectors.DefaultSelector()
         reader.register(0, selectors.EVENT_READ)
@@ -160,8 +159,7 @@ class NodeAgent:
 
 
 def own_address() -> str:
-    """Return an address of this host that other hosts can reach: that of the launcher's connection, unless it is
-    loopback.
+    """Return an address of this host that other hosts can reach: first choice is that of the launcher's connection.
 
     Raises:
         LaunchError: there is none.

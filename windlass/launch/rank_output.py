@@ -139,8 +139,7 @@ def write_stream(stream: str, data: bytes) -> None:
 
 
 def _split_lines(data: bytes) -> list[bytes]:
-    """Split into lines with their ends, and the incomplete rest. The carriage return of a progress bar ends a line
-    too."""
+    """Split into lines with their ends, and the incomplete rest. A progress bar's carriage return ends a line too."""
     found = data.splitlines(keepends=True)
     # a trailing carriage return may be the first half of \r\n
     rest = found.pop() if found and not found[-1].endswith(b"\n") else b""

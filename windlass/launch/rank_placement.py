@@ -25,8 +25,7 @@ class Host:
 
 @dataclass(frozen=True)
 class RankPlacement:
-    """Placement of one rank. `node_rank` is the index of its host, `local_rank` its index among the ranks of the
-    host."""
+    """Placement of one rank. `node_rank` is the index of its host, `local_rank` its index on that host."""
 
     rank: int
     local_rank: int

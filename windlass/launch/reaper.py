@@ -16,8 +16,7 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def continue_in_child() -> None:
-    """Fork and return in the child. The parent waits for the child, and if a signal was involved, kills all that is
-    left."""
+    """Fork and return in the child. The parent waits for the child; after a signal it also kills all orphans."""
     parent = os.getpid()
     child = os.fork()
     if child:

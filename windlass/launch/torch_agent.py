@@ -111,8 +111,7 @@ def _restored_signal_handlers() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _silenced_torch_log() -> Iterator[None]:
-    """Silence the agent's report of a failure, which repeats what ranks printed. Setting torch's `LOGLEVEL` keeps
-    it."""
+    """Silence the agent's report of a failure, which repeats the output of ranks, unless `LOGLEVEL` is set."""
     if "LOGLEVEL" in os.environ:
         yield
         return

@@ -41,8 +41,7 @@ def available_devices(environ: Mapping[str, str], count: int) -> list[str]:
 
 
 def slurm_device_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the CUDA_VISIBLE_DEVICES to set if only Slurm's own variables give devices, so that ranks see no
-    others."""
+    """Return CUDA_VISIBLE_DEVICES from Slurm's own variables if it is not set, so that ranks see no other devices."""
     if VISIBLE_DEVICES_VARIABLE in environ or not any(environ.get(variable) for variable in _SLURM_VARIABLES):
         return {}
     given = available_devices(environ, count_devices())

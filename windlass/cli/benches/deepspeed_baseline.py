@@ -36,8 +36,10 @@ print("\\n" + json.dumps(found))
 
 
 def unavailable_operators(*operators: str) -> dict[str, str]:
-    """Return, by operator, the reason why DeepSpeed cannot use it here; empty if it can. Builds missing ones (minutes,
-    once)."""
+    """Return, by operator, the reason why DeepSpeed cannot use it here; empty if it can.
+
+    Missing operators are built first, which takes minutes, once.
+    """
     if importlib.util.find_spec("deepspeed") is None:
         return dict.fromkeys(operators, "not installed (pip install --no-build-isolation deepspeed)")
     done = subprocess.run(

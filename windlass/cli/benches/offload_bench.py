@@ -81,8 +81,7 @@ def run_offload_bench(
 
 
 def measure_disk_rates(folder: str) -> tuple[float, float]:
-    """Measure the disk of `folder`: bytes per second of one large read and one large write by direct I/O, best of
-    three."""
+    """Measure the disk of `folder`: bytes per second of a large read and a large write by direct I/O, best of three."""
     from windlass.storage.disk_tier import DiskTier
 
     reads: list[float] = []

@@ -11,8 +11,7 @@ _NET, _INFINIBAND = Path("/sys/class/net"), Path("/sys/class/infiniband")
 def network_interfaces(root: Path = _NET) -> list[dict[str, Any]]:
     """List the interfaces: name, state, rate, MTU, and whether the interface is virtual (no device behind it).
 
-    `megabits_per_second` is None if the kernel does not report it, as for most virtual interfaces and those that are
-    down.
+    `megabits_per_second` is None if the kernel does not report it, as for most virtual interfaces and inactive ones.
     """
     found = []
     for place in sorted(root.iterdir()) if root.is_dir() else []:

@@ -89,8 +89,7 @@ def config_file(name: str) -> Path:
 
 
 def declared_vocab_size(name: str) -> int | None:
-    """Return the vocabulary size in the model's configuration; None if the tokenizer decides it (`tiny`, hub
-    models)."""
+    """Return the vocabulary size in the model's configuration; None if the tokenizer decides (`tiny`, hub models)."""
     if name in BUILT_IN_MODELS or name.startswith("hub:"):
         return None
     file = config_file(name)

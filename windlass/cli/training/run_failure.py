@@ -10,7 +10,7 @@ from windlass.cli.expected_errors import describe_expected_error
 
 
 class TrainingRunError(WindlassError, RuntimeError):
-    """A rank failed and ended the run; the text is the message of that rank."""
+    """Failure of a rank that ended the run. The text is the message of that rank."""
 
 
 def describe_failure(error: BaseException, rank: int) -> str:

@@ -28,8 +28,7 @@ class StopSignals:
         self._failure_path = failure_path
 
     def install(self) -> None:
-        """Install handlers for SIGINT, SIGTERM and SIGHUP. A SIGHUP that `nohup` has set to be ignored stays
-        ignored."""
+        """Install handlers for SIGINT, SIGTERM and SIGHUP. If `nohup` has set SIGHUP to be ignored, it stays so."""
         for name in _STOP_SIGNALS:
             number = getattr(signal, name, None)  # Windows has no SIGHUP
             if number is not None and (number == signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN):

@@ -48,7 +48,7 @@ def run_rank(plan_path: Path, failure_path: Path) -> int:
 
 
 def _uses_sharded_init(config: Config) -> bool:
-    """Return True if no rank will hold the full model, so that it can be constructed sharded."""
+    """Return True if no rank will hold the full model, nor needs it for a partition by measured time."""
     axes = config.parallel
     cut = axes.pp * axes.ep * axes.tp > 1 and config.pipeline.partition_method != "time"
     return cut or config.zero_optimization.stage == 3
