@@ -10,7 +10,7 @@ from pathlib import Path
 
 def main(plan_path: str, failure_path: str) -> int:
     """Run one rank. Return the exit code: 0, 1 after a failure, or 130 after a request to stop."""
-    # Until there is something to save, SIGINT must end the rank at once, without a traceback and inside C++ code too.
+    # Until there is something to save, SIGINT must end the rank at once, without a traceback and even inside C++ code.
     # Otherwise a rank that waits for a dead peer would wait until it is killed. StopSignals handles the time after.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     from windlass.cli.training.train_rank import run_rank

@@ -86,7 +86,7 @@ VALUES_BY_CLIENT: dict[Client, dict[str, str]] = {
     },
     Client.NONE: {},
 }
-"""Descriptions of the values that each client fills in, by dotted key. The client leaves all other "auto" values."""
+"""Descriptions of the values that each client fills in, by dotted key. It leaves "auto" at all other keys."""
 _MIN_AUTO_KEYS = 3
 """From this number of keys at "auto" on, a file is taken to be written for a client."""
 

@@ -206,7 +206,7 @@ def _require_divisor_of_world(sizes: Mapping[str, int], world: int, source: str)
 
 
 def _replicate_size(config: Config, data_size: int, inner_size: int, where: str) -> int:
-    """Return dp_replicate. `mics_shard_size` sets it too: that many data ranks share one copy of all states."""
+    """Return the size of dp_replicate: the key's own value, or the number of data ranks / `mics_shard_size`."""
     mics, given = config.zero_optimization.mics_shard_size, config.parallel.dp_replicate
     if mics == -1:
         return given

@@ -84,7 +84,7 @@ class TimersConfig(ConfigSection):
 
 
 class FlopsProfiler(ConfigSection):
-    """Count of the floating-point operations of one step."""
+    """Counter of the floating-point operations of one step."""
 
     refusal = "not yet built: the FLOP profiler; write false"
     enable_key = "enabled"

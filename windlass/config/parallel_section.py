@@ -52,8 +52,8 @@ class ParallelConfig(ConfigSection):
     tp_sequence_norms: bool = honoured(False, windlass_only=True)
     """Shard hidden states along the sequence between tensor-parallel layers, which saves activation memory."""
     tensor_table: dict[Pattern, ShardingStyle] | None = honoured(None, windlass_only=True)
-    """Regular expression for the full name of a module: its sharding style (column, row, vocabulary, partial,
-    replicated). The last entry that matches is used. Entries override the model's own plan."""
+    """Sharding style (column, row, vocabulary, partial, replicated) by a regular expression for full names of modules.
+    The last entry that matches is used. Entries override the model's own plan."""
     sp_mode: Literal["ulysses", "ring", "ulysses+ring"] = honoured("ulysses", windlass_only=True)
     """How attention accesses the whole sequence. ulysses: all-to-all to whole sequences of some heads; ring: keys and
     values are passed around; ulysses+ring: both."""
@@ -73,8 +73,10 @@ class ParallelConfig(ConfigSection):
     """Tier of the saved layer inputs until their backward."""
 
     def ulysses_size(self, sp_size: int) -> int | None:
-        """Return the number of ranks along sp that exchange heads (rings have `sp_size` divided by it), or None if it
-        depends on the model."""
+        """Return the number of ranks along sp that exchange heads, or None if it depends on the model.
+
+        The number of ranks of a ring is `sp_size` divided by it.
+        """
         if self.sp_mode == "ulysses+ring":
             return self.ulysses_degree
         return sp_size if self.sp_mode == "ulysses" else 1

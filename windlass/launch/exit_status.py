@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from windlass.base.processes import WATCHDOG_EXIT_CODE
 
-# Exit codes of a rank that ended after a request to stop: by the signal, or by a handler that exits so.
+# Exit codes of a rank that ended after a request to stop: by the signal itself, or with 128 plus its number.
 _STOP_CODES = frozenset(128 + number for number in (signal.SIGINT, signal.SIGTERM))
 _SIMULTANEOUS_S = 1
 _UNPROMPTED_S = 0.2  # within this time after the first failure, the launcher has not yet stopped any rank

@@ -28,7 +28,7 @@ _TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 
 
 def external_rank_environment(environ: Mapping[str, str]) -> RankEnvironment | None:
-    """Return this process's rank environment if another launcher started it as a rank: torchrun, MPI, Slurm. Else None.
+    """Return this process's rank environment, or None unless another launcher (torchrun, MPI, Slurm) started it.
 
     Raises:
         CommunicationError: a variable has an invalid value.

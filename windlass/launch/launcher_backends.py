@@ -92,6 +92,7 @@ def pdsh_command(plan: LaunchPlan, options: LauncherOptions) -> LauncherCommand:
         text = f"{shell_command(['.', options.venv_script], cwd=plan.cwd).replace('exec . ', '. ')} && {text}"
     text = text.replace("%", "%%").replace(" NODE ", " %n ")  # pdsh replaces %n by the host's index and %% by %
     hosts = ",".join(host.name for host in plan.hosts)
+    # -S: return the largest exit code of the hosts; -b: a single Ctrl-C ends pdsh
     words = ["pdsh", "-S", "-b", "-f", str(_PDSH_FANOUT), "-w", hosts, *options.launcher_argv]
     return LauncherCommand([*words, shell_command(["sh", "-c", text])], environment)
 

@@ -161,6 +161,8 @@ class NodeAgent:
 def own_address() -> str:
     """Return an address of this host that other hosts can reach: first choice is that of the launcher's connection.
 
+    Loopback addresses are skipped.
+
     Raises:
         LaunchError: there is none.
     """

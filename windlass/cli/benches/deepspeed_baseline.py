@@ -63,7 +63,7 @@ def build_tool_environment() -> dict[str, str]:
 
 
 def deepspeed_engine_config(config: dict[str, Any]) -> dict[str, Any]:
-    """Convert `config` of windlass to a task of `measure_training` that trains the same under DeepSpeed."""
+    """Convert a configuration of windlass to the entry of `TrainingTask.configs` for the same training in DeepSpeed."""
     zero = dict(config["zero_optimization"])
     away = "offload_optimizer" in zero
     params = {"weight_decay": 0.01, **config["optimizer"]["params"]} | ({} if away else {"torch_adam": True})

@@ -51,7 +51,7 @@ class MemorySampler:
         return self._peak - self.baseline_bytes
 
     def stop(self) -> int:
-        """Stop sampling and return `peak_bytes()`. The thread does not disturb later timing."""
+        """Stop sampling and return `peak_bytes()`. The sampling thread ends, so that it cannot disturb later timing."""
         self._stop_event.set()
         if not self._on_gpu:
             self._thread.join()

@@ -47,7 +47,7 @@ class ConfigMeasurement:
     """Measurements of one configuration.
 
     Attributes:
-        seconds: of each step, on its slowest rank.
+        seconds: time of each step on its slowest rank.
         peak_memory, peak_memory_of_ranks: peak bytes of the rank that takes most, and of each rank.
         memory_kind: name of the memory counter.
         copied_bytes: bytes that a rank copies in a step, by destination; empty if the engine does not count them.

@@ -44,9 +44,9 @@ class TransportMeasurement:
     """Measurements of all runs of one setting.
 
     Attributes:
-        seconds: of each timed step, on its slowest rank.
-        losses: of each step, the mean over ranks; empty until a run succeeded.
-        run_seconds: of each run, from the start of its ranks to the end of the last rank.
+        seconds: time of each timed step on its slowest rank.
+        losses: loss of each step, as the mean over ranks; empty until a run succeeded.
+        run_seconds: time of each run, from the start of its ranks to the end of the last rank.
     """
 
     setting: TransportSetting

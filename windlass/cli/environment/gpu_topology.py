@@ -25,7 +25,8 @@ _LINK_PATTERN = re.compile(r"X|NV\d+|" + "|".join(name for name in LINK_CLASSES 
 _TERMINAL_CODES = re.compile(r"\x1b\[[0-9;]*m")  # nvidia-smi underlines the header
 _NIC_NAME = re.compile(r"(NIC\d+): (\S+)")
 _EXTRA_COLUMNS = ("CPU Affinity", "NUMA Affinity", "GPU NUMA ID")
-# on any GPU (Hopper, Blackwell): a larger sum over peers means a switch, whose links are counted for each peer
+# Most NVLinks of any GPU (Hopper, Blackwell). The table counts links to a switch once per peer, so that a larger sum
+# over peers means a switch.
 _MAX_NVLINKS_OF_GPU = 18
 
 
@@ -36,7 +37,7 @@ class GpuTopology:
     Attributes:
         gpus, cards: names in the table's order; cards are network interfaces.
         links: link class of each ordered pair, in both orders.
-        cpus, numa: affinity by GPU, as the driver writes it: "0-47,96-143", "0"; without the GPUs that have none.
+        cpus, numa: affinity by GPU, as the driver writes it: "0-47,96-143", "0". GPUs without one are left out.
         card_names: device name of each card: NIC0 -> mlx5_0.
     """
 
