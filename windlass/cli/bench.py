@@ -11,7 +11,7 @@ from windlass.base.bounded_input import MAX_RANKS_PER_HOST
 
 bench_app = typer.Typer(
     name="bench",
-    help="The experiments that tutorials print: a table, a verdict, JSON and a picture.",
+    help="Experiments of tutorials: a table, conclusions, a JSON file and a picture.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
@@ -19,26 +19,26 @@ bench_app = typer.Typer(
 
 NprocOption = Annotated[
     int | None,
-    typer.Option("--nproc", "-n", min=1, max=MAX_RANKS_PER_HOST, help="Ranks. [one for each GPU, else 2 on the CPU]"),
+    typer.Option("--nproc", "-n", min=1, max=MAX_RANKS_PER_HOST, help="Number of ranks. [one for each GPU, else 2]"),
 ]
-OutOption = Annotated[Path, typer.Option(help="Folder of the JSON and the picture.")]
-RoundsOption = Annotated[int, typer.Option(min=1, help="Turns that each configuration takes.")]
-StepsOption = Annotated[int, typer.Option(min=1, help="Timed steps of a turn.")]
+OutOption = Annotated[Path, typer.Option(help="Folder for the JSON file and the picture.")]
+RoundsOption = Annotated[int, typer.Option(min=1, help="Rounds in which each configuration is timed.")]
+StepsOption = Annotated[int, typer.Option(min=1, help="Timed steps in a round.")]
 HiddenOption = Annotated[int, typer.Option(min=64, help="Width of the model, a multiple of 64.")]
-LayersOption = Annotated[int, typer.Option(min=1, help="Blocks of the model.")]
-LengthOption = Annotated[int, typer.Option(min=2, help="Tokens of a sequence.")]
-BatchOption = Annotated[int, typer.Option(min=1, help="Samples on a rank.")]
+LayersOption = Annotated[int, typer.Option(min=1, help="Number of blocks of the model.")]
+LengthOption = Annotated[int, typer.Option(min=2, help="Number of tokens in a sequence.")]
+BatchOption = Annotated[int, typer.Option(min=1, help="Number of samples on each rank.")]
 _DEFAULT_OUT = Path("windlass-bench")
 
 
 @bench_app.command("zero-memory")
 def zero_memory(
     nproc: NprocOption = None,
-    engines: Annotated[str | None, typer.Option(help="Comma-separated; windlass-0 to -3 and rivals. [all]")] = None,
-    width: Annotated[int, typer.Option(min=1, help="Of each linear layer.")] = 2000,
+    engines: Annotated[str | None, typer.Option(help="Comma-separated; windlass-0 to -3 and baselines. [all]")] = None,
+    width: Annotated[int, typer.Option(min=1, help="Width of each linear layer.")] = 2000,
     depth: Annotated[int, typer.Option(min=1, help="Number of linear layers.")] = 20,
     batch: BatchOption = 20,
-    steps: Annotated[int, typer.Option(min=1, help="After which parameters are added up.")] = 2,
+    steps: Annotated[int, typer.Option(min=1, help="Number of steps, after which parameters are summed.")] = 2,
     out: OutOption = _DEFAULT_OUT,
 ) -> None:
     """Compare peak memory and parameter sums of torch DDP, ZeroRedundancyOptimizer, FSDP2 and stages 0 to 3."""
@@ -101,10 +101,12 @@ def offload(
     steps: StepsOption = 3,
     bf16: Annotated[bool, typer.Option("--bf16", help="Parameters in bf16, master weights in fp32.")] = False,
     device_bytes: Annotated[
-        str, typer.Option(help="Memory of the emulated device, on a machine without one; 0: none.")
+        str, typer.Option(help="Memory of the emulated device on a machine without a GPU; 0: emulate none.")
     ] = "64G",
-    folder: Annotated[Path | None, typer.Option(help="On the disk to use. [the system's temporary folder]")] = None,
-    rivals: Annotated[bool, typer.Option(help="DeepSpeed's rows too, where it is installed.")] = True,
+    folder: Annotated[
+        Path | None, typer.Option(help="Folder on the disk to use. [the system's temporary folder]")
+    ] = None,
+    rivals: Annotated[bool, typer.Option(help="Measure DeepSpeed too, if it is installed.")] = True,
     out: OutOption = _DEFAULT_OUT,
 ) -> None:
     """Measure samples per second, memory and copies with states and parameters on the device, in host memory and on
@@ -127,9 +129,9 @@ def transport(
     layers: LayersOption = 6,
     length: LengthOption = 128,
     batch: BatchOption = 2,
-    rounds: Annotated[int, typer.Option(min=1, help="Runs of each setting, in turns.")] = 2,
+    rounds: Annotated[int, typer.Option(min=1, help="Number of runs of each setting.")] = 2,
     steps: Annotated[int, typer.Option(min=1, help="Timed steps of a run.")] = 10,
-    cpu: Annotated[bool, typer.Option(help="With GPUs: the ways of CPU ranks too.")] = True,
+    cpu: Annotated[bool, typer.Option(help="With GPUs: measure CPU ranks too.")] = True,
     out: OutOption = _DEFAULT_OUT,
 ) -> None:
     """Measure samples per second and run time over shared memory and gloo; on GPUs, over nccl with InfiniBand, shared

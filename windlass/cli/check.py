@@ -25,10 +25,10 @@ from windlass.config.root_config import Config
 
 def check(
     config: Annotated[str, typer.Argument(help="Path of the configuration, or base64 of it.")],
-    world_size: Annotated[int | None, typer.Option(help="Ranks that will train; WORLD_SIZE, else 1.")] = None,
+    world_size: Annotated[int | None, typer.Option(help="Number of ranks. [WORLD_SIZE, else 1]")] = None,
     client: Annotated[
         Client | None,
-        typer.Option(help='The program that fills in each "auto"; guessed where the file is full of them.'),
+        typer.Option(help='Program that fills in each "auto"; guessed if the file has several of them.'),
     ] = None,
 ) -> None:
     """Print every unknown key, wrong type, contradiction and unsupported setting in CONFIG, and the resolved values."""
@@ -47,7 +47,7 @@ def check(
     wrong += report_disks(console, found.config)
     report_accepted(console, found)
     _print_list(console, "comments, left out", found.config.comments)
-    outcome = f"{wrong:,} to mend" if wrong else "fine"
+    outcome = f"{wrong:,} to fix" if wrong else "fine"
     outcome += f" ({plural(warnings, 'warning')})" if warnings else ""
     console.print(f"\n{one_line(config, 200)}: {outcome}")
     if wrong:
@@ -78,7 +78,9 @@ def report_autos(console: Console, autos: AutoValues, guessed: bool) -> None:
     """Print the values that the client fills in for each "auto", and the keys left at their default."""
     name = CLIENT_NAMES[autos.client]
     if guessed and autos.client is not Client.NONE:
-        console.print(f'client: {name}, guessed from the keys at "auto"; say --client trainer, accelerate or none')
+        console.print(
+            f'client: {name}, guessed from the keys at "auto"; choose with --client trainer, accelerate or none'
+        )
     lines = [f"{key}: {value}" for key, value in autos.filled.items()]
     _print_list(console, f'at "auto", filled in by {name}', lines)
     _print_list(console, 'at "auto", left at the default', autos.defaulted)
@@ -140,7 +142,7 @@ def report_resolved(console: Console, config: Config, world: int, source: str, a
     rows = [("world size", f"{world} ({source})")]
     failures: list[str] = []
     if autos.fill_batch:
-        rows.append(("batch", f"as {CLIENT_NAMES[autos.client]} fills it in"))
+        rows.append(("batch", f"filled in by {CLIENT_NAMES[autos.client]}"))
     else:
         try:
             rows.append(("batch", _describe_batch(config, world, source)))
@@ -190,7 +192,8 @@ def resolved_rows(config: Config) -> list[tuple[str, str]]:
         ("precision", str(config.dtype_table())),
         (
             "homes",
-            f"parameters {_describe_tier(zero.offload_param)}, optimizer states {_describe_tier(zero.offload_optimizer)}",
+            f"parameters {_describe_tier(zero.offload_param)}, "
+            f"optimizer states {_describe_tier(zero.offload_optimizer)}",
         ),
         ("buckets", f"reduce {zero.reduce_bucket_size:,}, all-gather {zero.allgather_bucket_size:,} elements"),
         ("step", f"at most {zero.sub_group_size:,} elements at once"),

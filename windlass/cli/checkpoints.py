@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def checkpoints(
     directory: Annotated[
-        Path, typer.Argument(metavar="DIR", help="What was given to save_checkpoint, or OUT of `windlass train`.")
+        Path, typer.Argument(metavar="DIR", help="Directory given to save_checkpoint, or OUT of `windlass train`.")
     ],
     verify: Annotated[bool, typer.Option("--verify", help="Read every byte and compare it with its crc32.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -60,7 +60,7 @@ def _print_listing(found: CheckpointListing, directory: Path) -> None:
 def _listing_row(listed: ListedCheckpoint) -> tuple[str, ...]:
     layout = [] if listed.stage is None else [f"stage {listed.stage}"]
     layout += [] if listed.ranks is None else [plural(listed.ranks, "rank")]
-    layout += ["trained parameters alone"] if listed.trainable_only else []
+    layout += ["trainable parameters only"] if listed.trainable_only else []
     return (
         listed.tag + (" (latest)" if listed.latest else ""),
         "?" if listed.step is None else str(listed.step),

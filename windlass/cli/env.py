@@ -14,7 +14,7 @@ from windlass.cli.environment.format_facts import format_facts
 
 
 def env(
-    as_json: Annotated[bool, typer.Option("--json", help="The same as JSON, on stdout.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the facts as JSON.")] = False,
     disk: Annotated[
         Path | None, typer.Option("--disk", metavar="FOLDER", help="Measure the disk that this folder is on.")
     ] = None,

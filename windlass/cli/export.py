@@ -24,11 +24,11 @@ def export(
     out: Annotated[Path, typer.Argument(help="The directory to write.")],
     dtype: Annotated[
         Literal["bf16", "fp16", "fp32"] | None,
-        typer.Option(help="Of all floating-point tensors; by default that in which the model computed."),
+        typer.Option(help="Dtype of all floating-point tensors. [the dtype in which the model computed]"),
     ] = None,
-    shard_size: Annotated[str, typer.Option(help="Most bytes of a file, as 5GB, 500MB or 2GiB.")] = "5GB",
+    shard_size: Annotated[str, typer.Option(help="Maximum size of a file: 5GB, 500MB or 2GiB.")] = "5GB",
     partial: Annotated[
-        bool, typer.Option("--partial", help="Write what a checkpoint of trained parameters alone holds.")
+        bool, typer.Option("--partial", help="Accept a checkpoint of trainable parameters only.")
     ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT.")] = False,
 ) -> None:
@@ -55,7 +55,7 @@ def export(
     if found.absent:
         print_escaped(f"  absent, not trained ({len(found.absent)}): {', '.join(found.absent)}")
     if found.companions:
-        print_escaped(f"  taken along: {', '.join(found.companions)}")
+        print_escaped(f"  copied: {', '.join(found.companions)}")
     if "config.json" not in found.companions:
         print_escaped(f"  there is no config.json beside the checkpoint; from_pretrained needs one in {out}")
 
@@ -69,5 +69,5 @@ def parse_size(text: str) -> int:
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     unit = _UNITS.get(found[2].lower()) if found else None
     if found is None or unit is None or float(found[1]) * unit < 1:
-        raise CheckpointError(f"--shard-size {text!r} is no size; write one as 5GB, 500MB or 2GiB")
+        raise CheckpointError(f"--shard-size {text!r} is not a size; write 5GB, 500MB or 2GiB")
     return int(float(found[1]) * unit)

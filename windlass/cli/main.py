@@ -55,16 +55,18 @@ COMMANDS = (
     CliCommand("generate", "windlass.cli.generate", "generate", "Continue a text with a trained model."),
     CliCommand("export", "windlass.cli.export", "export", "Write a checkpoint's weights as Hugging Face safetensors."),
     CliCommand("checkpoints", "windlass.cli.checkpoints", "checkpoints", "List the checkpoints in a directory."),
-    CliCommand("check", "windlass.cli.check", "check", "Say what a configuration means and all that is wrong with it."),
+    CliCommand(
+        "check", "windlass.cli.check", "check", "Print problems and resolved values of a configuration."
+    ),
     CliCommand(
         "verify",
         "windlass.cli.verify",
         "verify",
-        "Prove that a sharded run equals the plain one.",
+        "Check that a sharded run equals a plain one.",
         passes_unknown_options=True,
     ),
-    CliCommand("bench", "windlass.cli.bench", "bench_app", "The experiments that tutorials print."),
-    CliCommand("env", "windlass.cli.env", "env", "Print what a bug report needs to know about this machine."),
+    CliCommand("bench", "windlass.cli.bench", "bench_app", "Run the experiments of tutorials."),
+    CliCommand("env", "windlass.cli.env", "env", "Print the facts of this machine for a bug report."),
 )
 _COMMAND_BY_NAME = {entry.name: entry for entry in COMMANDS}
 
@@ -109,7 +111,7 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def _global_options(
     version: Annotated[
-        bool, typer.Option("--version", help="Print the version and end.", is_eager=True, callback=_print_version)
+        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_print_version)
     ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks; also WINDLASS_DEBUG=1.")] = False,
 ) -> None:

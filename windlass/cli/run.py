@@ -20,7 +20,7 @@ def run(words: Annotated[list[str] | None, typer.Argument()] = None) -> None:
         "--as-deepspeed",
         "--as_deepspeed",
         action="store_true",
-        help="`import deepspeed` is windlass in SCRIPT and in what it starts, whether DeepSpeed is installed or not",
+        help="`import deepspeed` imports windlass in SCRIPT and its children, whether DeepSpeed is installed or not",
     )
     args = parse_flags(parser, words or [])
     raise typer.Exit(launch_from_args(args, _extra_environment(args)))

@@ -28,11 +28,13 @@ def verify(
         list[str] | None,
         typer.Argument(
             metavar="[SCRIPT [ARGUMENT]...]",
-            help="A training script and its arguments. Options of this command count wherever they stand; what follows "
-            "-- is the script's in any case.",
+            help="A training script and its arguments. Options of this command may be anywhere before --; all words "
+            "after -- belong to the script.",
         ),
     ] = None,
-    config: Annotated[str | None, typer.Option(help="ds_config.json; goes before what the script passes.")] = None,
+    config: Annotated[
+        str | None, typer.Option(help="ds_config.json; overrides the configuration that the script passes.")
+    ] = None,
     model: Annotated[
         str | None,
         typer.Option(
@@ -46,19 +48,19 @@ def verify(
             "with step, micro-batch and rank."
         ),
     ] = None,
-    nproc: Annotated[str, typer.Option(help="Numbers of ranks to verify on, with commas between them.")] = "2",
+    nproc: Annotated[str, typer.Option(help="Comma-separated numbers of ranks to verify on.")] = "2",
     steps: Annotated[int, typer.Option(help="Optimizer steps to compare.", min=1)] = 5,
-    seed: Annotated[int, typer.Option(help="With --model: of initial weights and generated tokens.")] = 0,
+    seed: Annotated[int, typer.Option(help="With --model: seed of initial weights and generated tokens.")] = 0,
     alone: Annotated[
         bool,
         typer.Option(
-            "--alone", help="Let a second plain copy train on its own throughout, and tell how far rounding takes it."
+            "--alone", help="Train a second plain copy independently, and print how far rounding makes it drift."
         ),
     ] = False,
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="With --model: run Python files that come with the model.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the verdicts as JSON, and nothing else.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the reports as JSON, and nothing else.")] = False,
 ) -> None:
     """Train plain in one process and sharded by CONFIG on N ranks, on the same batches; compare each step phase by
     phase: weights and outputs of every module, every gradient before and after the reduction, norm and clipping, every
@@ -114,7 +116,7 @@ def show_report(screen: Console, verdict: VerificationReport, name: str = "") ->
 def _step_table(verdict: VerificationReport) -> Table:
     phases = ("forward", "gradient", "reduce", "clip", "update")
     table = Table(
-        title="largest difference as a share of what is allowed; 0: equal bit by bit", title_justify="left", box=None
+        title="largest difference as a fraction of its tolerance; 0: bitwise equal", title_justify="left", box=None
     )
     alone = any(row.drift is not None for row in verdict.steps)
     for heading in ("step", "loss sharded", "loss plain", *phases, *(("loss alone", "drift") if alone else ())):
@@ -138,7 +140,7 @@ def _show_deviation(screen: Console, deviation: Deviation) -> None:
         where += f", rank {deviation.rank}"
     if deviation.micro is not None:
         where += f", micro-batch {deviation.micro}"
-    screen.print(f"NOT equal: they part at {where}, phase {deviation.phase}", style="bold red")
+    screen.print(f"NOT equal: the first difference is at {where}, phase {deviation.phase}", style="bold red")
     rows = [("tensor", f"{deviation.tensor} ({deviation.role})"), ("module", deviation.module or "-")]
     rows.append(
         ("error", f"{_format_figure(deviation.ulps)} units in the last place, {deviation.relative:.3g} relative")
@@ -164,7 +166,7 @@ def _parse_rank_counts(text: str) -> list[int]:
 
 def _check_options(script: list[str] | None, config: str | None, model: str | None, batch: str | None) -> None:
     if script and script[0].startswith("-") and not Path(script[0]).exists():
-        raise ConfigError(f"no such option: {script[0]}; options that are the script's go after its name")
+        raise ConfigError(f"no such option: {script[0]}; options of the script go after its name")
     if bool(script) == (model is not None):
         raise ConfigError("name what to verify: a script, or --model (one of the two)")
     if script and not Path(script[0]).is_file():
@@ -172,7 +174,7 @@ def _check_options(script: list[str] | None, config: str | None, model: str | No
     if model is not None and config is None:
         raise ConfigError("--model needs --config: the ds_config.json under which it is to be trained")
     if batch is not None and model is None:
-        raise ConfigError("--batch goes with --model; a script brings its own batches")
+        raise ConfigError("--batch needs --model; a script has its own batches")
 
 
 def _format_loss(value: float | None) -> str:

@@ -33,7 +33,7 @@ def run_task(work: BenchTask, nproc: int, env: dict[str, str] | None = None) -> 
         os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_rank(nproc)))
         code = launch([_RANK_MODULE, folder], nproc, module=True, env={"WINDLASS_LOG_LEVEL": "WARNING", **(env or {})})
         if code:
-            raise WindlassError(f"a rank of this experiment ended with exit code {code}; its own words are above")
+            raise WindlassError(f"a rank of this experiment ended with exit code {code}; its error is printed above")
         return [json.loads((place / f"rank{rank}.json").read_text()) for rank in range(nproc)]
 
 

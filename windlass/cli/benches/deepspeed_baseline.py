@@ -49,8 +49,8 @@ def unavailable_operators(*operators: str) -> dict[str, str]:
         text=True,
     )
     if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-        return dict.fromkeys(operators, f"it cannot be imported: {last}")
+        last = (done.stderr.strip().splitlines() or ["it printed nothing"])[-1]
+        return dict.fromkeys(operators, f"DeepSpeed cannot be imported: {last}")
     found: dict[str, str] = json.loads(done.stdout.strip().splitlines()[-1])
     return found
 

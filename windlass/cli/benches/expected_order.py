@@ -40,7 +40,10 @@ def compare_with_expected_order(
     wrong = find_contradictions(values, expected, tolerance)
     said = " <= ".join(expected)
     outcome = "holds" if not wrong else "does not hold: " + "; ".join(wrong)
-    return f"{quantity}: measured {describe_order(values, tolerance)}; tutorials say {said}: {outcome} (within {tolerance:.0%})"
+    return (
+        f"{quantity}: measured {describe_order(values, tolerance)}; in tutorials {said}: {outcome} "
+        f"(within {tolerance:.0%})"
+    )
 
 
 def all_equal(values: Mapping[str, float], tolerance: float) -> bool:

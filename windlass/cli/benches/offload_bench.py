@@ -67,12 +67,14 @@ def run_offload_bench(
         ours = dict(_windlass_configs(sizes, bf16, place, pins=(True, False) if cuda else (True,)))
         # ranks of "none" train float32, which is not comparable with bf16
         floor = {} if bf16 else {COMPUTE_ONLY: {"engine": "none"}}
-        theirs, notes = _deepspeed_configs(sizes, bf16, place) if rivals else ({}, ["DeepSpeed: not asked for"])
+        theirs, notes = (
+            _deepspeed_configs(sizes, bf16, place) if rivals else ({}, ["DeepSpeed: not requested by --rivals"])
+        )
         rows, failed = measure_configs(
             {**floor, **ours}, sizes, nproc, env | deepspeed_baseline.build_tool_environment(), optional_configs=theirs
         )
         rates = measure_disk_rates(place)
-    notes += [f"{label}: absent, it failed here with what is printed above" for label in failed]
+    notes += [f"{label}: absent, it failed with the error printed above" for label in failed]
     notes += [_describe_device(cuda, device_bytes)]
     verdicts, same = _compare_losses_and_times(rows, LOSS_TOLERANCE if not bf16 else 1e-2)
     verdicts += _compare_with_disk(rows, nproc, *rates)
@@ -109,9 +111,11 @@ def _compare_with_disk(rows: dict[str, ConfigMeasurement], nproc: int, read: flo
         ratio = statistics.median(row.seconds) / max(compute, moved)
         floor = f"compute ({compute * 1e3:.0f} ms) and its bytes on disk ({moved * 1e3:.0f} ms at the disk's rate)"
         kept = "held" if ratio <= DISK_TARGET_RATIO else "MISSED"
-        said.append(f"{label}: {ratio:.2f} x the longer of {floor} (promised: at most {DISK_TARGET_RATIO}: {kept})")
+        said.append(f"{label}: {ratio:.2f} x the longer of {floor} (target: at most {DISK_TARGET_RATIO}: {kept})")
     if said:
-        said.append(f"the disk reads {read / 1e9:.1f} and writes {write / 1e9:.1f} GB/s, direct and in one go")
+        said.append(
+            f"the disk reads {read / 1e9:.1f} and writes {write / 1e9:.1f} GB/s by direct I/O, in one large transfer"
+        )
     return said
 
 
@@ -119,10 +123,10 @@ def _describe_device(cuda: bool, device_bytes: str) -> str:
     if cuda:
         return "the device is a GPU; pinned: host memory is page-locked"
     if device_bytes == "0":
-        return "no device is emulated: host memory is the device's, nothing is copied between them"
+        return "no device is emulated: device memory is host memory, and nothing is copied between them"
     return (
         f"the device is emulated ({device_bytes}): windlass' copies to and from it are made and counted; DeepSpeed has "
-        "no such device, so its rows make none. Pinned memory means nothing without CUDA: one row for both"
+        "no such device, so its rows have no copies. Pinned memory has no effect without CUDA: one row for both"
     )
 
 
@@ -145,7 +149,7 @@ def _compare_losses_and_times(rows: dict[str, ConfigMeasurement], bound: float) 
         ratio = statistics.median(row.seconds) / floor
         promise = ""
         if against == COMPUTE_ONLY and label.startswith("stage 3, all on host"):
-            promise = f" (promised: at most {HOST_TARGET_RATIO}: {'held' if ratio <= HOST_TARGET_RATIO else 'MISSED'})"
+            promise = f" (target: at most {HOST_TARGET_RATIO}: {'held' if ratio <= HOST_TARGET_RATIO else 'MISSED'})"
         verdicts.append(f"{label}: {ratio:.2f} x {against}{promise}")
     return verdicts, not far
 
@@ -166,7 +170,7 @@ def _windlass_configs(
 
 def _deepspeed_configs(sizes: BenchSizes, bf16: bool, folder: str) -> tuple[dict[str, dict[str, Any]], list[str]]:
     """Return the configurations that DeepSpeed can run here, and for each of the others a note with the reason."""
-    bench_console().print("DeepSpeed's operators: found, or built once", style="dim")
+    bench_console().print("DeepSpeed's operators are loaded, or built once", style="dim")
     reasons = deepspeed_baseline.unavailable_operators(
         deepspeed_baseline.CPU_OPTIMIZER_BUILDER, deepspeed_baseline.ASYNC_IO_BUILDER
     )

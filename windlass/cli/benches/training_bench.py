@@ -101,7 +101,8 @@ def run_precision_bench(nproc: int, sizes: BenchSizes, stage: int, out: Path) ->
     verdicts = [
         f"{label}: loss {row.losses[0]:.4f} -> {row.losses[-1]:.4f} ({row.losses[-1] - full:+.4f} against fp32), "
         f"{statistics.median(row.seconds) / statistics.median(rows['fp32'].seconds):.2f} x the time and "
-        f"{row.peak_memory / rows['fp32'].peak_memory:.2f} x the memory of fp32{'' if learned[label] else '; did NOT learn'}"
+        f"{row.peak_memory / rows['fp32'].peak_memory:.2f} x the memory of fp32"
+        f"{'' if learned[label] else '; did NOT learn'}"
         for label, row in rows.items()
     ]
     report_bench("precision", rows, verdicts, nproc, sizes, out)
@@ -205,7 +206,7 @@ def _measurement_table(rows: dict[str, ConfigMeasurement], nproc: int, sizes: Be
     first = next(row for row in rows.values() if row.transport != "none")
     title = (
         f"{first.parameters / 1e6:.1f}M parameters, {nproc} ranks x {sizes.batch} x {sizes.length} tokens, "
-        f"transport {first.transport}; memory of the rank that takes most, {first.memory_kind}"
+        f"transport {first.transport}; memory of the rank with the highest peak, {first.memory_kind}"
     )
     table = Table(title=title, title_justify="left")
     columns = ["", "samples/s", "ms/step", "spread", "run time s", "memory MiB", "bytes/param", "last loss"]

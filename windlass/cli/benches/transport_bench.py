@@ -137,7 +137,7 @@ def _compare_losses_and_times(ran: Sequence[TransportMeasurement], nproc: int) -
         ratio = statistics.median(found.seconds) / statistics.median(reference.seconds)
         verdicts.append(f"{found.setting.label}: {ratio:.2f} x the time of {reference.setting.label}")
     if nproc == 1:
-        verdicts.append("one rank has nobody to talk to: these settings differ in nothing; use -n 2 or more")
+        verdicts.append("one rank has no peer, so these settings do not differ; use -n 2 or more")
     return verdicts, not far
 
 
@@ -184,7 +184,7 @@ def _result_table(rows: dict[str, dict[str, Any]], nproc: int, sizes: BenchSizes
     parameters = next((row["parameters"] for row in rows.values()), 0)
     title = (
         f"{parameters / 1e6:.1f}M parameters, stage {stage}, {nproc} ranks x {sizes.batch} x {sizes.length} tokens; "
-        "run time: of the whole run, the start of its ranks included"
+        "run time: of the whole run, including the start of its ranks"
     )
     table = Table(title=title, title_justify="left")
     for column in ("", "device", "samples/s", "ms/step", "spread", "run time s", "last loss"):

@@ -67,7 +67,7 @@ def _largest_rank(ranks: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _memory_table(results: dict[str, dict[str, Any]], title: str) -> Table:
     kind = next(iter(results.values()))["memory_kind"]
-    table = Table(title=f"most memory so far, MiB a rank: {title}; {kind}", title_justify="left")
+    table = Table(title=f"peak memory so far, MiB per rank: {title}; {kind}", title_justify="left")
     table.add_column("engine")
     for point in (*MEMORY_POINTS, "bytes/param", "parameter sum"):
         table.add_column(point, justify="right")

@@ -48,10 +48,12 @@ def _is_one(value: str) -> bool:
 
 
 _THROUGH_HOST = "GPUs of a host no longer reach each other over NVLink or PCIe: every byte goes through host memory"
-_BY_SOCKET = "hosts talk by TCP sockets: no InfiniBand or RoCE, and the processor copies every byte"
+_BY_SOCKET = "hosts communicate by TCP sockets: no InfiniBand or RoCE, and the processor copies every byte"
 COSTLY_SETTINGS = (
     CostlySetting(
-        "CUDA_LAUNCH_BLOCKING", _is_on, "each kernel is awaited: no compute, copy or collective overlaps another"
+        "CUDA_LAUNCH_BLOCKING",
+        _is_on,
+        "the host waits for each kernel: no compute, copy or collective overlaps another",
     ),
     CostlySetting("NCCL_P2P_DISABLE", _is_on, _THROUGH_HOST),
     CostlySetting("NCCL_P2P_LEVEL", _is_never, _THROUGH_HOST),
@@ -66,11 +68,11 @@ COSTLY_SETTINGS = (
         "NCCL_NET_GDR_LEVEL", _is_never, "no GPUDirect RDMA: what goes to another host passes through host memory"
     ),
     CostlySetting(
-        "NCCL_NVLS_ENABLE", _is_off, "NVSwitch does not add up by itself: all-reduce moves more bytes over NVLink"
+        "NCCL_NVLS_ENABLE", _is_off, "NVSwitch does not reduce in the network: all-reduce moves more bytes over NVLink"
     ),
-    CostlySetting("NCCL_ALGO", _is_set, "NCCL may not choose the algorithm by size and topology"),
+    CostlySetting("NCCL_ALGO", _is_set, "NCCL cannot choose the algorithm by size and topology"),
     CostlySetting(
-        "NCCL_PROTO", _is_set, "NCCL may not choose the protocol by size: one for small messages wastes bandwidth"
+        "NCCL_PROTO", _is_set, "NCCL cannot choose the protocol by size: one for small messages wastes bandwidth"
     ),
     CostlySetting(
         "NCCL_MAX_NCHANNELS", _is_one, "one channel: a collective uses one block of each GPU and few of its links"
@@ -79,7 +81,7 @@ COSTLY_SETTINGS = (
     CostlySetting(
         "NCCL_DEBUG",
         lambda value: value.strip().upper() in ("INFO", "TRACE"),
-        "each rank writes many lines; TRACE (in builds that have it) several a collective",
+        "each rank writes many lines; TRACE (in builds that support it) several per collective",
         "unset it, or WARN",
     ),
     CostlySetting(
@@ -107,40 +109,40 @@ COSTLY_SETTINGS = (
     CostlySetting(
         "TORCH_DISTRIBUTED_DEBUG",
         lambda value: value.strip().upper() == "DETAIL",
-        "each collective is preceded by others that compare what ranks are about to do",
+        "before each collective, further ones compare its arguments between ranks",
         "unset it, or INFO",
     ),
     CostlySetting(
         "CUDA_DEVICE_MAX_CONNECTIONS",
         _is_one,
-        "kernels of all streams queue in one: a gather that is behind compute waits for it",
-        "unset it, unless tensor parallelism asks for it",
+        "kernels of all streams share one queue: an all-gather behind compute waits for it",
+        "unset it, unless tensor parallelism needs it",
     ),
     CostlySetting(
         "PYTORCH_NO_CUDA_MEMORY_CACHING", _is_on, "each tensor is allocated by the driver, which waits for the GPU"
     ),
     CostlySetting(
-        "NVIDIA_TF32_OVERRIDE", _is_off, "float32 matrix products never use tensor cores, whatever torch is told"
+        "NVIDIA_TF32_OVERRIDE", _is_off, "float32 matrix products never use tensor cores, whatever torch's settings are"
     ),
     CostlySetting("TORCHDYNAMO_DISABLE", _is_on, "torch.compile does nothing"),
     CostlySetting(
         "WINDLASS_TRANSPORT",
         lambda value: value.strip().lower() == "gloo",
-        "CPU ranks of one host send what they could read where it lies",
-        "unset it: shared memory is chosen where it can be had",
+        "CPU ranks of one host send data that they could read in shared memory",
+        "unset it: shared memory is chosen if it is available",
     ),
     CostlySetting(
         "WINDLASS_KERNELS",
         lambda value: value.strip().lower() in ("reference", "baseline"),
-        "optimizer updates on the CPU do not use the best code that this processor has",
+        "optimizer updates on the CPU do not use the fastest code for this processor",
     ),
     CostlySetting(
         "WINDLASS_DISK_ENGINE",
         lambda value: value.strip() == "python",
-        "threads of Python move each block of the disk tier",
+        "Python threads transfer each block of the disk tier",
     ),
     CostlySetting(
-        "WINDLASS_EMULATE_DEVICE", _is_set, "a device is emulated: copies to it are made though nothing needs them"
+        "WINDLASS_EMULATE_DEVICE", _is_set, "a device is emulated, with copies to it that no computation needs"
     ),
 )
 

@@ -26,7 +26,7 @@ def disk_rates(folder: Path) -> dict[str, Any]:
     from windlass.storage import DiskTier, inspect_disk_path
 
     if not folder.is_dir():  # the disk tier would create it
-        raise StorageError(f"{folder} is no directory; give one that is on the disk to measure")
+        raise StorageError(f"{folder} is not a directory; give one on the disk to measure")
     prospect = inspect_disk_path(folder)
     with DiskTier([folder], label="windlass-env") as tier:
         found = tier.measure_rates(_PROBE_BYTES)

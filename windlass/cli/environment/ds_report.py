@@ -50,9 +50,13 @@ def ds_report(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: `--hide_operator_status`, `--hide_errors_and_warnings`. [arguments of the command line]
     """
-    parser = argparse.ArgumentParser("ds_report", description="What windlass finds on this machine.")
-    parser.add_argument("--hide_operator_status", action="store_true", help="leave out the table of operators")
-    parser.add_argument("--hide_errors_and_warnings", action="store_true", help="leave out why something is missing")
+    parser = argparse.ArgumentParser(
+        "ds_report", description="Print the native operators and the environment of windlass."
+    )
+    parser.add_argument("--hide_operator_status", action="store_true", help="omit the table of operators")
+    parser.add_argument(
+        "--hide_errors_and_warnings", action="store_true", help="omit the reasons for missing operators"
+    )
     asked = parser.parse_args(argv)
     main(asked.hide_operator_status, asked.hide_errors_and_warnings)
     return 0
@@ -93,8 +97,8 @@ def report_lines(*, operators: bool = True, warnings: bool = True) -> Iterator[s
 
 def _operator_lines(warnings: bool) -> Iterator[str]:
     yield from (_RULE, "native operators of windlass", _RULE)
-    yield "They are built when windlass is installed, never at run time. What is not installed"
-    yield "is done in another way, so each is compatible with every machine."
+    yield "They are built when windlass is installed, never at run time. A missing operator has"
+    yield "another implementation, so each is compatible with every machine."
     yield from (_RULE, _operator_row("op name", "installed", "compatible"), _RULE)
     for operator in NATIVE_OPERATORS:
         why = _import_problem(operator.module)
@@ -112,7 +116,7 @@ def _import_problem(module: str) -> str:
     try:
         importlib.import_module(module)
     except ModuleNotFoundError:
-        return "native code was not built when windlass was installed (no C++20 compiler was there)"
+        return "native code was not built when windlass was installed (no C++20 compiler was found)"
     except ImportError as error:
         return f"the native module does not load: {error}"
     return ""

@@ -65,7 +65,7 @@ def parse_topology(table: str) -> GpuTopology:
     lines = [_TERMINAL_CODES.sub("", line).rstrip() for line in table.splitlines()]
     start = next((number for number, line in enumerate(lines) if re.match(r"\s+GPU0\b", line)), None)
     if start is None:
-        raise ValueError(f"this is no table of nvidia-smi topo -m: {' / '.join(lines[:2]) or 'it is empty'}")
+        raise ValueError(f"this is not a table of nvidia-smi topo -m: {' / '.join(lines[:2]) or 'it is empty'}")
     columns = re.sub("|".join(_EXTRA_COLUMNS), "", lines[start]).split()
     gpus = [name for name in columns if re.fullmatch(r"GPU\d+", name)]
     found = GpuTopology(gpus, [name for name in columns if name not in gpus], {}, {}, {}, {})
@@ -84,7 +84,7 @@ def parse_topology(table: str) -> GpuTopology:
 def _read_row(found: GpuTopology, columns: list[str], name: str, fields: list[str], line: str) -> None:
     classes, rest = fields[: len(columns)], fields[len(columns) :]
     if len(classes) < len(columns) or not all(_LINK_PATTERN.fullmatch(one) for one in classes):
-        raise ValueError(f"a row of nvidia-smi topo -m is not understood: {line.strip()}")
+        raise ValueError(f"a row of nvidia-smi topo -m cannot be parsed: {line.strip()}")
     found.links.update({(name, other): one for other, one in zip(columns, classes, strict=True)})
     for told, value in zip((found.cpus, found.numa), rest, strict=False):
         if name in found.gpus and value != "N/A":

@@ -117,7 +117,7 @@ def has_weights(path: Path) -> bool:
     if pickled is not None:
         raise ModelError(
             f"{pickled} is a pickle, which can run code and is not read; save the model with save_pretrained of a "
-            "present transformers, which writes safetensors, or give its config.json to start from random weights"
+            "recent transformers, which writes safetensors, or give its config.json to start from random weights"
         )
     return False
 

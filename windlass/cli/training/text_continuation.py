@@ -45,8 +45,8 @@ def generate_continuation(
         )
     if not 0 < top_p <= 1:
         raise ConfigError(
-            f"top_p (--top-p) is {top_p}, which is no probability; write a number above 0 and at most 1 (1: draw among "
-            "all tokens)"
+            f"top_p (--top-p) is {top_p}, which is not a probability; write a number above 0 and at most 1 (1: draw "
+            "among all tokens)"
         )
     model, tokenizer = _load_model_and_tokenizer(directory, trust_remote_code)
     model.to(device).eval()
@@ -74,7 +74,7 @@ def generate_continuation(
 def _load_model_and_tokenizer(directory: Path, trust_remote_code: bool) -> tuple[Any, Any]:
     if not (directory / "config.json").is_file():
         raise ModelError(
-            f"no model at {directory}: it holds no config.json; give a directory that `windlass train` or "
+            f"no model at {directory}: it contains no config.json; give a directory that `windlass train` or "
             "save_pretrained wrote"
         )
     try:

@@ -110,7 +110,7 @@ def _plan_new_run(options: TrainOptions) -> TrainingPlan:
     vocab = declared_vocab_size(model)
     if (out / "checkpoint").exists() and not options.overwrite:
         raise CheckpointError(
-            f"{out} already holds a run; add --resume to go on with it, --overwrite to start anew, "
+            f"{out} already contains a run; add --resume to continue it, --overwrite to start over, "
             "or choose another --out"
         )
     tokenizer = options.tokenizer or _tokenizer_beside_model(model)
@@ -146,7 +146,7 @@ def _log_corpus(packed: PackedCorpus, seconds: float) -> None:
     header, whole = packed.header, plural(packed.documents, "document")
     logger.info(
         "data: %s, %.1f MB of text; %s tokens to train on, %s held out (%s)",
-        whole if header.documents == packed.documents else f"{whole}, cut into {plural(header.documents, 'piece')}",
+        whole if header.documents == packed.documents else f"{whole}, split into {plural(header.documents, 'piece')}",
         (header.train_bytes + header.eval_bytes) / 1e6,
         f"{header.train_tokens:,}",
         f"{header.eval_tokens:,}",
@@ -161,7 +161,7 @@ def _plan_resumed_run(options: TrainOptions) -> TrainingPlan:
     given = [name for name, value in said.items() if value is not None and value is not False]
     if given:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-        raise ConfigError(f"--resume goes on with the run in {options.out} as it was begun; leave out {flags}")
+        raise ConfigError(f"--resume continues the run in {options.out} with its own settings; leave out {flags}")
     header = _read_token_header(options.out)
     steps = options.steps or old.steps
     changed: dict[str, Any] = {
@@ -191,7 +191,7 @@ def _warn_schedule_ends_early(config: dict[str, Any], steps: int) -> None:
     total = config.get("scheduler", {}).get("params", {}).get("total_num_steps")
     if isinstance(total, int | float) and total < steps:
         logger.warning(
-            "the schedule of this run ends at step %d of %d: the learning rate stays where it ends; --config with "
+            "the schedule of this run ends at step %d of %d: the learning rate then stays constant; --config with "
             "another total_num_steps changes that",
             total,
             steps,
@@ -204,7 +204,7 @@ def _read_token_header(out: Path) -> TokenFileHeader:
     except DataError as error:
         what = str(error).split("; delete")[0]
         raise DataError(
-            f"{what}; restore it, or start anew with --overwrite: the order of samples is that of this file"
+            f"{what}; restore it, or start over with --overwrite: this file determines the order of samples"
         ) from error
 
 
@@ -213,7 +213,7 @@ def _require_same_tokenizer(folder: Path, header: TokenFileHeader) -> None:
     if (tokenizer.vocab_size, tokenizer.eos) != (header.vocab_size, header.eos):
         raise DataError(
             f"the tokenizer in {folder} has {tokenizer.vocab_size} tokens and ends texts with {tokenizer.eos}; the "
-            f"corpus was packed with {header.vocab_size} and {header.eos}: restore it, or start anew with --overwrite"
+            f"corpus was packed with {header.vocab_size} and {header.eos}: restore it, or start over with --overwrite"
         )
 
 
@@ -221,9 +221,7 @@ def _check_config(config: dict[str, Any], nproc: int) -> None:
     checked = load_config(config)
     refusals = checked.refusals()
     if refusals:
-        raise ConfigError(
-            "the configuration asks for what is not supported:\n" + "\n".join(f"  {item}" for item in refusals)
-        )
+        raise ConfigError("the configuration has unsupported settings:\n" + "\n".join(f"  {item}" for item in refusals))
     checked.resolve_batch(nproc, "--nproc")
 
 

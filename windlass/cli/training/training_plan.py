@@ -94,10 +94,10 @@ def read_plan(path: Path) -> TrainingPlan:
             _check_types(values)
             return TrainingPlan(**values)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"cannot read {path} ({error}); it is no run of `windlass train`") from error
+        raise CheckpointError(f"cannot read {path} ({error}); it is not a run of `windlass train`") from error
     raise CheckpointError(
         f"{path} was written by another release (format version {version}, here {FORMAT_VERSION}); "
-        "give all options anew with --overwrite"
+        "give all options again with --overwrite"
     )
 
 
@@ -109,7 +109,7 @@ def _check_types(values: dict[str, Any]) -> None:
         if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed):
             raise TypeError(f"{name} is {one_line(repr(value), 60)}, a {type(value).__name__}")
     if not all(isinstance(one, str) for one in values["data"]):
-        raise TypeError("data holds something that is no string")
+        raise TypeError("data contains a value that is not a string")
 
 
 def write_text(path: Path, text: str) -> None:
