@@ -135,8 +135,8 @@ def resolve_axes(config: Config, world_size: int, world_size_source: str, other_
     readers = config.data_parallel_size
     if config.sequence_parallel_size is not None and readers is not None and readers != axes.data_loading_size:
         raise ConfigError(
-            f"data_parallel_size = {readers}, but of the world size {world_size} ({world_size_source}) the axes {axes} leave "
-            f"{axes.data_loading_size} ranks that read samples of their own; write {axes.data_loading_size}, or delete the key"
+            f"data_parallel_size = {readers}, but of the world size {world_size} ({world_size_source}) the axes {axes} "
+            f"leave {axes.data_loading_size} data-loading ranks; write {axes.data_loading_size}, or delete the key"
         )
     degree = config.parallel.ulysses_size(axes.sp)
     if degree is not None and axes.sp % degree:
@@ -201,7 +201,7 @@ def _require_divisor_of_world(sizes: Mapping[str, int], world: int, source: str)
             ways.append(f"{axis} {_join_with_or(_nearest_divisors(size, left))} with the others as they are")
     raise ConfigError(
         f"the axes do not multiply to the world: {product} = {fixed} ranks do not divide the world size {world} "
-        f"({source}), so nothing whole is left for dp_shard; what would fit: {'; '.join(ways)}"
+        f"({source}), so dp_shard would not be a whole number; what would fit: {'; '.join(ways)}"
     )
 
 
@@ -214,13 +214,14 @@ def _replicate_size(config: Config, data_size: int, inner_size: int, where: str)
         raise _not_a_divisor("mics_shard_size", mics, data_size, where)
     if mics % inner_size:
         raise ConfigError(
-            f"zero_optimization.mics_shard_size = {mics} is no multiple of ep x sp = {inner_size}, whose ranks cut state "
-            f"too; write one of {_join_with_or([n for n in _divisors(data_size) if n % inner_size == 0])}, or delete the key"
+            f"zero_optimization.mics_shard_size = {mics} is not a multiple of ep x sp = {inner_size}, whose ranks "
+            f"shard states too; write one of {_join_with_or([n for n in _divisors(data_size) if n % inner_size == 0])}, "
+            "or delete the key"
         )
     if "dp_replicate" in config.parallel.model_fields_set and given != data_size // mics:
         raise ConfigError(
-            f"zero_optimization.mics_shard_size = {mics} makes {data_size // mics} groups of the {data_size} data ranks, but "
-            f"parallel.dp_replicate = {given} says how many groups there are; delete one"
+            f"zero_optimization.mics_shard_size = {mics} makes {data_size // mics} groups of the {data_size} data "
+            f"ranks, but parallel.dp_replicate = {given} sets the number of groups; delete one"
         )
     return data_size // mics
 

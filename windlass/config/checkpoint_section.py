@@ -36,7 +36,7 @@ class CheckpointWriterConfig(ConfigSection):
 class ParallelWrite(ConfigSection):
     """Choice of the ranks that write."""
 
-    pipeline_stage: bool = accepted(False, "every rank writes its own cut, so stages of a pipeline would too")
+    pipeline_stage: bool = accepted(False, "every rank writes its own shard, so pipeline stages do so too")
 
 
 class CheckpointConfig(ConfigSection):

@@ -174,7 +174,7 @@ def _hint(loc: tuple[Any, ...]) -> str:
     if near:
         return f"nearest is {prefix}.{near}".replace("is .", "is ")
     elsewhere = _first_paths().get(name)
-    return f"it belongs at {elsewhere}" if elsewhere else "nothing is like it; delete it"
+    return f"it belongs at {elsewhere}" if elsewhere else "no known key is similar; delete it"
 
 
 @cache

@@ -25,7 +25,7 @@ def find_refusals(config: Config) -> list[ConfigRefusal]:
         found += scheduler_section.find_parameter_refusals(config.scheduler)
     for key in REQUIRED_AUTO_KEYS:
         if key in config.auto_keys:
-            found.append(ConfigRefusal(key, "auto", "nobody filled it in; write true or false"))
+            found.append(ConfigRefusal(key, "auto", "no program filled it in; write true or false"))
     for pair in feature_matrix.unsupported_pairs(feature_matrix.describe_features(config)):
         axes, values = zip(pair.first, pair.second, strict=True)
         found.append(ConfigRefusal(" with ".join(axes), " with ".join(values), pair.reason))

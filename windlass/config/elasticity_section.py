@@ -9,7 +9,7 @@ from pydantic import Field
 from windlass.config.config_section import ConfigSection, Float, Int, Positive
 from windlass.config.key_status import accepted, honoured, refused
 
-_MODEL = "axes of the model are in the section parallel, and the batch is for the ranks that read; write 1"
+_MODEL = "axis sizes are in the section parallel, and the batch is for data-loading ranks; write 1"
 
 
 class Elasticity(ConfigSection):
@@ -34,8 +34,8 @@ class Elasticity(ConfigSection):
     """Ignore batch sizes outside this section; false: they are an error if this section is enabled."""
     version: Float = accepted(
         0.2,
-        "its versions differ in keys of model parallelism, which are refused, and on a number of ranks that does not "
-        "fit: 0.2 changes the batch there, here that is an error in either",
+        "versions differ in keys of model parallelism, which are refused, and for a number of ranks that does not fit: "
+        "0.2 then changes the batch; windlass raises an error in both",
     )
     num_gpus_per_node: Positive = refused(1, _MODEL)
     model_parallel_size: Positive = refused(1, _MODEL)

@@ -39,23 +39,23 @@ class FeaturePair:
 
 FEATURES: dict[str, dict[str, FeatureValue]] = {
     "stage": {
-        "0": FeatureValue("nothing is cut over the ranks"),
-        "1": FeatureValue("optimizer states and master weights are cut"),
-        "2": FeatureValue("gradients are cut too"),
-        "3": FeatureValue("parameters are cut too"),
+        "0": FeatureValue("nothing is sharded over ranks"),
+        "1": FeatureValue("optimizer states and master weights are sharded"),
+        "2": FeatureValue("gradients are sharded too"),
+        "3": FeatureValue("parameters are sharded too"),
     },
     "param_tier": {
-        "device": FeatureValue("parameters at rest stay on the device"),
-        "host": FeatureValue("parameters at rest are in host memory"),
-        "nvme": FeatureValue("parameters at rest are in files"),
+        "device": FeatureValue("sharded parameters stay on the device"),
+        "host": FeatureValue("sharded parameters are in host memory"),
+        "nvme": FeatureValue("sharded parameters are in files"),
     },
     "state_tier": {
         "device": FeatureValue("master weights and optimizer states stay on the device"),
-        "host": FeatureValue("they are in host memory, and the step runs there"),
-        "nvme": FeatureValue("they are in files"),
+        "host": FeatureValue("master weights and optimizer states are in host memory, and the step runs there"),
+        "nvme": FeatureValue("master weights and optimizer states are in files"),
     },
     "optimizer": {
-        "elementwise": FeatureValue("every element is updated from itself alone: Adam, AdamW, SGD, Adagrad, Lion, ..."),
+        "elementwise": FeatureValue("each element is updated independently: Adam, AdamW, SGD, Adagrad, Lion, ..."),
         "whole_parameter": FeatureValue(
             "a parameter is updated as a whole: Lamb, Muon, and every optimizer not known elementwise"
         ),
@@ -73,35 +73,35 @@ FEATURES: dict[str, dict[str, FeatureValue]] = {
     },
     "parallel": {
         "data": FeatureValue("one group of data-parallel ranks"),
-        "mics": FeatureValue("cuts inside groups of data ranks (dp_replicate, mics_shard_size), replicas between them"),
-        "hpz": FeatureValue("backward gathers from groups of zero_hpz_partition_size ranks"),
+        "mics": FeatureValue("shards in groups of data ranks (dp_replicate, mics_shard_size), replicas between groups"),
+        "hpz": FeatureValue("backward all-gathers from groups of zero_hpz_partition_size ranks"),
     },
     "pp": {
         "one": FeatureValue("every rank has all layers"),
-        "many": FeatureValue("layers are spread over the stages of a pipeline", requirement="transformer"),
+        "many": FeatureValue("layers are distributed over pipeline stages", requirement="transformer"),
     },
     "tp": {
-        "one": FeatureValue("every rank has whole matrices"),
-        "many": FeatureValue("matrices are cut over ranks", requirement="transformer"),
+        "one": FeatureValue("every rank has full matrices"),
+        "many": FeatureValue("matrices are sharded over ranks", requirement="transformer"),
     },
     "sp": {
-        "one": FeatureValue("every rank has whole sequences"),
-        "many": FeatureValue("sequences are cut over ranks", requirement="transformer"),
+        "one": FeatureValue("every rank has full sequences"),
+        "many": FeatureValue("sequences are sharded over ranks", requirement="transformer"),
     },
     "ep": {
         "one": FeatureValue("every rank has all experts"),
-        "many": FeatureValue("experts are spread over ranks", requirement="transformer"),
+        "many": FeatureValue("experts are distributed over ranks", requirement="transformer"),
     },
     "checkpointing": {
         "none": FeatureValue("all activations are kept"),
         "reentrant": FeatureValue("torch's reentrant activation checkpointing"),
         "nonreentrant": FeatureValue("torch's non-reentrant activation checkpointing"),
-        "host": FeatureValue("windlass.checkpointing.checkpoint keeps its inputs in host memory"),
-        "nvme": FeatureValue("windlass.checkpointing.checkpoint keeps its inputs in files"),
+        "host": FeatureValue("windlass.checkpointing.checkpoint saves inputs in host memory"),
+        "nvme": FeatureValue("windlass.checkpointing.checkpoint saves inputs in files"),
     },
     "adapters": {
         "none": FeatureValue("all parameters train"),
-        "frozen base": FeatureValue("frozen base weights with trainable adapters beside them, as LoRA has"),
+        "frozen base": FeatureValue("frozen base weights with trainable adapters, as in LoRA"),
     },
     "transport": {
         "shm": FeatureValue("CPU ranks of one host through shared memory"),
@@ -117,30 +117,28 @@ FEATURES: dict[str, dict[str, FeatureValue]] = {
         "on": FeatureValue("communication while computing"),
     },
     "update": {
-        "at once": FeatureValue("the next forward computes with what a step made"),
-        "delayed": FeatureValue("a step runs on the host while the next forward and backward do"),
+        "at once": FeatureValue("the next forward uses the updated parameters"),
+        "delayed": FeatureValue("a step runs on the host during the next forward and backward"),
     },
 }
 
 INCOMPATIBLE_PAIRS: dict[frozenset[FeatureChoice], str] = {
-    frozenset({("stage", "0"), ("parallel", "mics")}): "stage 0 cuts nothing, so there is nothing to cut inside groups",
-    frozenset({("stage", "0"), ("parallel", "hpz")}): "only stage 3 releases parameters and gathers them again",
-    frozenset({("stage", "1"), ("parallel", "hpz")}): "only stage 3 releases parameters and gathers them again",
-    frozenset({("stage", "2"), ("parallel", "hpz")}): "only stage 3 releases parameters and gathers them again",
-    frozenset({("parallel", "hpz"), ("param_tier", "host")}): "a second copy on the device would undo the offload",
-    frozenset({("parallel", "hpz"), ("param_tier", "nvme")}): "a second copy on the device would undo the offload",
-    frozenset({("stage", "0"), ("param_tier", "host")}): "only stage 3 releases parameters",
-    frozenset({("stage", "1"), ("param_tier", "host")}): "only stage 3 releases parameters",
-    frozenset({("stage", "2"), ("param_tier", "host")}): "only stage 3 releases parameters",
-    frozenset({("stage", "0"), ("param_tier", "nvme")}): "only stage 3 releases parameters",
-    frozenset({("stage", "1"), ("param_tier", "nvme")}): "only stage 3 releases parameters",
-    frozenset({("stage", "2"), ("param_tier", "nvme")}): "only stage 3 releases parameters",
+    frozenset({("stage", "0"), ("parallel", "mics")}): "stage 0 shards nothing, so there is nothing to shard in groups",
+    frozenset({("stage", "0"), ("parallel", "hpz")}): "only stage 3 reshards and unshards parameters",
+    frozenset({("stage", "1"), ("parallel", "hpz")}): "only stage 3 reshards and unshards parameters",
+    frozenset({("stage", "2"), ("parallel", "hpz")}): "only stage 3 reshards and unshards parameters",
+    frozenset({("parallel", "hpz"), ("param_tier", "host")}): "secondary shards on the device would undo the offload",
+    frozenset({("parallel", "hpz"), ("param_tier", "nvme")}): "secondary shards on the device would undo the offload",
+    frozenset({("stage", "0"), ("param_tier", "host")}): "only stage 3 shards parameters",
+    frozenset({("stage", "1"), ("param_tier", "host")}): "only stage 3 shards parameters",
+    frozenset({("stage", "2"), ("param_tier", "host")}): "only stage 3 shards parameters",
+    frozenset({("stage", "0"), ("param_tier", "nvme")}): "only stage 3 shards parameters",
+    frozenset({("stage", "1"), ("param_tier", "nvme")}): "only stage 3 shards parameters",
+    frozenset({("stage", "2"), ("param_tier", "nvme")}): "only stage 3 shards parameters",
     frozenset({("stage", "0"), ("update", "delayed")}): "stage 0 keeps all states on every rank; use stage 1 or more",
-    frozenset({("state_tier", "device"), ("update", "delayed")}): "a step on the device has nothing to hide behind",
-    frozenset(
-        {("optimizer", "whole_parameter"), ("update", "delayed")}
-    ): "whole parameters need other ranks amid an update",
-    frozenset({("backward", "plain"), ("pp", "many")}): "a pipeline runs its backwards itself, in engine.train_batch",
+    frozenset({("state_tier", "device"), ("update", "delayed")}): "only a step on the host can be delayed",
+    frozenset({("optimizer", "whole_parameter"), ("update", "delayed")}): "updates of full parameters need other ranks",
+    frozenset({("backward", "plain"), ("pp", "many")}): "engine.train_batch runs the backwards of a pipeline",
 }
 """Pairs of built features that do not work together. Every pair of built features that is not listed works."""
 

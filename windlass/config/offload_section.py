@@ -26,10 +26,10 @@ class OffloadParam(ConfigSection):
     """Page-lock (pin) host memory, if there is a GPU."""
 
     buffer_count: Count = honoured(5)
-    """nvme: buffer_count x buffer_size is the number of elements of a rank's parameters that are prefetched from disk."""
+    """nvme: buffer_count x buffer_size elements of a rank's parameters are prefetched from disk."""
     buffer_size: Count = honoured(100_000_000)
     """Number of elements; see buffer_count."""
-    max_in_cpu: Count = accepted(1_000_000_000, "a unit on disk passes through host memory only while it moves")
+    max_in_cpu: Count = accepted(1_000_000_000, "a unit on disk is in host memory only during its transfer")
 
 
 class OffloadOptimizer(ConfigSection):
@@ -57,14 +57,14 @@ class OffloadOptimizer(ConfigSection):
     buffer_count: Count = honoured(4)
     """nvme: number of chunks of sub_group_size elements in flight; when absent, as many as fit into a quarter of the
     free memory."""
-    pipeline_read: bool = accepted(False, "the next parts are always read while one is updated, and before")
-    pipeline_write: bool = accepted(False, "the parts before are always written while one is updated, and after")
-    fast_init: bool = accepted(False, "states are made by the first step, so there is nothing to initialise")
+    pipeline_read: bool = accepted(False, "the next chunks are always read before and during the update of one")
+    pipeline_write: bool = accepted(False, "the previous chunks are always written during and after the update of one")
+    fast_init: bool = accepted(False, "states are created by the first step, so there is nothing to initialise")
     super_offload: bool = accepted(
         False,
-        "it steps before the norm is known and takes back what clipping changes, so its results are those of "
+        "it updates before the norm is known and then corrects the update for clipping, so its results are those of "
         "offload_optimizer; here the host's step (28 of 257 ms in bench/results/delayed_update.json) waits for the "
-        "norm, and delayed_update hides it",
+        "norm, and delayed_update overlaps it",
     )
     cpuadam_cores_perc: Fraction = accepted(0.8, "read only with super_offload")
 
@@ -73,9 +73,9 @@ class ZenFlowConfig(ConfigSection):
     """Offload that applies important gradients at once and the rest later. The section's presence enables it."""
 
     refusal = (
-        "it makes most of each update several steps late to hide the host's step, and updates that were one step late "
-        "cost 0.18 to 0.31 bits a byte where that step is 28 of 257 ms (bench/results/delayed_update.json); delete the "
-        "section, or write offload_optimizer.delayed_update true"
+        "it delays most of each update by several steps to overlap the host's step; a delay of one step cost 0.18 to "
+        "0.31 bits per byte where that step is 28 of 257 ms (bench/results/delayed_update.json); delete the section, "
+        "or write offload_optimizer.delayed_update true"
     )
 
     topk_ratio: Annotated[float, Field(gt=0, lt=1), NUMBER] = refused(0.1, "")
@@ -103,8 +103,8 @@ class AioConfig(ConfigSection):
     intra_op_parallelism: Positive = honoured(1)
     """Number of I/O threads, if the I/O engine uses threads."""
     thread_count: Positive = accepted(1, "an old spelling that nothing reads; intra_op_parallelism replaced it")
-    single_submit: bool = accepted(False, "requests are handed over as the queue has room")
-    overlap_events: bool = accepted(True, "requests are handed over while others complete")
+    single_submit: bool = accepted(False, "requests are submitted as the queue has room")
+    overlap_events: bool = accepted(True, "requests are submitted while others complete")
     use_gds: bool = refused(False, "not yet built: GPUDirect Storage; write false")
 
 

@@ -25,7 +25,7 @@ _LR = {"lr": ParameterSpec("float", 1e-3, minimum=0)}
 _BETAS = {"betas": ParameterSpec("floats", [0.9, 0.999], minimum=0, less_than=1)}
 _EPS = {"eps": ParameterSpec("float", 1e-8, minimum=0)}
 _DECAY = {"weight_decay": ParameterSpec("float", 0.0, minimum=0)}
-_GRADS = {"set_grad_none": accepted_parameter("bool", True, "gradients are always released, never filled with zeros")}
+_GRADS = {"set_grad_none": accepted_parameter("bool", True, "gradients are always freed, never filled with zeros")}
 _TORCH_STEP = {
     "foreach": ParameterSpec("bool", None),
     "fused": ParameterSpec("bool", None),
@@ -38,7 +38,7 @@ _ADAM = {
     "amsgrad": ParameterSpec("bool", False),
     "capturable": ParameterSpec("bool", False),
     "bias_correction": refused_parameter("bool", True, "not yet built: Adam without bias correction; write true"),
-    "torch_adam": accepted_parameter("bool", False, "Adam is torch's own in any case, fused where torch has a fused step"),
+    "torch_adam": accepted_parameter("bool", False, "Adam is always torch's own, fused where torch has a fused step"),
     "fp32_optimizer_states": refused_parameter("bool", True, "not yet built: optimizer states are fp32; write true"),
 }  # fmt: skip
 _ALWAYS_DECOUPLED = refused_parameter("bool", True, 'AdamW decouples its decay; for coupled decay write type "Adam"')
@@ -61,7 +61,7 @@ _LAMB = {
     "max_coeff": ParameterSpec("float", 10.0, minimum=0),
     "min_coeff": ParameterSpec("float", 0.01, minimum=0),
     "eps_inside_sqrt": ParameterSpec("bool", False),
-    "max_grad_norm": refused_parameter("float", 0.0, "a norm of all gradients; write gradient_clipping at the top level"),
+    "max_grad_norm": refused_parameter("float", 0.0, "write gradient_clipping at the top level instead"),
 }  # fmt: skip
 _SGD = {
     **_LR, **_DECAY, **_TORCH_STEP,
@@ -105,9 +105,9 @@ OPTIMIZER_PARAMETERS: dict[str, ParameterTable] = {
             "str", "gram", KeyStatus.ACCEPTED, "two orders of the same matrix products; the result is the same",
             choices=("gram", "standard"),
         ),
-        "per_head_muon": refused_parameter("bool", False, "not yet built: one orthogonalization a head; write false"),
+        "per_head_muon": refused_parameter("bool", False, "not yet built: one orthogonalization per head; write false"),
         "bias_correction": refused_parameter("bool", True, "not yet built: AdamW without bias correction; write true"),
-        "torch_adam": accepted_parameter("bool", False, "AdamW is torch's own arithmetic in any case"),
+        "torch_adam": accepted_parameter("bool", False, "AdamW always uses torch's own arithmetic"),
         "adam_w_mode": _ALWAYS_DECOUPLED,
     },
     "OneBitAdam": _ONE_BIT,
@@ -122,7 +122,7 @@ OPTIMIZER_PARAMETERS: dict[str, ParameterTable] = {
 _ONE_BIT_TYPES = ("OneBitAdam", "ZeroOneAdam", "OneBitLamb")
 UNSUPPORTED_OPTIMIZERS = {
     **dict.fromkeys(_ONE_BIT_TYPES, "not yet built: 1-bit optimizers; write AdamW or Lamb"),
-    "LBFGS": "it evaluates the model again inside step() through a closure, which engine.step() has not; write AdamW",
+    "LBFGS": "it calls the model again inside step() through a closure, which engine.step() does not take; write AdamW",
     "SparseAdam": "it takes only sparse gradients, and gradients are reduced dense; write Adam",
 }
 """Known optimizers that are refused, with the reason."""

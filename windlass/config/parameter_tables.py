@@ -85,7 +85,7 @@ def table_refusals(path: str, params: Mapping[str, Any], table: ParameterTable) 
     for name, value in params.items():
         parameter = table.get(name)
         if value == "auto":
-            yield ConfigRefusal(f"{path}.{name}", value, "nobody filled it in; write a value or delete the key")
+            yield ConfigRefusal(f"{path}.{name}", value, "no program filled it in; write a value or delete the key")
         elif parameter and parameter.status is KeyStatus.REFUSED and value != parameter.default:
             yield ConfigRefusal(f"{path}.{name}", value, parameter.reason)
 

@@ -44,14 +44,16 @@ class PipelineConfig(ConfigSection):
     unshard_per: Literal["step", "micro-batch"] = honoured("step", windlass_only=True)
     """With ZeRO: unshard parameters and reduce gradients once a step, or once a micro-batch, which saves memory."""
 
-    seed_layers: bool = accepted(False, "DeepSpeed itself reads it nowhere; PipelineModule has an argument of the name")
+    seed_layers: bool = accepted(
+        False, "DeepSpeed itself does not read it; PipelineModule has an argument of this name"
+    )
     pipe_partitioned: bool = accepted(
-        True, "each rank along tp sends what it has, whole, to its like in the next stage"
+        True, "each rank along tp sends its full tensor to the same tp rank of the next stage"
     )
     grad_partitioned: bool = accepted(
-        True, "each rank along tp sends what it has, whole, to its like in the next stage"
+        True, "each rank along tp sends its full tensor to the same tp rank of the next stage"
     )
-    use_reentrant: bool = accepted(True, "layers are computed again to the same values in either way")
+    use_reentrant: bool = accepted(True, "both ways recompute layers to the same values")
 
     @property
     def resolved_virtual_stages(self) -> int:

@@ -105,10 +105,10 @@ class Config(ConfigSection):
     gradient_allreduce_op: GradientReduction = honoured("mean")
     """`sum`: gradients are summed over the data-loading ranks, at every stage; `mean`: averaged."""
     seq_parallel_communication_data_type: DtypeName = accepted(
-        "fp32", "gradients travel along sp as along the data axes, in communication_data_type"
+        "fp32", "gradients are reduced along sp as along the data axes, in communication_data_type"
     )
     use_data_before_expert_parallelism: bool = refused(
-        False, "ranks along ep are always neighbours, whose tokens stay inside a node; write false"
+        False, "ranks along ep are always adjacent, so that tokens stay inside a node; write false"
     )
     sparse_gradients: bool = accepted(
         False, "gradients of embeddings, sparse=True included, are added into one flat buffer; the sums are the same"
@@ -116,9 +116,9 @@ class Config(ConfigSection):
     graph_harvesting: bool = refused(False, "retired: CUDA graphs of the step; write false")
     datastates_ckpt: Any = refused(False, "retired: the DataStates checkpoint service; delete the key")
     vocabulary_size: Int | None = accepted(None, "DeepSpeed only warns when it is no multiple of 8")
-    disable_allgather: bool = accepted(False, "DeepSpeed itself reads it nowhere")
+    disable_allgather: bool = accepted(False, "DeepSpeed itself does not read it")
     zero_allow_untested_optimizer: bool = accepted(False, "every optimizer is allowed; there is no list to override")
-    zero_force_ds_cpu_optimizer: bool = accepted(True, "there is no separate class of CPU optimizers to insist on")
+    zero_force_ds_cpu_optimizer: bool = accepted(True, "there is no separate class of CPU optimizers to force")
 
     optimizer: OptimizerConfig | None = honoured(None)
     """Optimizer that the engine constructs if the caller passes none."""
@@ -314,7 +314,7 @@ class Config(ConfigSection):
         """Raise one ConfigError that lists every refusal, if there is any."""
         found = self.refusals()
         if found:
-            raise ConfigError(f"{self._name} asks for what is not supported:\n{numbered_list(found)}")
+            raise ConfigError(f"{self._name} has unsupported settings:\n{numbered_list(found)}")
 
     @property
     def comments(self) -> tuple[str, ...]:

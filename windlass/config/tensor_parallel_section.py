@@ -12,7 +12,7 @@ from windlass.config.config_section import ConfigSection, Count, Int, Names, Pos
 from windlass.config.key_status import accepted, honoured, refused
 from windlass.config.regex_pattern import check_pattern
 
-_OWN_PLAN_REASON = "the model's own plan says how it is cut"
+_OWN_PLAN_REASON = "the model's own plan determines its sharding"
 
 
 def _check_patterns(patterns: list[str]) -> list[str]:
@@ -24,9 +24,9 @@ class TensorParallelGroupConfig(ConfigSection):
 
     tp_size: Positive = honoured(1)
     """Same as parallel.tp; 1 has no effect."""
-    tp_grain_size: Positive = accepted(1, "which rank has which rows changes no value")
-    mpu: Any = refused(None, "groups come from the axes' sizes; pass an mpu to initialize, or delete the key")
-    tp_group: Any = refused(None, "groups come from the axes' sizes; write parallel.tp, and delete the key")
+    tp_grain_size: Positive = accepted(1, "the assignment of rows to ranks changes no value")
+    mpu: Any = refused(None, "groups follow from the axis sizes; pass an mpu to initialize, or delete the key")
+    tp_group: Any = refused(None, "groups follow from the axis sizes; write parallel.tp, and delete the key")
 
 
 class TensorParallelLayerSpec(ConfigSection):
@@ -38,10 +38,10 @@ class TensorParallelLayerSpec(ConfigSection):
     """column: shard the outputs; row: shard the inputs; skip: replicate the layer."""
     model_types: Names | None = honoured(None)
     """Model types to which the rule is limited (`config.model_type` of a transformers model)."""
-    shape: list[Any] | None = refused(None, "the parts of a fused matrix are found by the model's own plan; delete it")
-    partition_dim: Int | None = refused(None, "partition_type says which; delete it")
-    gather_output: bool = refused(False, "not built: outputs that are gathered again; write false")
-    grad_allreduce: bool = refused(False, "gradients are added up wherever they are parts; write false")
+    shape: list[Any] | None = refused(None, "the model's own plan determines the parts of a fused matrix; delete it")
+    partition_dim: Int | None = refused(None, "partition_type determines it; delete it")
+    gather_output: bool = refused(False, "not built: all-gather of outputs; write false")
+    grad_allreduce: bool = refused(False, "partial gradients are always all-reduced; write false")
 
 
 class TensorParallelPartitionConfig(ConfigSection):
@@ -67,17 +67,17 @@ class TensorParallelConfig(ConfigSection):
 
     dtype: Any = accepted("torch.float16", "dtypes follow from the sections fp16 and bf16")
     vocab_parallel_lm_head: bool | None = accepted(
-        None, "cut like the embedding wherever it can be; losses are the same"
+        None, "sharded like the embedding where possible; losses are the same"
     )
     vocab_parallel_ce_backend: Literal["torch", "liger"] = accepted(
-        "torch", "one way computes the loss of a vocabulary that is cut"
+        "torch", "there is one implementation of the loss of a sharded vocabulary"
     )
     preset_model: Literal["llama", "bloom", "chatglm", "mixtral", "deepseek_v2", "qwen2", "phi3"] | None = accepted(
         None, _OWN_PLAN_REASON
     )
-    keep_module_on_host: bool = accepted(False, "where parameters rest is said by zero_optimization.offload_param")
+    keep_module_on_host: bool = accepted(False, "zero_optimization.offload_param sets the tier of parameters")
     injection_policy_tuple: list[Any] | None = refused(
-        None, "write parallel.tensor_table, which goes by names of modules"
+        None, "write parallel.tensor_table, which matches names of modules"
     )
     kernel_inject: bool = refused(
         False, "retired: replaced modules; write false", aliases=("replace_with_kernel_inject",)

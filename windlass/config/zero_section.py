@@ -13,7 +13,7 @@ from windlass.config.offload_section import OffloadOptimizer, OffloadParam, ZenF
 
 NO_MODEL_LIMIT = 2**63 - 1
 _LEAF_REASON = (
-    "what runs is gathered, and ranks may run different modules; zero_optimization.blocks chooses what is one"
+    "modules are unsharded when they run, and ranks may run different ones; zero_optimization.blocks sets the blocks"
 )
 
 
@@ -80,41 +80,45 @@ class ZeroConfig(ConfigSection):
     """Module classes or dotted module names that are unsharded as one block; null: detect repeated blocks."""
 
     use_multi_rank_bucket_allreduce: bool = accepted(
-        True, "a bucket always travels in one collective, whichever ranks own its parts"
+        True, "a bucket is always reduced in one collective, whichever ranks own its parts"
     )
-    compute_grad_norm: bool = accepted(True, "the norm rides in a reduction that is made in any case")
+    compute_grad_norm: bool = accepted(True, "the norm is part of a reduction that is always needed")
     elastic_checkpoint: bool = accepted(
-        False, "an old switch of the file layout; files here hold ranges of named tensors, whatever wrote them"
+        False, "an old switch of the file layout; files of windlass contain ranges of named tensors in any case"
     )
     cpu_offload_use_pin_memory: bool | None = accepted(
-        None, "DeepSpeed drops the value; offload sections have their own"
+        None, "DeepSpeed ignores the value; offload sections have keys of their own"
     )
     stage3_module_granularity_threshold: Count = accepted(
         0,
-        "units are found automatically; unit_merge_threshold and blocks steer them",
+        "units are found automatically; unit_merge_threshold and blocks control them",
         aliases=("module_granularity_threshold",),
     )
     stage3_use_all_reduce_for_fetch_params: bool = accepted(
-        False, "which collective gathers is the transport's choice", aliases=("use_all_reduce_for_fetch_params",)
+        False, "the transport chooses the collective", aliases=("use_all_reduce_for_fetch_params",)
     )
     stage3_allgather_sequential: bool = accepted(
-        False, "gathers are started in one order in any case", aliases=("allgather_sequential",)
+        False, "all-gathers always start in one order", aliases=("allgather_sequential",)
     )
-    parameter_alignment: bool = accepted(False, "a unit's layout is aligned in any case")
-    memory_efficient_linear: bool = accepted(True, "a released weight is never saved by autograd in the first place")
-    pipeline_loading_checkpoint: bool = accepted(False, "how loading overlaps with reading is a speed detail")
+    parameter_alignment: bool = accepted(False, "a unit's layout is always aligned")
+    memory_efficient_linear: bool = accepted(True, "autograd never saves a weight that is resharded")
+    pipeline_loading_checkpoint: bool = accepted(False, "the overlap of loading and reading affects only speed")
     override_module_apply: bool = accepted(True, "belongs to patched constructors, which do not exist here")
     log_trace_cache_warnings: bool = accepted(False, "there is no trace cache that could warn")
-    enable_sanity_checks: bool = accepted(False, "the checks that matter are always on")
-    save_muon_momentum_buffer_in_memory: bool = accepted(False, "optimizer state has one home, whatever the optimizer")
-    mics_hierarchical_params_gather: bool = accepted(False, "how a gather crosses hosts is the transport's choice")
-    grad_hooks: bool = accepted(True, "gradients are reduced when they arrive or at the boundary, as the stage demands")
+    enable_sanity_checks: bool = accepted(False, "the important checks are always on")
+    save_muon_momentum_buffer_in_memory: bool = accepted(
+        False, "optimizer states have one tier, whatever the optimizer"
+    )
+    mics_hierarchical_params_gather: bool = accepted(False, "the transport chooses how an all-gather crosses hosts")
+    grad_hooks: bool = accepted(
+        True, "gradients are reduced when they arrive or at the accumulation boundary, depending on the stage"
+    )
 
     load_from_fp32_weights: bool = honoured(True)
     """false: `load_checkpoint` sets the master weights from the 16-bit parameters instead of the saved fp32 weights."""
     legacy_stage1: bool = refused(False, "retired: one path serves all stages; write false")
-    zero_quantized_weights: bool = refused(False, "not yet built: quantized gathers; write false")
-    zero_quantized_nontrainable_weights: bool = refused(False, "not yet built: quantized gathers; write false")
+    zero_quantized_weights: bool = refused(False, "not yet built: quantized all-gathers; write false")
+    zero_quantized_nontrainable_weights: bool = refused(False, "not yet built: quantized all-gathers; write false")
     zero_quantized_gradients: bool = refused(False, "not yet built: quantized reductions; write false")
     zeropp_loco_param: dict[str, Any] | None = refused(None, "not yet built: LoCo error feedback; delete the key")
     cpu_offload: bool | None = honoured(None)

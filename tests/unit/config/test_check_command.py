@@ -145,7 +145,7 @@ def test_a_file_for_the_trainer_is_fine_and_says_what_is_filled_in(tmp_path: Pat
         ):
             assert words in text, words
     code, text = run(path, "--client", "none")
-    assert code == 1 and 'optimizer.params.lr = "auto": nobody filled it in' in text and "bf16.enabled" in text
+    assert code == 1 and 'optimizer.params.lr = "auto": no program filled it in' in text and "bf16.enabled" in text
     code, text = run(path, "--client", "accelerate")
     assert code == 1 and 'optimizer.params.betas = "auto": accelerate fails here' in text
     assert 'zero_optimization.overlap_comm = "auto": accelerate fails here' in text and "2 to fix" in text
