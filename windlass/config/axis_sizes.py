@@ -215,8 +215,8 @@ def _replicate_size(config: Config, data_size: int, inner_size: int, where: str)
     if mics % inner_size:
         raise ConfigError(
             f"zero_optimization.mics_shard_size = {mics} is not a multiple of ep x sp = {inner_size}, whose ranks "
-            f"shard states too; write one of {_join_with_or([n for n in _divisors(data_size) if n % inner_size == 0])}, "
-            "or delete the key"
+            f"shard states; write one of {_join_with_or([n for n in _divisors(data_size) if n % inner_size == 0])}, or "
+            "delete the key"
         )
     if "dp_replicate" in config.parallel.model_fields_set and given != data_size // mics:
         raise ConfigError(

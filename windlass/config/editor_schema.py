@@ -12,7 +12,7 @@ _AUTO = {"const": "auto"}
 
 
 def build_editor_schema() -> dict[str, Any]:
-    """Build the schema of `ds_config.json`: every key in all spellings, with "auto" where it is read, and its status."""
+    """Build the schema of `ds_config.json`: every key in all spellings, with "auto" where accepted, and its status."""
     schema = Config.model_json_schema()
     for definition in schema["$defs"].values():
         _rewrite_properties(definition, auto=None)

@@ -87,5 +87,5 @@ def _parse_line(line: bytes) -> dict[str, Any] | bytes | None:
     except JsonError as error:
         raise LaunchError(f"the other end of the connection sent a damaged message: {error}") from None
     if not isinstance(found, dict):
-        raise LaunchError(f"the other end of the connection sent {one_line(repr(found), 60)} for a message")
+        raise LaunchError(f"the other end of the connection sent {one_line(repr(found), 60)} instead of a message")
     return found

@@ -42,7 +42,7 @@ def bindable_cores(listed: str | None) -> list[int]:
     strange = [core for core in cores if core not in usable]
     if strange:
         raise LaunchError(
-            f"--bind_core_list {listed}: core {strange[0]} is not there or not allowed; this process may use "
+            f"--bind_core_list {listed}: core {strange[0]} does not exist or is not allowed; this process may use "
             f"{','.join(map(str, usable))}"
         )
     return cores

@@ -33,7 +33,9 @@ def reject_dry_run_flags(args: argparse.Namespace) -> None:
         return
     for name in ("config", "shape", "tokens", *AXIS_FLAGS):
         if getattr(args, name.replace("-", "_")) is not None:
-            raise LaunchError(f"--{name} is for --dry-run; a run's script has a configuration of its own: leave it out")
+            raise LaunchError(
+                f"--{name} is for --dry-run; leave it out, because a run's script has its own configuration"
+            )
 
 
 def show_rank_map(args: argparse.Namespace, console: Console | None = None) -> int:

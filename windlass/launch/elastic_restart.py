@@ -69,10 +69,10 @@ def run_with_restarts(
         hosts = drop_lost_slots(plan.hosts, outcome.failures)
         left = sum(len(host.slots) for host in hosts)
         if left < min_nproc:
-            logger.warning("%s; not started again: ranks left are %d, fewer than %d", told, left, min_nproc)
+            logger.warning("%s; not restarted: %d ranks are left, fewer than %d", told, left, min_nproc)
             return outcome
         logger.warning(
-            "%s; started again on %s (restart %d of %d)", told, plural(left, "rank"), restarts + 1, plan.max_restarts
+            "%s; restarting on %s (restart %d of %d)", told, plural(left, "rank"), restarts + 1, plan.max_restarts
         )
         plan = plan.with_hosts(hosts, restarts + 1)
     raise AssertionError("the last start returns")

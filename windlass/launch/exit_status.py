@@ -48,7 +48,7 @@ class RankFailure:
             return f"{self.host} was lost with {ranks}: {self.reason}"
         who = f"rank {self.rank} on {self.host}" if self.host else f"rank {self.rank}"
         if self.status == WATCHDOG_EXIT_CODE:
-            return f"{who} was ended by its watchdog, whose report says why"
+            return f"{who} was ended by its watchdog, whose report gives the reason"
         if self.status >= 0:
             return f"{who} ended with exit code {self.status}"
         return f"{who} was ended by {_signal_name(-self.status)}{self._describe_cause()}"
@@ -58,10 +58,11 @@ class RankFailure:
             return ""
         if self.out_of_memory:
             return (
-                ": the kernel killed a process for want of memory (the machine's, or up to the limit of its container "
-                "or cgroup); take a smaller micro-batch, activation checkpointing or offload, or raise the limit"
+                ": the kernel killed a process for lack of memory (of the machine, or within the limit of its "
+                "container or cgroup); use a smaller micro-batch, activation checkpointing or offload, or raise the "
+                "limit"
             )
-        return " (by somebody, a scheduler, or the kernel for want of memory: `dmesg` tells)"
+        return " (by a user, a scheduler, or the kernel for lack of memory: see `dmesg`)"
 
 
 @dataclass(frozen=True)

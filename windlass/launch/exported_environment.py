@@ -47,7 +47,7 @@ def exported_environment(
     # with an absolute name, all folders give the same file
     for path in dict.fromkeys(place / name for place in places):
         if path.is_file():
-            logger.info("the variables of %s go to every host", path)
+            logger.info("the variables of %s are exported to every host", path)
             found.update(parse_environment_file(path.read_text(), str(path)))
     return found
 

@@ -55,8 +55,8 @@ def torchrun_environment(rank_environment: RankEnvironment) -> dict[str, str]:
     master = rank_environment.master or (HERE if rank_environment.world in (1, rank_environment.local_world) else None)
     if master is None:
         raise LaunchError(
-            f"{rank_environment.source} says rank {rank_environment.rank} of {rank_environment.world}, on several hosts, and MASTER_ADDR is not set; "
-            "set it to the host of rank 0"
+            f"{rank_environment.source} started rank {rank_environment.rank} of {rank_environment.world} on several "
+            "hosts, and MASTER_ADDR is not set; set it to the host of rank 0"
         )
     values = {
         "RANK": rank_environment.rank,
@@ -92,12 +92,10 @@ def main(encoded: str) -> NoReturn:
     plan = decode_plan(encoded)
     found = rank_environment({name: value for name, value in os.environ.items() if name not in _TORCHRUN_VARIABLES})
     if found is None:
-        raise LaunchError("no variable of MPI or Slurm says which rank this is; start it by mpirun or srun")
+        raise LaunchError("no variable of MPI or Slurm gives the rank of this process; start it by mpirun or srun")
     places = [place for node in range(len(plan.hosts)) for place in plan.rank_placements(node)]
     if found.world != len(places):
-        raise LaunchError(
-            f"{found.source} started {found.world} ranks, the plan has {len(places)}; give no other number"
-        )
+        raise LaunchError(f"{found.source} started {found.world} ranks, the plan has {len(places)}; start that many")
     place = places[found.rank]
     if found.local_rank not in (None, place.local_rank):
         raise LaunchError(

@@ -44,7 +44,7 @@ def fetch_hostfile(path: str | Path) -> dict[str, int] | None:
     except OSError as error:
         raise HostError(f"cannot read {path}: {error.strerror or error}; give a file that you may read") from None
     except UnicodeDecodeError as error:
-        raise HostError(f"{path} is no text: {error}; write a line HOST slots=N for each host") from None
+        raise HostError(f"{path} is not a text file: {error}; write a line HOST slots=N for each host") from None
     if data is None:
         raise HostError(f"{path} has more than {_MAX_BYTES // 2**20} MiB; a hostfile has a line for each host")
     return parse_hostfile(text.splitlines(), source=str(path))
@@ -70,7 +70,7 @@ def parse_hostfile(lines: Iterable[str], source: str = "the hostfile") -> dict[s
         except WindlassError as error:
             raise HostError(f"{source}, line {number}: {error}") from None
         if name in pool:
-            raise HostError(f"{source}, line {number}: {name} is there already; write one entry for each host")
+            raise HostError(f"{source}, line {number}: {name} is listed already; write one entry for each host")
         pool[name] = slots
     if not pool:
         raise HostError(f"{source} is empty; write a line HOST slots=N for each host")
@@ -125,7 +125,7 @@ def limit_hosts(active: Mapping[str, Sequence[int]], num_nodes: int = -1, num_sl
         HostError: there are fewer hosts.
     """
     if num_nodes > len(active):
-        raise HostError(f"{num_nodes} nodes are asked for, and the hostfile has {len(active)}; ask for fewer")
+        raise HostError(f"{num_nodes} nodes are requested, and the hostfile has {len(active)}; request fewer")
     kept = list(active.items())[: num_nodes if num_nodes > 0 else None]
     return {name: list(range(num_slots)) if num_slots > 0 else list(slots) for name, slots in kept}
 
@@ -146,7 +146,7 @@ def decode_world_info(text: str) -> dict[str, list[int | str]]:
         found = parse_json(base64.urlsafe_b64decode(text.encode()))
         return {str(name): list(slots) for name, slots in found.items()}
     except (ValueError, AttributeError, TypeError) as error:
-        raise HostError(f"{one_line(text, 200)!r} is no base64 of {{host: [slot, ...]}}: {error}") from None
+        raise HostError(f"{one_line(text, 200)!r} is not base64 of {{host: [slot, ...]}}: {error}") from None
 
 
 def _parse_filter(text: str, known: Container[str]) -> dict[str, list[int]]:
@@ -162,7 +162,7 @@ def _parse_filter(text: str, known: Container[str]) -> dict[str, list[int]]:
             numbers = [_parse_slot(slot) for slot in slots.split(",")] if colon else []
         except ValueError:
             raise HostError(
-                f"{node!r} in {text!r} is no NAME[:SLOT[,SLOT...]]; slots are numbers below {MAX_RANKS_PER_HOST:,}"
+                f"{node!r} in {text!r} is not NAME[:SLOT[,SLOT...]]; slots are numbers below {MAX_RANKS_PER_HOST:,}"
             ) from None
         if not name:
             raise HostError(f"{text!r} names no host before {node!r}; write NAME[:SLOT[,SLOT...]][@...]")

@@ -83,7 +83,8 @@ def _report_failures(status: LaunchExitStatus, command_name: str) -> int:
         print_escaped(f"{command_name}: {failure}", to_stderr=True)
     if status.interrupted_by is not None:
         print(
-            f"{command_name}: stopped by {signal.Signals(status.interrupted_by).name}, no rank is left", file=sys.stderr
+            f"{command_name}: stopped by {signal.Signals(status.interrupted_by).name}, all ranks have ended",
+            file=sys.stderr,
         )
     return status.exit_code
 
@@ -140,7 +141,7 @@ def _launch_locally(args: argparse.Namespace, plan: LaunchPlan) -> LaunchExitSta
     if len(plan.hosts) == 1 and plan.master_addr and is_local_host(plan.master_addr) and plan.master_port is None:
         plan = replace(plan, master_addr=None)
     if getattr(args, "any_port", False) and plan.master_port is not None and not is_port_free(plan.master_port):
-        logger.warning("port %d is in use, and nobody asked for it: ranks meet at a free one", plan.master_port)
+        logger.warning("the default port %d is in use: a free one is used", plan.master_port)
         plan = replace(plan, master_port=None)
     return run_with_restarts(
         plan, lambda plan: _launch_with_output(args, plan, start_local_ranks, is_local=True), args.min_nproc
@@ -156,7 +157,7 @@ def _launch_one_node(args: argparse.Namespace, plan: LaunchPlan) -> LaunchExitSt
         )
     if args.max_restarts:
         raise LaunchError(
-            "--max-restarts where hosts start by themselves: none hears of the others; use a hostfile, "
+            "--max-restarts where hosts start by themselves: no host receives the failures of others; use a hostfile, "
             "or --rdzv_backend c10d"
         )
     _check_script(plan.program)
@@ -196,14 +197,16 @@ def _launch_with_backend(args: argparse.Namespace, plan: LaunchPlan, launcher: s
     words = LauncherOptions(args.launcher_args, args.ssh_port, args.venv_script, args.num_gpus, path, ssh_words)
     command = build_launcher_command(launcher, plan, words)
     if not is_installed(launcher):
-        raise LaunchError(f"--launcher {launcher}: {command.argv[0]} is not installed; plain ssh needs nothing but ssh")
+        raise LaunchError(
+            f"--launcher {launcher}: {command.argv[0]} is not installed; the default launcher needs only ssh"
+        )
     ranks, hosts = plural(plan.world_size, "rank"), plural(len(plan.hosts), "host")
     logger.info("%s starts %s on %s", command.argv[0], ranks, hosts)
     return run_launcher_command(command, plan)
 
 
 def _choose_master_port(args: argparse.Namespace, plan: LaunchPlan, launcher: str) -> int:
-    """Return the rendezvous port for ranks of another launcher. Each Slurm job gets its own, as jobs may share a host."""
+    """Return the rendezvous port for ranks of another launcher. Slurm jobs on one host need different ones."""
     asked = None if getattr(args, "any_port", False) else plan.master_port
     job = os.environ.get("SLURM_JOB_ID", "") if launcher == "slurm" else ""
     return asked or (port_of(int(job), 0) if parse_int(job) is not None else plan.master_port or DEFAULT_MASTER_PORT)

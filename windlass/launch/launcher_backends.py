@@ -180,5 +180,5 @@ def _equal_ranks_per_host(plan: LaunchPlan, launcher: str) -> int:
     counts = {host.name: len(host.slots) for host in plan.hosts}
     if len(set(counts.values())) > 1:
         told = ", ".join(f"{name} {count}" for name, count in counts.items())
-        raise LaunchError(f"--launcher {launcher} needs as many slots on every host, and there are {told}")
+        raise LaunchError(f"--launcher {launcher} needs equally many slots on every host, and there are {told}")
     return len(plan.hosts[0].slots)

@@ -75,9 +75,9 @@ def check_port(port: int) -> int:
         LaunchError: it is not a port, or is in use.
     """
     if not 0 < port < 65536:
-        raise LaunchError(f"--master-port {port} is no port; give one from 1 to 65535, or none")
+        raise LaunchError(f"--master-port {port} is not a port; give one from 1 to 65535, or none")
     if not is_port_free(port):
-        raise LaunchError(f"port {port} is in use; give another --master-port, or none and a free one is taken")
+        raise LaunchError(f"port {port} is in use; give another --master-port, or none to use a free one")
     return port
 
 

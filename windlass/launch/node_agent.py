@@ -177,7 +177,7 @@ def own_address() -> str:
     for address in candidates:
         if not address.startswith("127.") and address not in ("::1", "0.0.0.0", "::"):
             return address
-    raise LaunchError("no address of this host is known at which others reach it; give --master_addr")
+    raise LaunchError("no address of this host is known that other hosts can reach; give --master_addr")
 
 
 def main() -> None:

@@ -82,7 +82,9 @@ def reject_unsupported_flags(args: argparse.Namespace) -> None:
     if args.start_method != "spawn":
         raise LaunchError(f"--start_method {args.start_method}: ranks are programs of their own; leave it at spawn")
     if args.elastic_training or args.min_elastic_nodes is not None:
-        raise LaunchError("--elastic_training, --min_elastic_nodes, --max_elastic_nodes are gone; use --max-restarts K")
+        raise LaunchError(
+            "--elastic_training, --min_elastic_nodes, --max_elastic_nodes are not supported; use --max-restarts K"
+        )
     for name in _RENDEZVOUS_ONLY_FLAGS:
         if getattr(args, name):
             raise LaunchError(f"--{name} only applies to torch's rendezvous (--rdzv_backend c10d); leave it out")
@@ -124,13 +126,15 @@ def plan_from_args(args: argparse.Namespace, env: Mapping[str, str]) -> LaunchPl
         args.master_addr = args.master_addr or (address if colon else port)
         args.master_port = args.master_port or (parse_int(port) if colon else None)
     if args.master_port is not None and not 0 <= args.master_port < 65536:
-        raise LaunchError(f"--master-port {args.master_port} is no port; give one from 1 to 65535, or none")
+        raise LaunchError(f"--master-port {args.master_port} is not a port; give one from 1 to 65535, or none")
     hosts, use_devices = hosts_from_args(args)
     env = {**slurm_device_environment(os.environ), **env}
     names = tuple((args.signals_to_handle or ",".join(FORWARDED_SIGNALS)).split(","))
     unknown = [name for name in names if name not in signal.Signals.__members__]
     if unknown:
-        raise LaunchError(f"--signals_to_handle {args.signals_to_handle}: {unknown[0]!r} is no signal of this system")
+        raise LaunchError(
+            f"--signals_to_handle {args.signals_to_handle}: {unknown[0]!r} is not a signal of this system"
+        )
     return LaunchPlan(
         program_from_args(args),
         hosts,
@@ -160,7 +164,9 @@ def hosts_from_args(args: argparse.Namespace) -> tuple[tuple[Host, ...], bool]:
     hosts, use_devices = _choose_hosts(args)
     ranks = sum(len(host.slots) for host in hosts)
     if ranks > MAX_RANKS:
-        raise LaunchError(f"{plural(ranks, 'rank')} on {plural(len(hosts), 'host')}; at most {MAX_RANKS:,} are started")
+        raise LaunchError(
+            f"{plural(ranks, 'rank')} on {plural(len(hosts), 'host')}; at most {MAX_RANKS:,} are supported"
+        )
     return hosts, use_devices
 
 
@@ -201,13 +207,13 @@ def _hosts_from_pool(args: argparse.Namespace, pool: Mapping[str, int], nodes: i
     if args.nproc:
         if not str(args.nproc).isdecimal():
             raise LaunchError(
-                f"--nproc {one_line(str(args.nproc), 60)} with a hostfile, whose slots say how many; give a number or "
-                "none"
+                f"--nproc {one_line(str(args.nproc), 60)} with a hostfile, whose slots set the number; give a number, "
+                "or none"
             )
         each = _parse_count(args.nproc, "--nproc")
     if VISIBLE_DEVICES_VARIABLE in os.environ:
         logger.warning(
-            "%s=%s is this machine's and is not sent to the hosts of the hostfile; choose with --include",
+            "%s=%s is for this machine and is not exported to the hosts of the hostfile; choose with --include",
             VISIBLE_DEVICES_VARIABLE,
             os.environ[VISIBLE_DEVICES_VARIABLE],
         )
@@ -231,7 +237,7 @@ def _local_slots(args: argparse.Namespace) -> tuple[tuple[int | str, ...], bool]
     if args.num_gpus > 0:
         if given and args.num_gpus > len(given):
             raise LaunchError(
-                f"--num_gpus {args.num_gpus}, and this machine gives {len(given)} ({','.join(given)}); ask for fewer, "
+                f"--num_gpus {args.num_gpus}, and this machine has {len(given)} ({','.join(given)}); request fewer, "
                 f"or set {VISIBLE_DEVICES_VARIABLE}"
             )
         return tuple(range(args.num_gpus)), True
@@ -249,7 +255,8 @@ def _default_local_size() -> int:
 def _filter_slots(args: argparse.Namespace, given: list[str]) -> tuple[int | str, ...]:
     if given and not all(name.isdecimal() for name in given):
         raise LaunchError(
-            f"{VISIBLE_DEVICES_VARIABLE}={','.join(given)} names no numbers, which --include and --exclude take; set it alone"
+            f"{VISIBLE_DEVICES_VARIABLE}={','.join(given)} has names, and --include and --exclude take numbers; leave "
+            "them out"
         )
     numbers = [int(name) for name in given]
     if not numbers:  # CPU ranks: slots do not select devices, only their number counts
@@ -265,7 +272,7 @@ def _filter_slots(args: argparse.Namespace, given: list[str]) -> tuple[int | str
 def _count_of_kind(kind: str, devices: int) -> int:
     cores = os.cpu_count() or 1
     if kind == "gpu" and devices == 0:
-        raise LaunchError("--nproc gpu, and this machine gives no GPU; give a number")
+        raise LaunchError("--nproc gpu, and this machine has no GPU; give a number")
     known = {"gpu": devices, "cpu": cores, "auto": devices or cores}
     if kind not in known:
         raise LaunchError(f"--nproc {one_line(kind, 60)} is neither a number nor gpu, cpu or auto")
@@ -276,9 +283,9 @@ def _parse_count(text: str, flag: str, maximum: int = MAX_RANKS_PER_HOST) -> int
     number = parse_int(text)
     shown = one_line(text, 60)
     if number is None and not text.lstrip("-").isdecimal():
-        raise LaunchError(f"{flag} {shown} is no number")
+        raise LaunchError(f"{flag} {shown} is not a number")
     if number is None or number > maximum:
-        raise LaunchError(f"{flag} is {shown}; at most {maximum:,} are started")
+        raise LaunchError(f"{flag} is {shown}; at most {maximum:,} are supported")
     if number < 1:
         raise LaunchError(f"{flag} is {shown}; at least one is needed")
     return number

@@ -86,9 +86,9 @@ class HostRankMap:
             remedy = f"write tp {fits} and give the rest to pp" if fits < self.grid.tp else "let each node have as many"
             found.append(f"{said}: every layer waits for the network four times a micro-batch; {remedy}")
         if self.grid.pp > self.model.layers:
-            found.append(f"pp {self.grid.pp} is more than the {self.model.layers} layers: stages without one")
+            found.append(f"pp {self.grid.pp} is more than the {self.model.layers} layers: some stages have none")
         if self.model.experts and self.grid.ep > self.model.experts:
-            found.append(f"ep {self.grid.ep} is more than the {self.model.experts} experts: ranks without one")
+            found.append(f"ep {self.grid.ep} is more than the {self.model.experts} experts: some ranks have none")
         return found
 
 

@@ -102,11 +102,12 @@ def _wait_for_agents(nodes: Sequence[RemoteNode], selector: selectors.BaseSelect
             _check_error(node)
             if not node.alive:
                 raise LaunchError(
-                    f"{node.host} cannot be reached: {node.describe_end()}; `ssh {node.host} true` must work without a question"
+                    f"{node.host} cannot be reached: {node.describe_end()}; `ssh {node.host} true` must work without "
+                    "a question"
                 )
             if node.version is None and time.monotonic() > deadline:
                 raise LaunchError(
-                    f"{node.host} does not answer for {CONNECT_TIMEOUT_S:.0f} s; is windlass installed there?"
+                    f"{node.host} did not answer within {CONNECT_TIMEOUT_S:.0f} s; is windlass installed there?"
                 )
     for node in nodes:
         check_agent_version(node)

@@ -43,7 +43,7 @@ class RendezvousStore:
         try:
             self._socket = _listen(port, all_interfaces)
         except OSError as error:
-            text = f"port {port} cannot be listened at: {error.strerror}; give another, or none and a free one is taken"
+            text = f"cannot listen at port {port}: {error.strerror}; give another, or none to use a free one"
             raise LaunchError(text) from None
         self.port: int = self._socket.getsockname()[1]
         self._process: subprocess.Popen[bytes] | None = None

@@ -34,7 +34,7 @@ def check_variable_name(name: str) -> str:
         LaunchError: it contains other characters.
     """
     if not _VARIABLE_NAME.fullmatch(name):
-        raise LaunchError(f"{name!r} is no name of a variable; use letters, digits and _, and no digit first")
+        raise LaunchError(f"{name!r} is not a variable name; use letters, digits and _, and no digit first")
     return name
 
 
@@ -46,7 +46,7 @@ def check_host_name(name: str) -> str:
     """
     if not _HOST_NAME.fullmatch(name):
         raise LaunchError(
-            f"{one_line(name, 100)!r} is no name of a host; write letters, digits, '.', '-', '_' or an address, "
+            f"{one_line(name, 100)!r} is not a host name; write letters, digits, '.', '-', '_' or an address, "
             "and no '-' first"
         )
     return name
@@ -54,5 +54,5 @@ def check_host_name(name: str) -> str:
 
 def _quote_word(word: str) -> str:
     if "\0" in word:
-        raise LaunchError(f"{word!r} holds a NUL, which neither an argument nor a variable can")
+        raise LaunchError(f"{word!r} contains a NUL, which no argument or variable can")
     return shlex.quote(word)

@@ -153,7 +153,7 @@ class RemoteNode:
         """Describe the end of the connection, with the last lines of ssh if there are any."""
         status = self._process.returncode
         ended = f"ended by {signal.Signals(-status).name}" if status and status < 0 else f"exit code {status}"
-        return f"its connection is gone ({'; '.join(self._last_lines) or ended})"
+        return f"its connection ended ({'; '.join(self._last_lines) or ended})"
 
     def _report_lost(self) -> None:
         if self._unfinished_ranks and self.version is not None and not self._was_killed:

@@ -37,7 +37,9 @@ def start_with_torch_agent(args: argparse.Namespace, program: Program, env: Mapp
     check_main_thread()
     for name in _UNSUPPORTED_FLAGS:
         if getattr(args, name):
-            raise LaunchError(f"--{name} does not go with a rendezvous, where each host starts by itself; leave it out")
+            raise LaunchError(
+                f"--{name} cannot be combined with a rendezvous, where each host starts by itself; leave it out"
+            )
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
@@ -77,11 +79,11 @@ def _torch_launch_config(args: argparse.Namespace, log_dir: str) -> Any:
     parser = get_args_parser()
     known = [word for word in words if word.partition("=")[0] in parser._option_string_actions]
     if dropped := [word for word in words if word not in known and not word.startswith("--shutdown")]:
-        raise LaunchError(f"{dropped[0]}: this torch does not know it; install a newer one, or leave it out")
+        raise LaunchError(f"{dropped[0]}: this version of torch lacks it; install a newer one, or leave it out")
     try:
         config, _, _ = config_from_args(parser.parse_args([*known, "script"]))
     except (ValueError, RuntimeError) as error:
-        raise LaunchError(f"torch refuses these flags: {error}") from error
+        raise LaunchError(f"torch rejects these flags: {error}") from error
     return config
 
 

@@ -76,8 +76,8 @@ def select_devices(slots: Sequence[int | str], available: Sequence[str], host: s
             found.append(available[slot])
         else:
             raise LaunchError(
-                f"device {slot} is asked for on {host}, which gives {','.join(available)} ({len(available)} in all); "
-                f"ask for fewer, or set {VISIBLE_DEVICES_VARIABLE}"
+                f"device {slot} is requested on {host}, which has {','.join(available)} ({len(available)} in all); "
+                f"request fewer, or set {VISIBLE_DEVICES_VARIABLE}"
             )
     return found
 
