@@ -55,9 +55,7 @@ COMMANDS = (
     CliCommand("generate", "windlass.cli.generate", "generate", "Continue a text with a trained model."),
     CliCommand("export", "windlass.cli.export", "export", "Write a checkpoint's weights as Hugging Face safetensors."),
     CliCommand("checkpoints", "windlass.cli.checkpoints", "checkpoints", "List the checkpoints in a directory."),
-    CliCommand(
-        "check", "windlass.cli.check", "check", "Print problems and resolved values of a configuration."
-    ),
+    CliCommand("check", "windlass.cli.check", "check", "Print problems and resolved values of a configuration."),
     CliCommand(
         "verify",
         "windlass.cli.verify",

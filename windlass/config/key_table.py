@@ -60,7 +60,7 @@ EXTRA_KEYS = (
     ConfigKey(TRAINING_CONFIG, "amp.<key>", KeyStatus.REFUSED, Amp.refusal, "any value", "null"),
     ConfigKey(
         TRAINING_CONFIG, '"zero_optimization.reduce_bucket_size"', KeyStatus.REFUSED,
-        "a dotted name at the top level is no path; put the key inside its section", "any value", "null",
+        "a dotted name at the top level is not a path; put the key inside its section", "any value", "null",
     ),
 )  # fmt: skip
 """Keys for which the schema has no field."""

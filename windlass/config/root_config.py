@@ -115,7 +115,7 @@ class Config(ConfigSection):
     )
     graph_harvesting: bool = refused(False, "retired: CUDA graphs of the step; write false")
     datastates_ckpt: Any = refused(False, "retired: the DataStates checkpoint service; delete the key")
-    vocabulary_size: Int | None = accepted(None, "DeepSpeed only warns when it is no multiple of 8")
+    vocabulary_size: Int | None = accepted(None, "DeepSpeed only warns if it is not a multiple of 8")
     disable_allgather: bool = accepted(False, "DeepSpeed itself does not read it")
     zero_allow_untested_optimizer: bool = accepted(False, "every optimizer is allowed; there is no list to override")
     zero_force_ds_cpu_optimizer: bool = accepted(True, "there is no separate class of CPU optimizers to force")

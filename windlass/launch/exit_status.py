@@ -38,7 +38,7 @@ class RankFailure:
 
     @property
     def is_lost(self) -> bool:
-        """True if a signal that is no request to stop ended the rank. Its device or slot may be lost too."""
+        """True if a signal other than SIGINT and SIGTERM ended the rank. Its device or slot may be lost too."""
         return self.status < 0 and self.exit_code not in _STOP_CODES
 
     def __str__(self) -> str:

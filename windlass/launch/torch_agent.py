@@ -29,7 +29,7 @@ _UNSUPPORTED_FLAGS = ("hostfile", "include", "exclude", "launcher", "no_ssh", "w
 
 
 def start_with_torch_agent(args: argparse.Namespace, program: Program, env: Mapping[str, str]) -> LaunchExitStatus:
-    """Start this host's ranks after the rendezvous of as many hosts as `--nnodes` says.
+    """Start this host's ranks after the rendezvous of the number of hosts that `--nnodes` sets.
 
     Raises:
         LaunchError: a flag cannot be combined with a rendezvous, or torch rejects one.

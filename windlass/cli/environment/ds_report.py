@@ -136,7 +136,7 @@ def _general_facts() -> Iterator[tuple[str, str]]:
     yield "windlass info", itself["version"]
     yield (
         "deepspeed info",
-        version_facts.installed_version("deepspeed") or "not installed, and no stand-in is on the path",
+        version_facts.installed_version("deepspeed") or "not installed, and no stand-in is on PYTHONPATH",
     )
     yield "nvcc version", _format_fact(try_fact(_nvcc_version))
     yield "nvidia driver", _format_fact(try_fact(hardware_facts.nvidia_driver_version))
