@@ -137,7 +137,7 @@ def test_a_script_is_verified_as_it_is(folder: Path, capfd: pytest.CaptureFixtur
 def test_a_fault_is_told_to_people_and_to_programs(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert verify("faulty.py", "--lr", "0.01", "--config", "ds.json") == 1
     said = capfd.readouterr().out
-    assert "NOT equal: they part at step 1, phase reduce" in said
+    assert "NOT equal: the first difference is at step 1, phase reduce" in said
     assert "embed.weight (gradient after the reduction)" in said and "only rank 1's part is in it" in said
     assert verify("faulty.py", "--lr", "0.01", "--config", "ds.json", "--json", "--nproc", "1,2") == 1
     alone, together = json.loads(capfd.readouterr().out)
@@ -221,7 +221,7 @@ def test_what_cannot_be_compared_is_said(folder: Path, capfd: pytest.CaptureFixt
         (("script.py", "--model", "x"), "name what to verify"),
         (("nowhere.py",), "no such script: nowhere.py"),
         (("--model", "x"), "--model needs --config"),
-        (("script.py", "--batch", "2x8"), "--batch goes with --model"),
+        (("script.py", "--batch", "2x8"), "--batch needs --model"),
         (("script.py", "--nproc", "2,x"), "--nproc is '2,x'"),
         (("--nprocs", "4", "script.py"), "no such option: --nprocs"),
         (("--model", "x", "--config", "ds.json", "--step", "3"), "no such option: --step"),
