@@ -1,4 +1,4 @@
-"""Collectives that move elements and change none, started; they move bytes, so that every dtype can travel."""
+"""Asynchronous collectives that move elements unchanged. They send bytes, so that every dtype is supported."""
 
 from __future__ import annotations
 
@@ -22,12 +22,16 @@ from windlass.compat.collectives.byte_payload import (
 )
 from windlass.compat.collectives.collective_work import CollectiveWork
 
-# torch 2.13 renamed it; the older name warns there, the newer one does not exist in 2.10
+# torch 2.13 renamed this function: the old name warns there, and the new name does not exist in 2.10
 _ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def start_all_gather_bytes(own: torch.Tensor, group: Any) -> tuple[list[torch.Tensor], Any]:
-    """Bytes of every rank, `own` being this one's and all equally many: where they will be, and torch's work."""
+    """Start an all-gather of bytes; every rank's `own` has the same size.
+
+    Returns:
+        The output buffers, one per rank, and torch's work (None if nothing is sent).
+    """
     size = dist.get_world_size(group)
     if size == 1 or own.numel() == 0:
         return [own] * size, None
@@ -39,7 +43,11 @@ def start_all_gather_bytes(own: torch.Tensor, group: Any) -> tuple[list[torch.Te
 def start_all_to_all_bytes(
     sends: Sequence[torch.Tensor], sizes: Sequence[int], group: Any
 ) -> tuple[list[torch.Tensor], Any]:
-    """Bytes for every rank against `sizes[i]` bytes from each: where they will be, and torch's work."""
+    """Start an all-to-all of bytes: send `sends[i]` to rank i, and receive `sizes[i]` bytes from it.
+
+    Returns:
+        The output buffers, one per rank, and torch's work (None if nothing is sent).
+    """
     if len(sends) == 1:
         return [sends[0]], None
     together = torch.empty(sum(sizes), dtype=torch.uint8, device=sends[0].device)
@@ -50,7 +58,7 @@ def start_all_to_all_bytes(
 
 
 def broadcast(tensor: torch.Tensor, src: int, group: Any) -> CollectiveWork:
-    """Every rank's `tensor` becomes that of rank `src`."""
+    """Start a broadcast of rank `src`'s `tensor` into every rank's `tensor`."""
     require_rank("src", src, group)
     here = dist.get_rank() == src
     travels, finish = (as_bytes(tensor), None) if here else receive_buffer(tensor)
@@ -60,7 +68,7 @@ def broadcast(tensor: torch.Tensor, src: int, group: Any) -> CollectiveWork:
 
 
 def all_gather(tensors: Sequence[torch.Tensor], tensor: torch.Tensor, group: Any) -> CollectiveWork:
-    """`tensors[i]` becomes rank i's `tensor`; ranks may have tensors of different sizes."""
+    """Start an all-gather: `tensors[i]` receives rank i's `tensor`. Ranks may have tensors of different sizes."""
     size, index = dist.get_world_size(group), dist.get_rank(group)
     _require_one_per_rank("all_gather", "tensor_list", tensors, tensor, size)
     _require_same_size("all_gather", tensors[index], tensor)
@@ -83,7 +91,7 @@ def all_gather(tensors: Sequence[torch.Tensor], tensor: torch.Tensor, group: Any
 
 
 def all_gather_into_tensor(output: torch.Tensor, tensor: torch.Tensor, group: Any) -> CollectiveWork:
-    """`output` becomes every rank's `tensor`, one after the other."""
+    """Start an all-gather of every rank's `tensor` into `output`, concatenated in rank order."""
     size = dist.get_world_size(group)
     require_dense(output)
     if output.numel() != size * tensor.numel() or output.dtype != tensor.dtype:
@@ -102,7 +110,7 @@ def all_gather_into_tensor(output: torch.Tensor, tensor: torch.Tensor, group: An
 
 
 def gather(tensor: torch.Tensor, tensors: Sequence[torch.Tensor] | None, dst: int, group: Any) -> CollectiveWork:
-    """On rank `dst`, `tensors[i]` becomes rank i's `tensor`."""
+    """Start a gather: on rank `dst`, `tensors[i]` receives rank i's `tensor`."""
     require_rank("dst", dst, group)
     size, own = dist.get_world_size(group), as_bytes(tensor)
     landings = None
@@ -118,7 +126,7 @@ def gather(tensor: torch.Tensor, tensors: Sequence[torch.Tensor] | None, dst: in
 
 
 def scatter(tensor: torch.Tensor, tensors: Sequence[torch.Tensor] | None, src: int, group: Any) -> CollectiveWork:
-    """Rank i's `tensor` becomes `tensors[i]` of rank `src`."""
+    """Start a scatter: rank i's `tensor` receives `tensors[i]` of rank `src`."""
     require_rank("src", src, group)
     sends = None
     if dist.get_rank() == src:
@@ -132,7 +140,7 @@ def scatter(tensor: torch.Tensor, tensors: Sequence[torch.Tensor] | None, src: i
 
 
 def all_to_all(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], group: Any) -> CollectiveWork:
-    """`outputs[i]` becomes what rank i has for this one in its `inputs`; all may differ in size."""
+    """Start an all-to-all: `outputs[i]` receives the tensor in rank i's `inputs` for this rank. All sizes may differ."""
     size, index = dist.get_world_size(group), dist.get_rank(group)
     for name, each in (("output_tensor_list", outputs), ("input_tensor_list", inputs)):
         if len(each) != size:
@@ -161,7 +169,9 @@ def all_to_all_single(
     input_splits: Sequence[int] | None,
     group: Any,
 ) -> CollectiveWork:
-    """Rows of `tensor` for every rank against rows from each; by default equally many."""
+    """Start an all-to-all of rows: send rows of `tensor` to each rank and receive rows from each; equally many by
+    default.
+    """
     size = dist.get_world_size(group)
     if output.dtype != tensor.dtype:
         raise CommunicationError(f"all_to_all_single: output is {output.dtype}, input {tensor.dtype}; use one dtype")
@@ -174,13 +184,13 @@ def all_to_all_single(
     if size == 1:
         copy_elements(tensor, output)
         return CollectiveWork(outputs=[output])
-    # A rank that neither sends nor receives still joins: its peers count on it.
+    # A rank that neither sends nor receives joins too: the collective needs every rank.
     work = dist.all_to_all_single(into, sent, rows_out, rows_in, group=group, async_op=True)
     return CollectiveWork([work], finish, [output])
 
 
 def _split_bytes(name: str, tensor: torch.Tensor, splits: Sequence[int] | None, size: int) -> list[int]:
-    """Bytes for each rank."""
+    """Return the number of bytes for each rank."""
     require_dense(tensor)
     if tensor.dim() == 0:
         raise CommunicationError(f"all_to_all_single: the {name} has no rows to split; pass a tensor of 1 dim or more")

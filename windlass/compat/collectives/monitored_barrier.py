@@ -1,4 +1,4 @@
-"""A barrier that says who did not come, on any back end: ranks leave word in the store at which they met."""
+"""Barrier that names missing ranks, for any backend: each rank sets a key in the rendezvous store."""
 
 from __future__ import annotations
 
@@ -27,14 +27,15 @@ def monitored_barrier(
     log_name: str = "monitored_barrier",
     debug: Any = None,
 ) -> None:
-    """Return once every rank of the group came here.
+    """Block until every rank of the group reaches this call.
 
     Args:
-        timeout: how long the group's first rank waits for another.
-        wait_all_ranks: wait for all and name everybody who is missing, not only the first.
+        timeout: time that the group's first rank waits for each other rank.
+        wait_all_ranks: wait for all ranks and name every missing one, not only the first.
 
     Raises:
-        CommunicationError: on the ranks that came, when one did not in time; names who is missing.
+        CommunicationError: some rank is missing at the timeout. Raised on the ranks that arrived; names the missing
+            ones.
     """
     if not warn_unless_member(group, "monitored_barrier"):
         return
@@ -51,7 +52,7 @@ def monitored_barrier(
     for rank in ranks[1:]:
         try:
             store.wait([str(rank)], patience)
-        except RuntimeError:  # torch has kinds of its own for every way in which a store fails
+        except RuntimeError:  # the store raises different subclasses for different failures
             missing.append(rank)
             if not wait_all_ranks:
                 break

@@ -1,4 +1,6 @@
-"""How a back end that lacks an operator or a dtype comes to it by one that it has: a step before and one after."""
+"""Native equivalents of reductions that a backend lacks: a preprocessing step, a supported operator, a postprocessing
+step.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ class NativeReduction:
     postprocess: _Postprocess | None = None
 
     def result(self, arrived: torch.Tensor, count: int) -> torch.Tensor:
-        """The reduction of `count` ranks."""
+        """Return the result of the reduction over `count` ranks."""
         return arrived if self.postprocess is None else self.postprocess(arrived, count)
 
 
@@ -58,7 +60,7 @@ def _premultiply(dtype: torch.dtype, operator: ReduceOperator) -> Callable[[torc
 _NATIVE_ACCUMULATION_DTYPES = {**ACCUMULATION_DTYPES, torch.int16: torch.int32}
 _LOGICAL_REDUCTIONS: dict[
     ReduceOp, tuple[ReduceOp, torch.dtype, _Postprocess | None]
-] = {  # by the operator that comes to it on 0 and 1
+] = {  # operator on zeros and ones that gives the same result
     ReduceOp.LAND: (ReduceOp.MIN, torch.uint8, None),
     ReduceOp.LOR: (ReduceOp.MAX, torch.uint8, None),
     ReduceOp.LXOR: (ReduceOp.SUM, torch.int32, _is_odd),
@@ -68,7 +70,7 @@ _LOGICAL_REDUCTIONS: dict[
 def find_native_reduction(
     operator: ReduceOperator, dtype: torch.dtype, capabilities: BackendCapabilities
 ) -> NativeReduction | None:
-    """How `operator` on elements of `dtype` is done by what the back end has; None: all parts are to be folded here."""
+    """Return a native reduction equivalent to `operator` on `dtype`; None if the parts must be reduced locally."""
     kind = operator.kind
     if dtype is torch.bool:
         kind = BOOLEAN_OPS.get(kind, kind)
