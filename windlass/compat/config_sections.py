@@ -1,7 +1,8 @@
-"""DeepSpeed's models of single sections (`DeepSpeedZeroConfig`, `DeepSpeedFP16Config`, ...), as scripts make them.
+"""DeepSpeed's models of single sections (`DeepSpeedZeroConfig`, `DeepSpeedFP16Config`, ...), for scripts that construct
+them.
 
-The values that train are those of `windlass.config`. These models take the same keys, check them by the same rules,
-drop "auto", can be changed after they are made, and have DeepSpeed's names and defaults besides.
+Training uses the sections in `windlass.config`. The models here accept the same keys and validate them by the same
+rules. In addition they ignore values "auto", are mutable, and have DeepSpeed's names and defaults.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ Number = BeforeValidator(_require_number)
 
 
 class _MutableSection(ConfigSection):
-    """Section that can be made from keywords with "auto" among them, and changed afterwards."""
+    """Mutable section, constructed from keywords. Values "auto" are ignored unless `strict`."""
 
     model_config = ConfigDict(frozen=False, populate_by_name=True, validate_assignment=True, hide_input_in_errors=False)
 
@@ -52,7 +53,7 @@ class _MutableSection(ConfigSection):
 
 
 class DeepSpeedFP16Config(Fp16, _MutableSection):
-    """`Fp16`, which asks for a positive window and least scale only where the scale is dynamic."""
+    """Section `Fp16` that requires a positive window and minimum scale only for dynamic loss scaling."""
 
     loss_scale: Annotated[float, Number] = 0.0
     loss_scale_window: Annotated[int, Number] = 1000
@@ -68,11 +69,11 @@ class DeepSpeedFP16Config(Fp16, _MutableSection):
         return self
 
     def initial_dynamic_scale(self) -> int:
-        """Return the scale that dynamic scaling starts with."""
+        """Return the initial scale of dynamic loss scaling."""
         return int(2**self.initial_scale_power)
 
     def dynamic_loss_scale_args(self) -> dict[str, Any]:
-        """Return the arguments of `DynamicLossScaler` by the names of its constants."""
+        """Return the arguments of `DynamicLossScaler` under DeepSpeed's names."""
         return {
             "init_scale": 2**self.initial_scale_power,
             "scale_window": self.loss_scale_window,
@@ -83,11 +84,11 @@ class DeepSpeedFP16Config(Fp16, _MutableSection):
 
 
 class DeepSpeedBF16Config(Bf16, _MutableSection):
-    """`Bf16`."""
+    """Mutable section `Bf16`."""
 
 
 class DeepSpeedZeroLeafModuleConfig(LeafModuleConfig, _MutableSection):
-    """`LeafModule`, with DeepSpeed's list of classes by default."""
+    """Section `LeafModuleConfig` with DeepSpeed's list of classes by default."""
 
     @model_validator(mode="before")
     @classmethod
@@ -109,15 +110,15 @@ class DeepSpeedZeroLeafModuleConfig(LeafModuleConfig, _MutableSection):
 
 
 class DeepSpeedZeroOffloadParamConfig(OffloadParam, _MutableSection):
-    """`OffloadParam`."""
+    """Mutable section `OffloadParam`."""
 
 
 class DeepSpeedZeroOffloadOptimizerConfig(OffloadOptimizer, _MutableSection):
-    """`OffloadOptimizer`."""
+    """Mutable section `OffloadOptimizer`."""
 
     @property
     def pipeline(self) -> bool:
-        """True if reading or writing is to overlap with the update."""
+        """True if reads or writes overlap with the update."""
         return self.pipeline_read or self.pipeline_write
 
 
@@ -135,7 +136,9 @@ _SHORT_KEYS = (
 
 
 class DeepSpeedZeroConfig(ZeroConfig, _MutableSection):
-    """`Zero`, with the short names of its stage-3 keys, and what depends on other keys filled in."""
+    """Section `ZeroConfig` that also accepts stage-3 keys without the prefix `stage3_`, and derives defaults from other
+    keys.
+    """
 
     offload_param: DeepSpeedZeroOffloadParamConfig | None = None
     offload_optimizer: DeepSpeedZeroOffloadOptimizerConfig | None = None

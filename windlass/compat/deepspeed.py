@@ -1,4 +1,4 @@
-"""Import this first, and `import deepspeed` is windlass: in this process, and in those that it starts."""
+"""Importing this module first makes `import deepspeed` import windlass, in this process and its child processes."""
 
 from windlass.compat.stand_in_path import prepend_stand_in_path
 

@@ -1,4 +1,4 @@
-"""`python -m deepspeed.launcher.launch`: the ranks of one host, told by its caller which hosts and slots there are."""
+"""Command `python -m deepspeed.launcher.launch`: starts the ranks of one host, given all hosts and slots."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _FLAGS = (
 
 
 def build_node_parser() -> argparse.ArgumentParser:
-    """The flags that DeepSpeed's launcher of one host has."""
+    """Return a parser with the flags of DeepSpeed's single-host launcher."""
     parser = argparse.ArgumentParser(
         prog="deepspeed.launcher.launch",
         usage="python -m deepspeed.launcher.launch --world_info=TEXT [OPTION]... SCRIPT [ARGUMENT]...",
@@ -38,10 +38,10 @@ def build_node_parser() -> argparse.ArgumentParser:
 
 
 def node_plan_from_args(args: argparse.Namespace) -> LaunchPlan:
-    """The plan that the flags ask for.
+    """Build the launch plan from the flags.
 
     Raises:
-        LaunchError: `--world_info` is no such text, or has no host of that number.
+        LaunchError: `--world_info` is malformed, or has no host of the given `--node_rank`.
     """
     hosts = tuple(Host(name, tuple(slots)) for name, slots in decode_world_info(args.world_info).items())
     if not 0 <= args.node_rank < len(hosts) or not hosts[args.node_rank].slots:
@@ -63,7 +63,7 @@ def node_plan_from_args(args: argparse.Namespace) -> LaunchPlan:
 
 @exit_quietly_on_broken_pipe()
 def main(argv: Sequence[str] | None = None) -> None:
-    """Behave as that program: what cannot be started is one message and exit code 1."""
+    """Run the command. A launch error prints one message and exits with status 1."""
     args = parse_flags(build_node_parser(), sys.argv[1:] if argv is None else argv)
     args.labels = False
     try:
