@@ -1,5 +1,4 @@
-"""The part of `deepspeed.utils.groups` that is about experts: groups of the engine's mesh, by a name that tells their
-size."""
+"""Expert-parallel part of `deepspeed.utils.groups`: groups of the engine's mesh, under names that contain their size."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ expert_tensor_parallel_world_size = 1
 
 @dataclass(frozen=True)
 class _Groups:
-    """The ranks over which experts are spread, and those that hold the same experts as this one."""
+    """Ranks over which experts are spread (`spread`), and ranks that hold the same experts as this one (`same`)."""
 
     spread: RankGroup
     same: RankGroup
@@ -28,7 +27,7 @@ _made: dict[str, _Groups] = {}
 
 
 def _known() -> dict[str, _Groups]:
-    """All groups of experts by name: those that a script made, and the engine's."""
+    """Return all expert groups by name: those that a script created, and the engine's."""
     found = {name: groups for name, groups in _made.items() if groups.world is dist.group.WORLD}
     axes = current_groups()
     if axes is not None and axes.expert_group_name:
@@ -47,10 +46,10 @@ def _groups(group_name: str) -> _Groups:
 def _create_expert_and_data_parallel(
     expert_parallel_size_: int, use_data_before_expert_parallel_: bool = False
 ) -> None:
-    """Make the groups of `ep_size_N`, with all ranks as data ranks. Collective, once for each size.
+    """Create the groups `ep_size_N`, where all ranks are data ranks. Collective, once for each size.
 
     Raises:
-        AssertionError: the ranks are no multiple of the size, or do not know each other yet.
+        AssertionError: the number of ranks is not a multiple of the size, or no process group is initialized.
     """
     assert dist.is_initialized(), "ranks do not know each other yet: call deepspeed.init_distributed() first"
     name = f"ep_size_{expert_parallel_size_}"
@@ -66,14 +65,14 @@ def _create_expert_and_data_parallel(
 
 
 def _make(partition: list[list[int]]) -> RankGroup:
-    """Return this rank's group of a partition of all ranks. Collective."""
+    """Create the groups of a partition of all ranks. Return this rank's group. Collective."""
     own, _ = dist.new_subgroups_by_enumeration(partition)
     ranks = next(ranks for ranks in partition if dist.get_rank() in ranks)
     assert own is not None
     return RankGroup(own, tuple(ranks), ranks.index(dist.get_rank()))
 
 
-# ranks over which experts are spread
+# Ranks over which experts are spread.
 
 
 def _get_expert_parallel_group(group_name: str) -> dist.ProcessGroup:
@@ -100,7 +99,7 @@ def _get_expert_parallel_group_dict() -> dict[str, dist.ProcessGroup]:
     return {name: groups.spread.process_group for name, groups in _known().items()}
 
 
-# ranks that hold the same experts
+# Ranks that hold the same experts.
 
 
 def _get_expert_data_parallel_group(group_name: str) -> dist.ProcessGroup:
@@ -127,7 +126,7 @@ def _get_expert_data_parallel_group_dict() -> dict[str, dist.ProcessGroup]:
     return {name: groups.same.process_group for name, groups in _known().items()}
 
 
-# the largest of such groups
+# The largest expert-parallel group.
 
 
 def _get_max_expert_size() -> int:
@@ -160,13 +159,13 @@ def _get_expert_parallel_ranks(
     pipeline_parallel_size_: int = 1,
     use_data_before_expert_parallel_: bool = False,
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """Return the ranks of each group over which experts are spread, and of each that holds the same experts.
+    """Return the ranks of each group over which experts are spread, and of each group that holds the same experts.
 
     Args:
         use_data_before_expert_parallel_: neighbouring data ranks hold the same experts, not different ones.
 
     Raises:
-        AssertionError: the sizes do not divide the world.
+        AssertionError: the product of the sizes does not divide the world size.
     """
     cut = tensor_parallel_size_ * pipeline_parallel_size_
     assert world_size % (cut * expert_parallel_size_) == 0, (
