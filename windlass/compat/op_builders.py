@@ -1,4 +1,4 @@
-"""`deepspeed.ops.op_builder`: builders of native code that in windlass is built already, or is not there."""
+"""Module `deepspeed.ops.op_builder`: builders that return windlass's precompiled native code, or raise."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from windlass.kernels import get_active_kernel_path
 
 
 class OpBuilder:
-    """Stands for native code. windlass' own was compiled when it was installed: nothing is built at run time.
+    """Builder of one native op. windlass compiles its native code at installation and builds nothing at run time.
 
     Attributes:
-        TARGET_MODULE: what `load` gives, as a dotted name; empty where windlass has no such code.
-        UNAVAILABLE_REASON: where it has none: what to use instead.
+        TARGET_MODULE: dotted name of the module that `load` returns; empty if windlass does not have the op.
+        UNAVAILABLE_REASON: if the op is missing, what to use instead.
     """
 
     NAME = "not_implemented"
@@ -36,7 +36,7 @@ class OpBuilder:
         return f"deepspeed.ops.{self.name}"
 
     def sources(self) -> list[str]:
-        """None that a script could compile."""
+        """Return []: there are no sources for a script to compile."""
         return []
 
     def include_paths(self) -> list[str]:
@@ -52,29 +52,29 @@ class OpBuilder:
         return []
 
     def command_exists(self, cmd: str | Sequence[str]) -> bool:
-        """Whether there is one of these commands to run."""
+        """Return True if one of these commands is installed."""
         return any(shutil.which(name) for name in ([cmd] if isinstance(cmd, str) else cmd))
 
     def is_compatible(self, verbose: bool = False) -> bool:
-        """Whether `load` gives something here."""
+        """Return True if `load` succeeds here."""
         return bool(self.TARGET_MODULE)
 
     def load(self, verbose: bool = False) -> Any:
-        """The code.
+        """Return the module with the native code.
 
         Raises:
-            NotBuiltError: windlass has none; says what to use.
+            NotBuiltError: windlass does not have the op; the message names an alternative.
         """
         if not self.is_compatible(verbose):
             raise NotBuiltError(f"{type(self).__name__}.load: {self.UNAVAILABLE_REASON}")
         return importlib.import_module(self.TARGET_MODULE)
 
     def jit_load(self, verbose: bool = True) -> Any:
-        """As `load`."""
+        """Call `load`."""
         return self.load(verbose)
 
     def builder(self) -> Any:
-        """An extension for setuptools.
+        """Raise NotBuiltError: there is no setuptools extension.
 
         Raises:
             NotBuiltError: always.
@@ -83,7 +83,7 @@ class OpBuilder:
 
 
 class _CPUOptimizerBuilder(OpBuilder):
-    """Of the optimizers for host memory."""
+    """Builder of the CPU optimizers."""
 
     TARGET_MODULE = "windlass.kernels"
     UNAVAILABLE_REASON = (
@@ -107,38 +107,38 @@ class CPULionBuilder(_CPUOptimizerBuilder):
 
 
 class FusedAdamBuilder(OpBuilder):
-    """torch's own fused step."""
+    """Builder of the fused Adam step, which is torch's own."""
 
     NAME = "fused_adam"
     TARGET_MODULE = "torch.optim._functional"
 
 
 class AsyncIOBuilder(OpBuilder):
-    """Reads and writes of files beside the computation."""
+    """Builder of asynchronous file reads and writes."""
 
     NAME = "async_io"
     TARGET_MODULE = "windlass.compat.aio_handle"
 
     def load(self, verbose: bool = False) -> Any:
-        """`aio_handle`, `aio_read`, `aio_write`."""
+        """Return a namespace with `aio_handle`, `aio_read` and `aio_write`."""
         return SimpleNamespace(aio_handle=aio_handle, aio_read=aio_read, aio_write=aio_write)
 
 
 class UtilsBuilder(OpBuilder):
-    """Flat buffers of many tensors."""
+    """Builder of functions that flatten tensors."""
 
     NAME = "utils"
     TARGET_MODULE = "torch._utils"
 
     def load(self, verbose: bool = False) -> Any:
-        """`flatten`, `unflatten`."""
+        """Return a namespace with `flatten` and `unflatten`."""
         return SimpleNamespace(
             flatten=torch._utils._flatten_dense_tensors, unflatten=torch._utils._unflatten_dense_tensors
         )
 
 
 class NotImplementedBuilder(OpBuilder):
-    """What stands for any builder that there is none of."""
+    """Builder returned for unknown names."""
 
     NAME = "deepspeed_not_implemented"
 
@@ -189,16 +189,16 @@ ALL_BUILDERS: dict[str, type[OpBuilder]] = {
     **{cls.__name__: cls for cls in _AVAILABLE_BUILDERS},
     **{name: _unavailable_builder(name, op, why) for name, (op, why) in _UNAVAILABLE_BUILDERS.items()},
 }
-"""Every builder by its class's name."""
+"""All builders by class name."""
 
 
 def find_builder(class_name: str) -> type[OpBuilder]:
-    """The class of a builder; `NotImplementedBuilder` for names that nobody has."""
+    """Return the builder class of a name; `NotImplementedBuilder` for unknown names."""
     return ALL_BUILDERS.get(class_name, NotImplementedBuilder)
 
 
 def check_compatible_ops(names: Sequence[str] = tuple(ALL_BUILDERS)) -> dict[str, bool]:
-    """Which native code there is here, by the op's name."""
+    """Return whether each op is available here, by op name."""
     return {ALL_BUILDERS[name].NAME: ALL_BUILDERS[name]().is_compatible() for name in names}
 
 
