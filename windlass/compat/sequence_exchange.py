@@ -1,4 +1,6 @@
-"""`_SeqAllToAll` of `deepspeed.sequence.layer`: tokens of a sequence swapped for heads, or back, by itself."""
+"""Class `_SeqAllToAll` of `deepspeed.sequence.layer`: an all-to-all that swaps sequence shards for head shards, or
+back.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from windlass.parallel.sequence.ulysses_sp import axis_from_process_group
 
 
 class SequenceAllToAll:
-    """Namespace of `apply`, since DeepSpeed has an autograd function of it."""
+    """Namespace for `apply`, because DeepSpeed's `_SeqAllToAll` is an autograd function."""
 
     @staticmethod
     def apply(
@@ -30,13 +32,15 @@ class SequenceAllToAll:
         is_fwd: bool = True,
         num_kv_heads: int | None = None,
     ) -> torch.Tensor:
-        """Cut dimension `scatter_idx` over the group, and put the ranks' parts of `gather_idx` end to end. Collective.
+        """Scatter dimension `scatter_idx` over the group, and concatenate the ranks' parts along `gather_idx`.
+        Collective.
 
-        The first ranks get one element more where the dimension does not divide. Gradients go the way back.
+        If the dimension is not divisible, the first ranks get one element more. The backward exchanges gradients in
+        reverse.
 
         Args:
-            batch_dim_idx: not used: the two dimensions say all.
-            stream, type, is_fwd: not used: the exchange is not overlapped.
+            batch_dim_idx: unused; the two dimensions determine the exchange.
+            stream, type, is_fwd: unused; the exchange is not overlapped.
 
         Raises:
             ConfigError: `handle` or `num_kv_heads` is given.
@@ -50,7 +54,7 @@ class SequenceAllToAll:
 
 
 def exchange(tensor: torch.Tensor, axis: MeshAxis, cut: int, joined: int) -> torch.Tensor:
-    """Send each rank its part of dimension `cut`, and join what comes along dimension `joined`. Collective."""
+    """Scatter dimension `cut` over the ranks, and concatenate the received parts along dimension `joined`. Collective."""
     spans = [compute_shard_range(tensor.shape[cut], axis.size, rank) for rank in range(axis.size)]
     own = spans[axis.index][1] - spans[axis.index][0]
     lengths = [int(n) for n in axis.all_gather(torch.tensor([tensor.shape[joined]], device=tensor.device)).tolist()]

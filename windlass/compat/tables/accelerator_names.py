@@ -1,4 +1,4 @@
-"""`deepspeed.accelerator`: the device, by the names that scripts ask."""
+"""Table of `deepspeed.accelerator`: device classes and functions."""
 
 from windlass.compat.stand_in_entry import StandInEntry, differs, refused, works
 

@@ -1,4 +1,4 @@
-"""The root, the engine, the configuration and ZeRO."""
+"""Table of the package root, the engine, the configuration and ZeRO."""
 
 from windlass.compat.stand_in_entry import StandInEntry, differs, works
 

@@ -1,4 +1,4 @@
-"""Checkpoints, the scripts beside them, and the programs that a shell finds."""
+"""Table of checkpoints, their conversion scripts, and launcher programs."""
 
 from windlass.compat.stand_in_entry import StandInEntry, differs, refused, works
 

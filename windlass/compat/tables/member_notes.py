@@ -1,7 +1,9 @@
-"""Members of what scripts hold in their hands: the engine, its optimizer, parameters. What is not here works as it did.
+"""Notes on members of objects that scripts hold: the engine, its optimizer, parameters. Unlisted members work as in
+DeepSpeed.
 
-These are no dotted names, so the finder does not read them: the classes themselves have them (`windlass.compat.deepspeed_engine`,
-`windlass.compat.parameter_attributes`). A test holds the refused ones to raise what is said here.
+Members are not dotted module names, so the import hook does not use this table: the classes implement them
+(`windlass.compat.deepspeed_engine`, `windlass.compat.parameter_attributes`). A test checks that the refused members
+raise the messages in this table.
 """
 
 from windlass.compat.deepspeed_engine import REFUSED_METHODS as OF_ENGINE
