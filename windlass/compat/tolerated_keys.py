@@ -1,9 +1,10 @@
-"""What DeepSpeed takes and windlass's own reader refuses: left out or settled as DeepSpeed does, and said once.
+"""Configuration keys that DeepSpeed accepts but windlass rejects: removed or resolved as DeepSpeed does, with one
+warning each.
 
-DeepSpeed looks only for the top-level keys that it knows (trl sends dotted ones), and reads `aio`, `pipeline`,
-`activation_checkpointing`, `optimizer` and `scheduler` key by key (but for the `params` of the last two, which are
-arguments); in its other sections a key that is not known is an error, as here. Of two keys
-that contradict each other one wins there, and some keys only concern parallelism that a run does not have.
+DeepSpeed ignores unknown top-level keys (trl sends dotted ones) and unknown keys in `aio`, `pipeline`,
+`activation_checkpointing`, `optimizer` and `scheduler`, except in the `params` of the last two, which are arguments. In
+its other sections an unknown key is an error, as in windlass. Of two contradictory keys, DeepSpeed lets one win. Some
+keys concern only parallelism that a run does not use.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ _logged_paths: set[str] = set()
 
 
 def resolve_tolerated_keys(source: Any) -> Any:
-    """`source`, or a changed copy of its data.
+    """Return `source`, or a changed copy of its data.
 
     Raises:
-        ConfigError: the source cannot be read at all.
+        ConfigError: the source is unreadable.
     """
     found = validate_config(source)
     top = found.source.data
@@ -66,7 +67,7 @@ def _is_ignored_key(path: str) -> bool:
 
 
 def _meaningless_keys(section: Any) -> dict[str, str]:
-    """Keys of `zero_optimization` that DeepSpeed takes and that mean nothing there, and why."""
+    """Return the keys of `zero_optimization` that DeepSpeed accepts without effect, with the reason."""
     if not isinstance(section, dict):
         return {}
     found = {
@@ -74,7 +75,9 @@ def _meaningless_keys(section: Any) -> dict[str, str]:
         for name in ("reduce_bucket_size", "allgather_bucket_size", "sub_group_size")
         if section.get(name) == 0 and section[name] is not False
     }
-    if section.get("stage", 0) == 0:  # as trl sets it, for a model that is only run, in a copy of the trained one's
+    if (
+        section.get("stage", 0) == 0
+    ):  # trl sets offload in the config of a model used for inference only, a copy of the trained model's config
         away = section.get("offload_optimizer")
         asks = {
             "offload_optimizer": isinstance(away, dict) and away.get("device", "none") not in (None, "none"),
@@ -85,7 +88,7 @@ def _meaningless_keys(section: Any) -> dict[str, str]:
 
 
 def _unknown_warmup(scheduler: Any) -> dict[str, str]:
-    """The kind of warm-up where DeepSpeed has no such kind, and what it does then."""
+    """Return an unknown `warmup_type`, with the fallback that DeepSpeed uses."""
     params = scheduler.get("params") if isinstance(scheduler, dict) else None
     kind = params.get("warmup_type", "log") if isinstance(params, dict) else "log"
     if kind in ("log", "linear"):
@@ -94,8 +97,10 @@ def _unknown_warmup(scheduler: Any) -> dict[str, str]:
 
 
 def _implicit_weight_decay(optimizer: Any) -> float | None:
-    """What DeepSpeed's Adam decays by where nobody says it, if windlass's own would by something else: nothing, but in
-    torch's AdamW, which `torch_adam` asks for."""
+    """Return DeepSpeed's default weight decay for Adam, if none is given and windlass's default differs.
+
+    DeepSpeed's default is 0, except with `torch_adam`, where torch's AdamW uses 0.01.
+    """
     if not isinstance(optimizer, dict) or not isinstance(optimizer.get("params") or {}, dict):
         return None
     params, name = optimizer.get("params") or {}, str(optimizer.get("type")).lower()
@@ -107,7 +112,7 @@ def _implicit_weight_decay(optimizer: Any) -> float | None:
 
 
 def _is_coupled_adamw(optimizer: Any) -> bool:
-    """Whether AdamW is asked to be Adam, which DeepSpeed's does not hear."""
+    """Return True if AdamW is configured with `adam_w_mode` False, which DeepSpeed ignores."""
     if not isinstance(optimizer, dict) or not isinstance(optimizer.get("params"), dict):
         return False
     return str(optimizer.get("type")).lower() == "adamw" and optimizer["params"].get("adam_w_mode") is False
@@ -159,10 +164,10 @@ _RESOLVED_CONTRADICTIONS: dict[str, tuple[Callable[[dict[str, Any]], None], str]
         "more than total_num_steps: the rate is 0 when it has warmed",
     ),
 }
-"""Contradictions that DeepSpeed settles by itself: how, and what to say of it."""
+"""Contradictions that DeepSpeed resolves silently: the resolution, and the text of the warning."""
 
 _IGNORED_KEYS: dict[str, Callable[[Any], bool]] = {
-    "use_data_before_expert_parallelism": lambda value: True,  # which ranks hold which experts, no value
+    "use_data_before_expert_parallelism": lambda value: True,  # changes only the placement of experts, not the results
     "sequence_parallel_size": lambda value: value == 1,
 }
-"""Top-level keys that ask for nothing that shows in what is computed."""
+"""Top-level keys without effect on results, and the values for which this holds."""

@@ -1,4 +1,4 @@
-"""`deepspeed.tp_model_init`: what it was told is remembered for the model, and `initialize` cuts it."""
+"""Function `deepspeed.tp_model_init`: stores its arguments for the model; `initialize` applies the tensor parallelism."""
 
 from __future__ import annotations
 
@@ -24,20 +24,22 @@ class _TpModelInitArguments:
 
 
 _arguments_by_model: WeakKeyDictionary[nn.Module, _TpModelInitArguments] = WeakKeyDictionary()
-_arguments_for_next_model: list[_TpModelInitArguments] = []  # for whatever model comes next
+_arguments_for_next_model: list[_TpModelInitArguments] = []  # for the next model passed to `initialize`
 
 
 def tp_model_init(model: nn.Module, tp_size: int, dtype: torch.dtype, config: Any = None, **kwargs: Any) -> nn.Module:
-    """Have `initialize` cut the model's matrices over `tp_size` neighbouring ranks, as `tensor_parallel.autotp_size`
-    has it do; the model itself.
+    """Request tensor parallelism over `tp_size` neighbouring ranks, as `tensor_parallel.autotp_size` does. Return the
+    model.
+
+    `initialize` shards the model's matrices.
 
     Args:
-        dtype: that the configuration is held against.
-        config: of no account; `initialize` is given one.
-        kwargs: `tp_group`, which is held against the ranks that are cut over.
+        dtype: must match the dtype in the configuration.
+        config: ignored; `initialize` receives the configuration.
+        kwargs: `tp_group`, which must consist of the neighbouring ranks.
 
     Raises:
-        ConfigError: the size is not positive, or the model was told another one before.
+        ConfigError: the size is not positive, or an earlier call for this model had other arguments.
     """
     asked = _checked_arguments(tp_size, dtype, kwargs.get("tp_group"))
     before = _arguments_by_model.setdefault(model, asked)
@@ -50,30 +52,29 @@ def tp_model_init(model: nn.Module, tp_size: int, dtype: torch.dtype, config: An
 
 
 def record_tp_model_init_args(tp_size: int, dtype: torch.dtype, tp_group: Any, dist_module: Any) -> None:
-    """As `tp_model_init`, for the model that `initialize` is given next."""
+    """Store the arguments of `tp_model_init` for the model that `initialize` receives next."""
     _arguments_for_next_model[:] = [_checked_arguments(tp_size, dtype, tp_group)]
 
 
 def merge_tp_model_init_into_config(config_dict: dict[str, Any], mpu: Any, mesh_param: Any, dist_module: Any) -> None:
-    """Write into a configuration what `record_tp_model_init_args` was told.
+    """Merge the arguments of `record_tp_model_init_args` into a configuration.
 
     Raises:
-        ConfigError: it says something else.
+        ConfigError: the configuration contradicts them.
     """
     if _arguments_for_next_model:
         _merge_into_config(config_dict, _arguments_for_next_model.pop())
 
 
 def set_autotp_mode(training: bool = False) -> None:
-    """Nothing: what cuts a model is said by its configuration."""
+    """Do nothing: the configuration determines whether a model is sharded."""
 
 
 def config_with_tp_arguments(model: nn.Module, source: Any) -> Any:
-    """The configuration of `initialize`, with what was asked for `model` besides. The source itself where that is
-    nothing.
+    """Return the configuration with the arguments stored for `model` merged in, or the source itself if there are none.
 
     Raises:
-        ConfigError: they say different things.
+        ConfigError: the configuration contradicts the arguments.
     """
     asked = _arguments_by_model.get(model)
     if asked is None and _arguments_for_next_model:
@@ -86,10 +87,10 @@ def config_with_tp_arguments(model: nn.Module, source: Any) -> Any:
 
 
 def count_batch_by_data_ranks(source: Any) -> Any:
-    """A configuration whose `train_batch_size` counts ranks that read samples.
+    """Return a configuration whose `train_batch_size` counts data-loading ranks only.
 
-    DeepSpeed's AutoTP counts all ranks, those too that share matrices and so samples: what a script has there is as
-    many times more.
+    DeepSpeed's AutoTP counts all ranks, including those that share matrices and therefore samples. A script's value is
+    thus larger by the factor `autotp_size`.
     """
     data = source if isinstance(source, dict) else read_source(source).data
     section, train = data.get("tensor_parallel"), data.get("train_batch_size")

@@ -1,10 +1,10 @@
-"""What is not built in windlass: importable, and one sentence where it is used."""
+"""Table of DeepSpeed names that windlass does not implement. They can be imported; using one raises with the reason."""
 
 from windlass.compat.stand_in_entry import StandInEntry, refused
 
 
 def _refused_names(reason: str, names: str) -> dict[str, StandInEntry]:
-    """One row for each dotted name below `deepspeed`."""
+    """Return a refused entry for each dotted name below `deepspeed`."""
     return {f"deepspeed.{name}": refused(reason) for name in names.split()}
 
 

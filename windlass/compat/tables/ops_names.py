@@ -1,4 +1,4 @@
-"""`deepspeed.ops`: optimizers, and builders of what is built already; `deepspeed.io`."""
+"""Table of `deepspeed.ops` (optimizers and op builders) and `deepspeed.io`."""
 
 from windlass.compat.stand_in_entry import StandInEntry, differs, refused, works
 

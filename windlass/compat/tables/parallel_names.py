@@ -1,4 +1,4 @@
-"""Experts, sequences, matrices and layers over ranks."""
+"""Table of expert, sequence, tensor and pipeline parallelism."""
 
 from windlass.compat.stand_in_entry import StandInEntry, differs, refused, works
 

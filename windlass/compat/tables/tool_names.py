@@ -1,10 +1,12 @@
-"""`deepspeed.utils`, `deepspeed.runtime.utils`, timers, constants, the root's small names: tools around training."""
+"""Table of `deepspeed.utils`, `deepspeed.runtime.utils`, timers, constants, monitors and small names of the package
+root.
+"""
 
 from windlass.compat.stand_in_entry import NameStatus, StandInEntry, differs, works
 
 
 def _rows_for(prefix: str, target_module: str, names: str, note: str = "") -> dict[str, StandInEntry]:
-    """One row for each of `names`, which are called the same in `home`."""
+    """Return an entry for each of `names`; each name is the same in `target_module`."""
     state = NameStatus.DIFFERS if note else NameStatus.WORKS
     return {f"{prefix}.{name}": StandInEntry(state, f"{target_module}:{name}", note) for name in names.split()}
 
