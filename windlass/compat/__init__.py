@@ -1,5 +1,4 @@
-"""Stand-in for DeepSpeed: `import deepspeed` imports windlass if the folder `path` precedes the real package on
-`sys.path`.
+"""Stand-in for DeepSpeed: with the folder `path` first on `sys.path`, `import deepspeed` imports windlass.
 
 Reading order:
 - stand_in_entry, not_built: a table entry for one name; the error for names that windlass does not implement.

@@ -1,6 +1,4 @@
-"""Command `python -m windlass.compat`: print the folder to put on PYTHONPATH so that `import deepspeed` imports
-windlass.
-"""
+"""Command `python -m windlass.compat`: print the folder that makes `import deepspeed` import windlass."""
 
 import sys
 

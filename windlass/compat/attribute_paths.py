@@ -32,8 +32,9 @@ def recursive_setattr(model: Any, module_name: str, module: Any) -> None:
 
 @torch.no_grad()
 def convert_conv1d_to_linear(model: nn.Module, convert_type: type[nn.Module]) -> nn.Module:
-    """Replace each layer of `convert_type`, whose weight is `[in, out]`, by an equivalent `nn.Linear`. Return the
-    model.
+    """Replace each layer of `convert_type`, whose weight is `[in, out]`, by an equivalent `nn.Linear`.
+
+    Return the model.
     """
     for name, module in list(model.named_modules()):
         if isinstance(module, convert_type):

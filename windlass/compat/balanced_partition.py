@@ -21,8 +21,9 @@ def partition_uniform(num_items: int, num_parts: int) -> list[int]:
 
 
 def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
-    """Return bounds, as `partition_uniform` does, that minimize the weight of the heaviest part, by dynamic
-    programming.
+    """Return bounds, as `partition_uniform` does, that minimize the weight of the heaviest part.
+
+    Computed by dynamic programming.
 
     Among equally good partitions, choose the one whose lightest part is heaviest, then the one whose last parts are
     shortest.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class StageTensorRankMap:
-    """Lists of old ranks for each place of a grid of stages and tensor ranks (`meg_2d_parallel_map`).
+    """Source ranks for each position in a grid of stages and tensor ranks (`meg_2d_parallel_map`).
 
     Args:
         pp_degree: number of stages.
@@ -37,8 +37,9 @@ class StageTensorRankMap:
 
 
 class model_3d_desc:
-    """Layout of a checkpoint: sizes of the pipeline, tensor and data axes. In rank order, the data axis varies slowest,
-    then the pipeline axis, then the tensor axis.
+    """Layout of a checkpoint: sizes of the pipeline, tensor and data axes.
+
+    In rank order, the data axis varies slowest, then the pipeline axis, then the tensor axis.
     """
 
     def __init__(self, pp_degree: int = 1, tp_degree: int = 1, dp_degree: int = 1) -> None:
@@ -70,8 +71,7 @@ class model_3d_desc:
         return not wrong, wrong
 
     def reshape(self, target_3d_desc: model_3d_desc, verbose: bool = False) -> list[StageTensorRankMap]:
-        """Return, for each data rank of the target, the map from its grid positions to the source ranks that make them
-        up.
+        """Return, for each data rank of the target, the source ranks at each of its grid positions.
 
         Raises:
             AssertionError: an axis grows, or a source size is not a multiple of the target size.

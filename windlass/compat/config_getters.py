@@ -1,6 +1,4 @@
-"""Functions `get_*` of `deepspeed.runtime.config` and `.precision_config`: each reads one value of a configuration
-dict.
-"""
+"""Functions `get_*` of `deepspeed.runtime.config` and `.precision_config`. Each reads one configuration value."""
 
 from __future__ import annotations
 

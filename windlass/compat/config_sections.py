@@ -1,5 +1,4 @@
-"""DeepSpeed's models of single sections (`DeepSpeedZeroConfig`, `DeepSpeedFP16Config`, ...), for scripts that construct
-them.
+"""DeepSpeed's models of single sections, for scripts that construct them (`DeepSpeedZeroConfig`, ...).
 
 Training uses the sections in `windlass.config`. The models here accept the same keys and validate them by the same
 rules. In addition they ignore values "auto", are mutable, and have DeepSpeed's names and defaults.
@@ -136,9 +135,7 @@ _SHORT_KEYS = (
 
 
 class DeepSpeedZeroConfig(ZeroConfig, _MutableSection):
-    """Section `ZeroConfig` that also accepts stage-3 keys without the prefix `stage3_`, and derives defaults from other
-    keys.
-    """
+    """Section `ZeroConfig` with short names of stage-3 keys (without `stage3_`) and defaults that depend on other keys."""
 
     offload_param: DeepSpeedZeroOffloadParamConfig | None = None
     offload_optimizer: DeepSpeedZeroOffloadOptimizerConfig | None = None

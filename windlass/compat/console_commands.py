@@ -1,5 +1,6 @@
-"""Console commands `deepspeed` and `ds_report`. They run windlass unless the real DeepSpeed is installed and the
-stand-in's folder is not on the path.
+"""Console commands `deepspeed` and `ds_report`.
+
+They run windlass unless the real DeepSpeed is installed and the stand-in's folder is not on the path.
 """
 
 from __future__ import annotations

@@ -40,9 +40,8 @@ class DeepSpeedConfig:
         if adds_up:
             _check_sum(self.config)
         axes = self.config.axes(_world_size(), other_sizes=_axis_sizes_of(mpu, mesh_device))
-        if axes.data_loading_size == axes.world_size and hasattr(
-            mpu, "get_data_parallel_world_size"
-        ):  # the mpu may have no other sizes
+        # An mpu may have only the data-parallel size; then the other axes follow from it.
+        if axes.data_loading_size == axes.world_size and hasattr(mpu, "get_data_parallel_world_size"):
             axes = axes_from_data_loading_size(self.config, int(mpu.get_data_parallel_world_size()))
         self.world_size = axes.data_loading_size
         batch = self.config.resolve_batch(axes.world_size, axes=axes)

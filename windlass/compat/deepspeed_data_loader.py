@@ -117,8 +117,9 @@ def make_engine_loader(
     collate_fn: Callable[[list[Any]], Any] | None = None,
     num_local_io_workers: int | None = None,
 ) -> DeepSpeedDataLoader:
-    """Create a loader of an engine's micro-batches: shuffled for `route="train"`, in dataset order for "eval" and
-    "predict".
+    """Create a loader of an engine's micro-batches.
+
+    The order is shuffled for `route="train"`, and the dataset's for "eval" and "predict".
 
     Raises:
         DataError: the dataset is empty.

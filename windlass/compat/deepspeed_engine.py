@@ -82,8 +82,9 @@ REFUSED_METHODS = {
 
 
 class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, Precision, Engine):
-    """Engine with DeepSpeed's API. `windlass.Engine` does the training; this class adds what DeepSpeed's scripts use
-    besides.
+    """Engine with DeepSpeed's API.
+
+    `windlass.Engine` does the training; this class adds what DeepSpeed's scripts use besides.
     """
 
     allows_repeated_steps = drops_external_gradients = keeps_accumulated_gradients = skips_nonfinite_steps = (
@@ -205,7 +206,7 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, Precision, Engi
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Context manager without gradient reductions. As in DeepSpeed, it is not allowed at stages 2 and 3."""
+        """Context manager without gradient reductions. Not allowed at stages 2 and 3, as in DeepSpeed."""
         stage = self.zero_optimization_stage()
         assert stage < 2, (
             f"no_sync context manager is incompatible with gradient partitioning logic of ZeRO stage {stage}: set "
@@ -217,11 +218,11 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, Precision, Engi
 
     @contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
-        """Add up the gradients of all backward passes inside locally; the step that follows reduces them once.
+        """Accumulate the gradients of all backward passes in the context locally; the next step reduces them once.
 
         Raises:
-            NotBuiltError: at stage 0, which has `no_sync`, or with a pipeline, whose engine runs its own backwards.
-            AssertionError: inside another such context, or `managed_gradient_accumulation` is false.
+            NotBuiltError: at stage 0, which has `no_sync`, or with a pipeline, whose engine runs the backward passes.
+            AssertionError: nested in another such context, or `managed_gradient_accumulation` is false.
         """
         if self.zero_optimization_stage() == 0:
             raise NotBuiltError("coalesce_grad_reduction requires ZeRO stage 1, 2 or 3; use no_sync at stage 0")
@@ -237,7 +238,7 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, Precision, Engi
 
     @contextmanager
     def _without_reductions(self) -> Iterator[None]:
-        """Add up gradients locally, and have `inside_no_sync_ctxt` say so."""
+        """Accumulate gradients locally, and set `inside_no_sync_ctxt` meanwhile."""
         self.inside_no_sync_ctxt = True
         try:
             with super().no_sync():
@@ -283,11 +284,8 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, Precision, Engi
             return
         parameters, gradients = [parameter for parameter, _ in given], [gradient.detach() for _, gradient in given]
         self._sharded.script_gradients.drop_all(parameters, zero=False)
-        weight, self._loss_weight, self._loss_is_scaled = (
-            self._loss_weight,
-            1.0,
-            True,
-        )  # treat the values as gradients of a scaled loss, if there is a scale
+        # Treat the values as gradients of a scaled loss, if there is a scale.
+        weight, self._loss_weight, self._loss_is_scaled = self._loss_weight, 1.0, True
         try:
             torch.autograd.backward(parameters, gradients)
         finally:
@@ -342,6 +340,7 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, Precision, Engi
 
     def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor] | None:
         """Return full parameters and buffers in their compute dtype, on the CPU of rank 0; None on other ranks.
+
         Collective.
 
         Raises:
@@ -483,8 +482,9 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, Precision, Engi
         """Do nothing: autograd hooks detect the start of a backward pass that the script runs itself."""
 
     def _backward_epilogue(self) -> None:
-        """Do nothing: autograd hooks detect the end of a backward pass that the script runs itself, even over several
-        engines.
+        """Do nothing: autograd hooks detect the end of a backward pass that the script runs itself.
+
+        One backward pass may cover the losses of several engines.
         """
 
     def empty_partition_cache(self) -> None:

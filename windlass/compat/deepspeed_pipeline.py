@@ -41,9 +41,7 @@ class PipelineModule(pipeline_sequential.PipelineSequential):
         return self.num_stages
 
     def set_checkpoint_interval(self, interval: int) -> None:
-        """Save only the inputs of every `interval` layers and recompute the rest in the backward; 0 saves all
-        activations.
-        """
+        """Save only the inputs of every `interval` layers and recompute the rest; 0 saves all activations."""
         self.set_activation_checkpoint_interval(interval)
 
     @property

@@ -28,9 +28,7 @@ def is_moe_param(param: torch.Tensor) -> bool:
 
 
 def is_autoep_expert_param(param: torch.Tensor) -> bool:
-    """Return True for a sharded expert of a transformers model: sharded by expert parallelism but not in an `MoE`
-    layer.
-    """
+    """Return True for an expert sharded by expert parallelism outside `MoE` layers, in a transformers model."""
     spread = isinstance(param, nn.Parameter) and get_placement(param).is_expert
     return spread and getattr(param, "allreduce", True) is not False
 

@@ -78,9 +78,7 @@ _SCHEDULE_ARGUMENTS[WARMUP_DECAY_LR] = _SCHEDULE_ARGUMENTS[WARMUP_LR]
 
 
 class _AnyOfTheRule(type):
-    """Metaclass whose `isinstance` also accepts windlass's schedules of the same rule, such as those that `initialize`
-    makes.
-    """
+    """Metaclass whose `isinstance` also accepts windlass schedules of the same rule, e.g. those of `initialize`."""
 
     rule: type
 

@@ -50,8 +50,9 @@ class _Held:
 
 
 class CheckpointHiddenStatesOffload(saved_tensors_hooks):
-    """Context manager that offloads marked tensors to host memory when autograd saves them. Other tensors are
-    unchanged.
+    """Context manager that offloads marked tensors to host memory when autograd saves them.
+
+    Other tensors are unchanged.
 
     While it is active, the first argument of each checkpointed layer of transformers is marked. On a device that shares
     the host's memory, nothing is moved.
@@ -201,9 +202,8 @@ class _Patch:
                 return
             try:
                 from transformers import GradientCheckpointingLayer
-            except (
-                ImportError
-            ):  # without transformers, or with a version that lacks the class, scripts mark tensors themselves
+            # Without transformers, or with a version that lacks the class, scripts mark tensors themselves.
+            except ImportError:
                 return
             self._layer, self._own = GradientCheckpointingLayer, GradientCheckpointingLayer.__dict__.get("__call__")
             GradientCheckpointingLayer.__call__ = _marking(GradientCheckpointingLayer.__call__)

@@ -97,8 +97,9 @@ def top2gating(
     top2_2nd_expert_sampling: bool = True,
     sparse_routes: bool = False,
 ) -> Any:
-    """Route each token to its best expert and to the best other one; `top2_2nd_expert_sampling` adds Gumbel noise to
-    the latter choice.
+    """Route each token to its best two experts.
+
+    `top2_2nd_expert_sampling` adds Gumbel noise before the choice of the second expert.
 
     Arguments and result are those of `top1gating`. The capacity is for two choices.
     """

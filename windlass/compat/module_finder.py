@@ -103,9 +103,8 @@ class StandInFinder(MetaPathFinder, Loader):
         if is_whole_module(module.__name__):
             home = importlib.import_module(STAND_IN_NAMES[module.__name__].target)
             public = getattr(home, "__all__", [name for name in vars(home) if not name.startswith("_")])
-            own = [
-                name for name in public if f"{module.__name__}.{name}" not in STAND_IN_NAMES
-            ]  # a table row for a single name takes precedence
+            # A table entry for a single name takes precedence.
+            own = [name for name in public if f"{module.__name__}.{name}" not in STAND_IN_NAMES]
             module.__dict__.update({name: getattr(home, name) for name in own})
         module.__dict__["__all__"] = sorted(
             {name for name in names_below(module.__name__) if not name.startswith("_")}

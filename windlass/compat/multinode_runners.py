@@ -1,5 +1,6 @@
-"""Module `deepspeed.launcher.multinode_runner`: pdsh, MPI and Slurm commands, for scripts that construct or subclass
-runners.
+"""Module `deepspeed.launcher.multinode_runner`: classes that build pdsh, MPI and Slurm commands.
+
+Scripts construct or subclass them.
 
 The commands start the script as DeepSpeed's do. `windlass run --launcher` does not use them: it builds its own commands
 (`windlass.launch.launcher_backends`), which also pass on the launch plan.
@@ -255,9 +256,7 @@ class SlurmRunner(MultiNodeRunner):
 
     @classmethod
     def validate_active_resources(cls, active_resources: Mapping[str, Any]) -> None:
-        """Raise ValueError unless every host gives the same number of slots, counted from 0, because srun only counts
-        tasks.
-        """
+        """Raise ValueError unless every host gives the same number of slots, counted from 0: srun only counts."""
         slots = {host: _slots(given) for host, given in active_resources.items()}
         for host, given in slots.items():
             if given != list(range(len(given))):

@@ -223,8 +223,9 @@ def _gradients(parameters: Tensors) -> list[torch.Tensor]:
 
 
 def _counted_parameters(parameters: Tensors, mpu: Any) -> list[torch.Tensor]:
-    """Return the parameters that this rank counts. Only the first rank of a model-parallel group counts replicated
-    ones.
+    """Return the parameters that this rank counts.
+
+    Only the first rank of a model-parallel group counts replicated ones.
     """
     first = bwc_tensor_model_parallel_rank(mpu) == 0
     return [parameter for parameter in _as_list(parameters) if first or is_model_parallel_parameter(parameter)]

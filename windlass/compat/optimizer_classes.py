@@ -1,5 +1,4 @@
-"""DeepSpeed's optimizer classes, for `isinstance` checks: each engine's optimizer is an instance of the class that
-DeepSpeed would have used.
+"""DeepSpeed's optimizer classes, for `isinstance` checks on an engine's optimizer.
 
 `initialize` creates a `ShardedOptimizer` at every stage and precision. Scripts check the class to learn the stage, or
 the attribute that holds the master weights. Therefore each class here accepts only optimizers of its own kind as

@@ -9,11 +9,12 @@ import torch
 
 from windlass.compat.tensor_fragment_api import safe_get_full_grad, safe_get_local_fp32_param, safe_get_local_grad
 
+# By stage; stage 0 has no such attributes.
 MASTER_ATTRIBUTES = {
     1: "single_partition_of_fp32_groups",
     2: "single_partition_of_fp32_groups",
     3: "fp32_partitioned_groups_flat",
-}  # by stage; stage 0 has no such attribute
+}
 PARAMETER_ATTRIBUTES = {1: "bit16_groups", 2: "bit16_groups", 3: "fp16_groups"}
 
 

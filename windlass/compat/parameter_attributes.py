@@ -60,7 +60,7 @@ def mark_expert(parameter: nn.Parameter, group_name: str) -> None:
 
 
 def is_stage_3_parameter(parameter: nn.Parameter) -> bool:
-    """Return True if a parameter is sharded at stage 3, or is below the persistence threshold at stage 3."""
+    """Return True if a parameter is managed by stage 3, whether it is sharded or persistent."""
     place = find(parameter)
     return place.model.policy.stage == 3 if place is not None else initial_shard.find(parameter) is not None
 
@@ -92,9 +92,8 @@ def _get_attribute(self: nn.Parameter, name: str) -> Any:
     answer = _HP_ATTRIBUTES.get(name)
     if answer is not None and find(self) is not None:
         return answer(self)
-    if (
-        name in ("allreduce", "group_name") and self in _expert_group_names
-    ):  # attributes by which scripts recognize experts
+    # Scripts recognize experts by these attributes.
+    if name in ("allreduce", "group_name") and self in _expert_group_names:
         return False if name == "allreduce" else _expert_group_names[self]
     raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
@@ -225,8 +224,9 @@ def _partition(parameter: nn.Parameter) -> Callable[..., None]:
         has_been_updated: bool = False,
         free_data: bool = True,
     ) -> None:
-        """Reshard parameters that `all_gather` unsharded. With `has_been_updated`, rank 0's values are kept.
-        Collective.
+        """Reshard parameters that `all_gather` unsharded.
+
+        With `has_been_updated`, rank 0's values are kept. Collective.
         """
         for one in [parameter] if param_list is None else list(param_list):
             context = _gathered_contexts.pop(id(one), None)

@@ -12,8 +12,9 @@ if TYPE_CHECKING:
 
 
 class NoopHookHandle:
-    """Handle of a hook that does nothing. windlass's own hooks stay: inside `GatheredParameters` they find the
-    parameters gathered.
+    """Handle of a hook that does nothing.
+
+    windlass's own hooks stay: inside `GatheredParameters` they find the parameters gathered.
     """
 
     def remove(self) -> None:

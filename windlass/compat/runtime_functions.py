@@ -23,9 +23,7 @@ _GIB = 1 << 30
 
 
 def copy_to_device(item: Any, device: Any, criterion_func: TensorPredicate) -> Any:
-    """Return a copy of nested lists, tuples and dicts in which every item that meets the criterion is copied to
-    `device`.
-    """
+    """Return nested lists, tuples and dicts with every item that meets the criterion copied to `device`."""
     if criterion_func(item):
         return item.to(device)
     return _map_children(item, lambda one: copy_to_device(one, device, criterion_func), lambda one: one)

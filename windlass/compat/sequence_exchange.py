@@ -1,6 +1,4 @@
-"""Class `_SeqAllToAll` of `deepspeed.sequence.layer`: an all-to-all that swaps sequence shards for head shards, or
-back.
-"""
+"""Class `_SeqAllToAll` of `deepspeed.sequence.layer`: all-to-all between sequence shards and head shards."""
 
 from __future__ import annotations
 
@@ -33,6 +31,7 @@ class SequenceAllToAll:
         num_kv_heads: int | None = None,
     ) -> torch.Tensor:
         """Scatter dimension `scatter_idx` over the group, and concatenate the ranks' parts along `gather_idx`.
+
         Collective.
 
         If the dimension is not divisible, the first ranks get one element more. The backward exchanges gradients in

@@ -31,8 +31,9 @@ class StandInEntry:
     note: str = ""
 
     def resolve(self, name: str) -> Any:
-        """Return the object that `name` refers to. A refused name resolves to a placeholder that raises when it is
-        used.
+        """Return the object that `name` refers to.
+
+        A refused name resolves to a placeholder that raises when it is used.
         """
         if self.status is NameStatus.REFUSED:
             from windlass.compat.not_built import make_refused_type

@@ -1,5 +1,4 @@
-"""Configuration keys that DeepSpeed accepts but windlass rejects: removed or resolved as DeepSpeed does, with one
-warning each.
+"""Removal or correction of configuration keys that DeepSpeed accepts but windlass rejects, with warnings.
 
 DeepSpeed ignores unknown top-level keys (trl sends dotted ones) and unknown keys in `aio`, `pipeline`,
 `activation_checkpointing`, `optimizer` and `scheduler`, except in the `params` of the last two, which are arguments. In
@@ -75,9 +74,8 @@ def _meaningless_keys(section: Any) -> dict[str, str]:
         for name in ("reduce_bucket_size", "allgather_bucket_size", "sub_group_size")
         if section.get(name) == 0 and section[name] is not False
     }
-    if (
-        section.get("stage", 0) == 0
-    ):  # trl sets offload in the config of a model used for inference only, a copy of the trained model's config
+    # trl copies the trained model's config, with its offload section, for a model that only runs inference.
+    if section.get("stage", 0) == 0:
         away = section.get("offload_optimizer")
         asks = {
             "offload_optimizer": isinstance(away, dict) and away.get("device", "none") not in (None, "none"),

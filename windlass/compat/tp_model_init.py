@@ -28,8 +28,9 @@ _arguments_for_next_model: list[_TpModelInitArguments] = []  # for the next mode
 
 
 def tp_model_init(model: nn.Module, tp_size: int, dtype: torch.dtype, config: Any = None, **kwargs: Any) -> nn.Module:
-    """Request tensor parallelism over `tp_size` neighbouring ranks, as `tensor_parallel.autotp_size` does. Return the
-    model.
+    """Request tensor parallelism over `tp_size` neighbouring ranks, as `tensor_parallel.autotp_size` does.
+
+    Return the model.
 
     `initialize` shards the model's matrices.
 

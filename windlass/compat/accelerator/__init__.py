@@ -1,5 +1,7 @@
-"""DeepSpeed's accelerator API. Reading order: abstract_accelerator (the interface), cpu_accelerator, cuda_accelerator,
-real_accelerator (selection of the accelerator of this process).
+"""DeepSpeed's accelerator API.
+
+Reading order: abstract_accelerator (the interface), cpu_accelerator, cuda_accelerator, real_accelerator (selection of
+the accelerator of this process).
 """
 
 from windlass.compat.accelerator.abstract_accelerator import DeepSpeedAccelerator as DeepSpeedAccelerator

@@ -219,8 +219,9 @@ class DeepSpeedAccelerator(ABC):
         return self._communication_backend_name
 
     def pin_memory(self, tensor: torch.Tensor, make_copy: bool = True, match_shape: bool = True) -> torch.Tensor:
-        """Copy `tensor` to page-locked memory where the device supports it. Without `make_copy`, only allocate such
-        memory.
+        """Copy `tensor` to page-locked memory where the device supports it.
+
+        Without `make_copy`, only allocate such memory.
         """
         if make_copy:
             return self._torch_pin_memory(tensor)

@@ -44,9 +44,7 @@ class CPU_Accelerator(DeepSpeedAccelerator):
         return "cpu"
 
     def device_count(self) -> int:
-        """Return the number of ranks on this host if a launcher sets `LOCAL_SIZE`, else the number of NUMA nodes with
-        cores.
-        """
+        """Return the ranks on this host if a launcher sets `LOCAL_SIZE`, else the NUMA nodes that have cores."""
         told = int(os.environ.get("LOCAL_SIZE", "0"))
         return told if told > 0 else max(1, len(nodes_with_cores()))
 
@@ -149,9 +147,7 @@ class CPU_Accelerator(DeepSpeedAccelerator):
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
     def available_memory(self, device_index: int | str | None = None) -> int:
-        """Return the bytes that Linux estimates as available without swapping (MemAvailable); elsewhere, the free
-        pages.
-        """
+        """Return the bytes that Linux reports as available without swapping; elsewhere, the free pages."""
         try:
             with open("/proc/meminfo", encoding="ascii") as lines:
                 found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]

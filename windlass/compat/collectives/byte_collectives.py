@@ -169,9 +169,7 @@ def all_to_all_single(
     input_splits: Sequence[int] | None,
     group: Any,
 ) -> CollectiveWork:
-    """Start an all-to-all of rows: send rows of `tensor` to each rank and receive rows from each; equally many by
-    default.
-    """
+    """Start an all-to-all of the rows of `tensor`; each rank gets equally many by default."""
     size = dist.get_world_size(group)
     if output.dtype != tensor.dtype:
         raise CommunicationError(f"all_to_all_single: output is {output.dtype}, input {tensor.dtype}; use one dtype")

@@ -1,5 +1,6 @@
-"""Conversion of tensors of any dtype and strides to bytes. Backends support different dtypes, but all of them move
-bytes.
+"""Conversion of tensors of any dtype and strides to bytes.
+
+Backends support different dtypes, but all of them move bytes.
 """
 
 from __future__ import annotations

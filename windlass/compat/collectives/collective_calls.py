@@ -179,8 +179,9 @@ def all_gather(
     log_name: str = "all_gather",
     debug: Any = None,
 ) -> Any:
-    """All-gather: on every rank, `tensor_list[i]` receives rank i's `tensor`. Ranks may have tensors of different
-    sizes.
+    """All-gather: on every rank, `tensor_list[i]` receives rank i's `tensor`.
+
+    Ranks may have tensors of different sizes.
     """
     return (
         wait_or_return(byte_collectives.all_gather(tensor_list, tensor, group), async_op)
@@ -240,8 +241,9 @@ def all_gather_object(
     log_name: str = "all_gather_object",
     debug: Any = None,
 ) -> None:
-    """All-gather objects: `object_list[i]` receives rank i's `obj`. Objects are pickled: only among ranks that trust
-    each other.
+    """All-gather objects: `object_list[i]` receives rank i's `obj`.
+
+    Objects are pickled: only among ranks that trust each other.
     """
     if warn_unless_member(group, "all_gather_object"):
         dist.all_gather_object(object_list, obj, group=group)
@@ -258,8 +260,9 @@ def reduce_scatter(
     log_name: str = "reduce_scatter",
     debug: Any = None,
 ) -> Any:
-    """Reduce-scatter: rank i's `output` receives the reduction of every rank's `input_list[i]`. Parts may differ in
-    size.
+    """Reduce-scatter: rank i's `output` receives the reduction of every rank's `input_list[i]`.
+
+    Parts may differ in size.
     """
     if not warn_unless_member(group, "reduce_scatter"):
         return None
@@ -277,8 +280,9 @@ def reduce_scatter_tensor(
     log_name: str = "reduce_scatter_tensor",
     debug: Any = None,
 ) -> Any:
-    """Reduce-scatter: rank i's `output_tensor` receives the reduction of part i of every rank's `tensor`, in equal
-    parts.
+    """Reduce-scatter: rank i's `output_tensor` receives the reduction of part i of every rank's `tensor`.
+
+    The parts are equal.
     """
     if not warn_unless_member(group, "reduce_scatter_tensor"):
         return None
@@ -310,8 +314,9 @@ def all_to_all(
     log_name: str = "all_to_all",
     debug: Any = None,
 ) -> Any:
-    """All-to-all: `output_tensor_list[i]` receives the tensor in rank i's `input_tensor_list` for this rank. Sizes may
-    differ.
+    """All-to-all: `output_tensor_list[i]` receives the tensor in rank i's `input_tensor_list` for this rank.
+
+    Sizes may differ.
     """
     if not warn_unless_member(group, "all_to_all"):
         return None
@@ -351,8 +356,9 @@ def send(
     log_name: str = "send",
     debug: Any = None,
 ) -> None:
-    """Send to rank `dst`, which must receive with the same tag. NCCL ignores tags: there, the order of calls must
-    match.
+    """Send to rank `dst`, which must receive with the same tag.
+
+    NCCL ignores tags: there, the order of calls must match.
     """
     if warn_unless_member(group, "send"):
         send_and_receive.send(tensor, dst, group, tag).wait()

@@ -63,8 +63,9 @@ class CollectiveWork:
         return self.outputs
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        """Return a future of `result`. Its `then` runs in torch's thread, or in a new thread if the backend has no
-        futures.
+        """Return a future of `result`.
+
+        Its `then` runs in torch's thread, or in a new thread if the backend has no futures.
         """
         try:
             inner = [work.get_future() for work in self.works]

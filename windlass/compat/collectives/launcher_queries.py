@@ -50,8 +50,7 @@ def in_dlts() -> bool:
 
 
 def mpi_discovery(distributed_port: int = TORCH_DISTRIBUTED_DEFAULT_PORT, verbose: bool = True) -> None:
-    """Set `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `MASTER_ADDR` and `MASTER_PORT` from the environment of any known
-    launcher.
+    """Set `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `MASTER_ADDR` and `MASTER_PORT` for any known launcher.
 
     Raises:
         CommunicationError: the launcher does not give the address of rank 0, and mpi4py is not installed.

@@ -1,5 +1,6 @@
-"""Native equivalents of reductions that a backend lacks: a preprocessing step, a supported operator, a postprocessing
-step.
+"""Equivalents, by natively supported operators, of reductions that a backend lacks.
+
+Each has a preprocessing step, a supported operator and a postprocessing step.
 """
 
 from __future__ import annotations
@@ -24,12 +25,13 @@ _Postprocess = Callable[[torch.Tensor, int], torch.Tensor]
 
 @dataclass(frozen=True)
 class NativeReduction:
-    """A reduction by an operator that the back end has.
+    """Reduction by an operator that the backend supports.
 
     Args:
-        native: that operator.
-        before: `[n]` of the tensor's elements to `[n]` of what travels; the tensor's own memory where nothing changes.
-        after: what arrived, and the number of ranks, to the result; None: they are the same.
+        op: the supported operator.
+        preprocess: maps the elements `[n]` to the elements sent, `[n]`; returns the tensor's own memory if nothing
+            changes.
+        postprocess: maps the elements received and the number of ranks to the result; None if nothing changes.
     """
 
     op: ReduceOp
@@ -58,9 +60,8 @@ def _premultiply(dtype: torch.dtype, operator: ReduceOperator) -> Callable[[torc
 
 
 _NATIVE_ACCUMULATION_DTYPES = {**ACCUMULATION_DTYPES, torch.int16: torch.int32}
-_LOGICAL_REDUCTIONS: dict[
-    ReduceOp, tuple[ReduceOp, torch.dtype, _Postprocess | None]
-] = {  # operator on zeros and ones that gives the same result
+# Native operator that gives the same result on zeros and ones, the dtype of these, and the postprocessing step.
+_LOGICAL_REDUCTIONS: dict[ReduceOp, tuple[ReduceOp, torch.dtype, _Postprocess | None]] = {
     ReduceOp.LAND: (ReduceOp.MIN, torch.uint8, None),
     ReduceOp.LOR: (ReduceOp.MAX, torch.uint8, None),
     ReduceOp.LXOR: (ReduceOp.SUM, torch.int32, _is_odd),

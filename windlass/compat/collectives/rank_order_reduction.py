@@ -66,11 +66,8 @@ def is_nonzero(tensor: torch.Tensor) -> torch.Tensor:
     """Return a boolean mask of the nonzero elements."""
     if tensor.dtype is torch.bool:
         return tensor
-    if tensor.dtype in (
-        torch.uint16,
-        torch.uint32,
-        torch.uint64,
-    ):  # torch implements few comparisons for unsigned integers
+    # torch implements few comparisons for unsigned integers
+    if tensor.dtype in (torch.uint16, torch.uint32, torch.uint64):
         return tensor.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.dtype.itemsize]) != 0
     return tensor.to(ACCUMULATION_DTYPES.get(tensor.dtype, tensor.dtype)) != 0
 

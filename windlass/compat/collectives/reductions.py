@@ -72,8 +72,9 @@ def reduce(operand: Operand, dst: int, operator: ReduceOperator, group: Any) -> 
 
 
 def reduce_scatter(output: Operand, parts: Sequence[Operand], operator: ReduceOperator, group: Any) -> CollectiveWork:
-    """Start a reduce-scatter: `output` receives the reduction of every rank's part for this rank. Parts may differ in
-    size.
+    """Start a reduce-scatter: `output` receives the reduction of every rank's part for this rank.
+
+    Parts may differ in size.
     """
     size, index = dist.get_world_size(group), dist.get_rank(group)
     into = _check_operand(output, operator)

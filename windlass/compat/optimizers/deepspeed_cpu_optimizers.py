@@ -19,8 +19,9 @@ def _state_dtype(fp32_optimizer_states: bool) -> str:
 
 
 class DeepSpeedCPUAdam(CPUAdam):
-    """Optimizer `windlass.optim.CPUAdam`. 16-bit states (`fp32_optimizer_states=False`) are bf16 for every parameter
-    dtype.
+    """Optimizer `windlass.optim.CPUAdam`.
+
+    16-bit states (`fp32_optimizer_states=False`) are bf16 for every parameter dtype.
 
     Raises:
         OptimizerRefusal: `amsgrad` is True or `bias_correction` is False.
@@ -48,8 +49,7 @@ class DeepSpeedCPUAdam(CPUAdam):
 
 
 class DeepSpeedCPUAdagrad(CPUAdagrad):
-    """Optimizer `windlass.optim.CPUAdagrad` that also accepts sparse gradients, without weight decay, as torch's
-    Adagrad does.
+    """Optimizer `windlass.optim.CPUAdagrad`, which here accepts sparse gradients if there is no weight decay.
 
     `adamw_mode` is ignored; accelerate passes it to every class.
 

@@ -1,5 +1,6 @@
-"""Notes on members of objects that scripts hold: the engine, its optimizer, parameters. Unlisted members work as in
-DeepSpeed.
+"""Notes on members of objects that scripts hold: the engine, its optimizer, parameters.
+
+Unlisted members work as in DeepSpeed.
 
 Members are not dotted module names, so the import hook does not use this table: the classes implement them
 (`windlass.compat.deepspeed_engine`, `windlass.compat.parameter_attributes`). A test checks that the refused members

@@ -1,6 +1,4 @@
-"""Table of `deepspeed.utils`, `deepspeed.runtime.utils`, timers, constants, monitors and small names of the package
-root.
-"""
+"""Table of `deepspeed.utils`, `deepspeed.runtime.utils`, timers, constants, monitors and other root names."""
 
 from windlass.compat.stand_in_entry import NameStatus, StandInEntry, differs, works
 
