@@ -1,4 +1,4 @@
-"""DeepSpeed's `aio_handle`: synchronous and asynchronous file reads and writes of tensors by threads of this process."""
+"""DeepSpeed's `aio_handle`: synchronous and asynchronous file reads and writes of tensors, in threads."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ _SHORT_KEYS = (
 
 
 class DeepSpeedZeroConfig(ZeroConfig, _MutableSection):
-    """Section `ZeroConfig` with short names of stage-3 keys (without `stage3_`) and defaults that depend on other keys."""
+    """Section `ZeroConfig` that also accepts stage-3 keys without `stage3_`. Some defaults depend on other keys."""
 
     offload_param: DeepSpeedZeroOffloadParamConfig | None = None
     offload_optimizer: DeepSpeedZeroOffloadOptimizerConfig | None = None

@@ -31,6 +31,6 @@ def ds_report() -> Any:
 
 
 def _real_command(module: str, name: str) -> Any:
-    """Return the real DeepSpeed's function if it is installed and the stand-in's folder is not on the path, else None."""
+    """Return the real DeepSpeed's function; None if it is not installed or the stand-in's folder is on the path."""
     asked = str(STAND_IN_FOLDER) in (sys.path + os.environ.get("PYTHONPATH", "").split(os.pathsep))
     return None if asked or find_hidden_deepspeed() is None else getattr(importlib.import_module(module), name)

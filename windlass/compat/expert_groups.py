@@ -1,4 +1,4 @@
-"""Expert-parallel part of `deepspeed.utils.groups`: groups of the engine's mesh, under names that contain their size."""
+"""Expert-parallel part of `deepspeed.utils.groups`: groups of the mesh, under names that contain their size."""
 
 from __future__ import annotations
 

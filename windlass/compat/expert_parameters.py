@@ -66,8 +66,7 @@ def split_params_into_different_moe_groups_for_optimizer(
     and returned.
 
     Args:
-        max_group_size: maximum number of elements in a group of experts, unless one parameter is larger; None:
-            unlimited.
+        max_group_size: most elements in a group of experts, unless one parameter is larger; None: unlimited.
 
     Raises:
         ValueError: the argument is neither a group nor a sequence of groups.

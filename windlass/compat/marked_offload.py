@@ -40,7 +40,7 @@ class CheckpointActivationOffloadStats:
 
 
 class _Held:
-    """Saved-tensor placeholder of a marked tensor: on the device until newer tensors are marked, then in host memory."""
+    """Placeholder of a marked tensor in the graph: on the device until newer ones are marked, then on the host."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.nbytes = tensor.nbytes
@@ -50,7 +50,7 @@ class _Held:
 
 
 class CheckpointHiddenStatesOffload(saved_tensors_hooks):
-    """Context manager that offloads marked tensors to host memory when autograd saves them.
+    """Context manager that offloads the marked tensors among those that autograd saves to host memory.
 
     Other tensors are unchanged.
 

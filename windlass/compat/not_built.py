@@ -1,4 +1,4 @@
-"""Placeholders for DeepSpeed names that windlass does not implement. They can be imported; using one raises an error."""
+"""Placeholders for DeepSpeed names that windlass lacks. They can be imported; using one raises an error."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class NotBuiltError(WindlassError, NotImplementedError, AttributeError):
 
 
 class _RefusedType(type):
-    """Metaclass of placeholder classes. Calling the class or reading its attributes raises; referring to it does not."""
+    """Metaclass of placeholder classes. Calling a class or reading its attributes raises; referring to it does not."""
 
     _reason: str
 

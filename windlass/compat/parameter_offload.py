@@ -22,7 +22,7 @@ class NoopHookHandle:
 
 
 class NoopParameterCoordinator:
-    """Stand-in for DeepSpeed's parameter coordinator. windlass has no trace to invalidate; the call is only recorded."""
+    """Replacement for DeepSpeed's parameter coordinator. There is no trace to invalidate; the call is recorded."""
 
     def __init__(self) -> None:
         self._invalid = False

@@ -1,4 +1,4 @@
-"""Classes that DeepSpeed's checkpoints refer to by name; they unpickle into plain containers of the saved attributes."""
+"""Classes that DeepSpeed's checkpoints refer to by name. They unpickle into containers of the saved attributes."""
 
 from __future__ import annotations
 

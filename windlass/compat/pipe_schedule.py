@@ -175,7 +175,10 @@ class InferenceSchedule(PipeSchedule):
 
 
 class TrainSchedule(PipeSchedule):
-    """1F1B schedule. Stage s runs micro-batch m's forward at step 2m + s and its backward at 2m + 2 * stages - 1 - s."""
+    """1F1B schedule.
+
+    Stage s runs the forward of micro-batch m at step 2m + s, and its backward at step 2m + 2 * stages - 1 - s.
+    """
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
         """Yield `2 * (micro_batches + stages - 1)` steps. The last one reduces gradients and steps the optimizer."""

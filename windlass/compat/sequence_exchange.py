@@ -53,7 +53,7 @@ class SequenceAllToAll:
 
 
 def exchange(tensor: torch.Tensor, axis: MeshAxis, cut: int, joined: int) -> torch.Tensor:
-    """Scatter dimension `cut` over the ranks, and concatenate the received parts along dimension `joined`. Collective."""
+    """Scatter dimension `cut` over the ranks, and concatenate the parts received along `joined`. Collective."""
     spans = [compute_shard_range(tensor.shape[cut], axis.size, rank) for rank in range(axis.size)]
     own = spans[axis.index][1] - spans[axis.index][0]
     lengths = [int(n) for n in axis.all_gather(torch.tensor([tensor.shape[joined]], device=tensor.device)).tolist()]

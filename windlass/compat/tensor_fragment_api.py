@@ -42,7 +42,7 @@ def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
 
 @torch.no_grad()
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
-    """Return the full optimizer state of a name (`exp_avg`, ...); None before the first step or if it does not exist."""
+    """Return the full optimizer state of a name (`exp_avg`, ...); None before the first step or if there is none."""
     return full_values.full_state(param, optim_state_key) if _is_trained(param) else None
 
 

@@ -1,4 +1,4 @@
-"""Function `deepspeed.tp_model_init`: stores its arguments for the model; `initialize` applies the tensor parallelism."""
+"""Function `deepspeed.tp_model_init`: stores its arguments for the model; `initialize` applies them."""
 
 from __future__ import annotations
 

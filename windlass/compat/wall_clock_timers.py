@@ -1,4 +1,4 @@
-"""Module `deepspeed.utils.timer`: named timers that synchronize with the device, and throughput in samples per second."""
+"""Module `deepspeed.utils.timer`: named timers that synchronize with the device, and samples per second."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Leaf-module marks of stage 3, which scripts set and read. windlass gathers each module as it runs and ignores them."""
+"""Leaf-module marks of stage 3, which scripts set and read. windlass gathers modules as they run without them."""
 
 from __future__ import annotations
 

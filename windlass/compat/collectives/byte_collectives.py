@@ -140,7 +140,7 @@ def scatter(tensor: torch.Tensor, tensors: Sequence[torch.Tensor] | None, src: i
 
 
 def all_to_all(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], group: Any) -> CollectiveWork:
-    """Start an all-to-all: `outputs[i]` receives the tensor in rank i's `inputs` for this rank. All sizes may differ."""
+    """Start an all-to-all: `outputs[i]` receives rank i's tensor for this rank. All sizes may differ."""
     size, index = dist.get_world_size(group), dist.get_rank(group)
     for name, each in (("output_tensor_list", outputs), ("input_tensor_list", inputs)):
         if len(each) != size:
