@@ -50,7 +50,7 @@ class _Held:
 
 
 class CheckpointHiddenStatesOffload(saved_tensors_hooks):
-    """Context manager that offloads the marked tensors among those that autograd saves to host memory.
+    """Context manager that offloads tensors saved by autograd to host memory, if they are marked.
 
     Other tensors are unchanged.
 

@@ -1,7 +1,7 @@
 """Module `deepspeed.launcher.multinode_runner`: classes that build pdsh, MPI and Slurm commands.
 
-Scripts construct or subclass these classes. The commands start the script as DeepSpeed's do. `windlass run --launcher` does not use them: it builds its own commands
-(`windlass.launch.launcher_backends`), which also pass on the launch plan.
+Scripts construct or subclass these classes. The commands start the script as DeepSpeed's do. `windlass run --launcher`
+does not use them: it builds its own commands (`windlass.launch.launcher_backends`), which also pass on the launch plan.
 """
 
 from __future__ import annotations
