@@ -184,7 +184,7 @@ def _file_path(name: str | int | None, number: int | None) -> str:
     """
     given = name if number is None else number
     if given is None:
-        raise StorageError("aio_handle: no file was named; pass filename, or fd")
+        raise StorageError("aio_handle: no file is given; pass filename or fd")
     return f"/proc/self/fd/{given}" if isinstance(given, int) else given
 
 
@@ -204,7 +204,9 @@ def _read_all(file: int, data: memoryview, offset: int, name: str) -> int:
     while done < len(data):
         got = os.preadv(file, [data[done:]], offset + done)
         if got == 0:
-            raise StorageError(f"{name} ends at byte {offset + done}, {len(data) - done} bytes before the tensor does")
+            raise StorageError(
+                f"{name} ends at byte {offset + done}, but the tensor needs {len(data) - done} bytes more"
+            )
         done += got
     return done
 

@@ -49,7 +49,7 @@ class DeepSpeedConfigModel(BaseModel):
             return
         *sections, last = new.split(".")
         holder = reduce(getattr, sections, self)
-        assert last not in holder.model_fields_set, f"{name} is the old name of {new}: give one of them"
+        assert last not in holder.model_fields_set, f"{name} is the old name of {new}: set only one of them"
         setattr(holder, last, extra.get("new_param_fn", lambda value: value)(getattr(self, name)))
 
 

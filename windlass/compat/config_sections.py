@@ -64,7 +64,7 @@ class DeepSpeedFP16Config(Fp16, _MutableSection):
             raise PydanticCustomError("loss_scale", "fp16.loss_scale must be a finite number >= 0 (0 is dynamic)")
         for name in ("loss_scale_window", "min_loss_scale"):
             if self.enabled and self.loss_scale == 0 and getattr(self, name) <= 0:
-                raise PydanticCustomError("dynamic", f"fp16.{name} must be > 0 where the scale is dynamic")
+                raise PydanticCustomError("dynamic", f"fp16.{name} must be > 0 if the loss scale is dynamic")
         return self
 
     def initial_dynamic_scale(self) -> int:

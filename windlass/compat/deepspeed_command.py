@@ -30,7 +30,7 @@ def build_deepspeed_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="deepspeed",
         usage="deepspeed [OPTION]... SCRIPT [ARGUMENT]...",
-        description="Start SCRIPT as the `deepspeed` command does, by windlass.",
+        description="Start SCRIPT with windlass, as the `deepspeed` command does.",
     )
     copy_flags(parser, _FLAGS)
     parser.set_defaults(hostfile=DEFAULT_HOSTFILE)
@@ -64,7 +64,7 @@ def run(args: Sequence[str] | None = None) -> None:
         {"hostfile": given.hostfile} if given.labels is False else {}
     )
     if (given.launcher or "").lower() == "pdsh" and not given.launcher_args and not is_installed("pdsh"):
-        logger.warning("pdsh is not installed: plain ssh reaches the other hosts instead")
+        logger.warning("pdsh is not installed: using plain ssh to reach the other hosts")
         given.launcher = None
     code = launch_from_args(given, command_name="deepspeed")
     if code:

@@ -80,7 +80,7 @@ def _check_sum(config: Config) -> None:
     }
     for name, (key, asked) in unbuilt.items():
         if asked:
-            raise ValueConfigError(f"gradient_allreduce_op 'sum' is not supported with {name}; leave {key} out")
+            raise ValueConfigError(f"gradient_allreduce_op 'sum' is not supported with {name}; remove {key}")
 
 
 def _axis_sizes_of(mpu: Any, mesh_device: Any) -> dict[str, dict[str, int]]:

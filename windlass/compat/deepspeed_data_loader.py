@@ -59,7 +59,7 @@ class DeepSpeedDataLoader:
         deepspeed_dataloader_config: dict[str, Any] | None = None,
     ) -> None:
         if (deepspeed_dataloader_config or {}).get("curriculum_learning"):
-            raise NotBuiltError("DeepSpeedDataLoader: the curriculum's order is not built; pass a data_sampler")
+            raise NotBuiltError("DeepSpeedDataLoader: curriculum learning is not built; pass a data_sampler")
         iterable = isinstance(dataset, IterableDataset)
         if not iterable and len(dataset) == 0:
             raise DataError("training_data is empty: its length is 0")
@@ -101,7 +101,7 @@ class DeepSpeedDataLoader:
 
     def __next__(self) -> Any:
         if self.data is None:
-            raise DataError("this loader has not begun: ask iter(loader) first")
+            raise DataError("this loader has no iterator yet: call iter(loader) first")
         if self.tput_timer is not None:
             self.tput_timer.start()
         return next(self.data)

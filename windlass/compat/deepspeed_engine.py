@@ -48,9 +48,9 @@ from windlass.zero.core.script_gradients import format_foreign_gradients
 from windlass.zero.core.sharded_parameter import raw_grad
 from windlass.zero.sharded_model import ShardedModel
 
-_REDUCTION_REASON = "gradients are reduced by the engine, in an order that all ranks agree on; call engine.backward"
-_COMPILER_REASON = "DeepSpeed's compilers are not built; engine.compile() compiles the module by torch"
-_DENSE_GRADIENT_REASON = "gradients of embeddings are reduced dense, by the engine itself; call engine.step()"
+_REDUCTION_REASON = "gradients are reduced by the engine, in the same order on all ranks; call engine.backward"
+_COMPILER_REASON = "DeepSpeed's compilers are not built; engine.compile() uses torch.compile"
+_DENSE_GRADIENT_REASON = "the engine reduces gradients of embeddings as dense tensors; call engine.step()"
 _AUTOTUNER_REASON = "the autotuner is not built"
 REFUSED_METHODS = {
     "allreduce_and_copy": _REDUCTION_REASON,
@@ -66,8 +66,8 @@ REFUSED_METHODS = {
     "autotuning_metric_path": _AUTOTUNER_REASON,
     "autotuning_model_info_path": _AUTOTUNER_REASON,
     "autotuning_start_profile_step": _AUTOTUNER_REASON,
-    "get_optimizer_configuration": "optimizers are made from the configuration by `initialize`",
-    "print_forward_breakdown": "experts are not timed one by one; use torch.profiler",
+    "get_optimizer_configuration": "`initialize` constructs optimizers from the configuration",
+    "print_forward_breakdown": "experts are not timed individually; use torch.profiler",
     "set_data_post_process_func": "it belongs to DeepSpeed's curriculum sampler, which is not built; use a collate_fn",
     "set_custom_curriculum_learning_schedule": "curriculum learning is not built; change the data in the script",
     "random_ltd_initialize": "random layer-token dropping is not built",
@@ -76,7 +76,7 @@ REFUSED_METHODS = {
     "sparse_allreduce_bucket": _DENSE_GRADIENT_REASON,
     "sparse_allreduce_no_retain": _DENSE_GRADIENT_REASON,
     "sparse_all_gather": _DENSE_GRADIENT_REASON,
-    "load_moe_state_dict": "load_checkpoint loads experts with all else, whatever ranks they lay on",
+    "load_moe_state_dict": "load_checkpoint loads experts too, saved on any number of ranks",
     "autotuning_profile_model_info": _AUTOTUNER_REASON,
 }
 
@@ -210,9 +210,9 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, Precision, Engi
         stage = self.zero_optimization_stage()
         assert stage < 2, (
             f"no_sync context manager is incompatible with gradient partitioning logic of ZeRO stage {stage}: set "
-            "gradient_accumulation_steps, or take windlass.initialize, whose no_sync works at every stage"
+            "gradient_accumulation_steps, or use windlass.initialize, whose no_sync works at every stage"
         )
-        assert not self.inside_no_sync_ctxt, "no_sync context manager reentry is unsupported: leave the outer one first"
+        assert not self.inside_no_sync_ctxt, "no_sync context manager reentry is unsupported: exit the outer one first"
         with self._without_reductions():
             yield
 
@@ -229,8 +229,8 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, Precision, Engi
         if self.pipeline_parallelism:
             raise NotBuiltError("coalesce_grad_reduction is not supported under pipeline parallelism; use train_batch")
         assert self.managed_gradient_accumulation(), (
-            "coalesce_grad_reduction with managed_gradient_accumulation false: there every engine.step() takes in all "
-            "backward passes since the last one; leave the context out"
+            "coalesce_grad_reduction with managed_gradient_accumulation false: then every engine.step() applies all "
+            "backward passes since the last step; remove the context"
         )
         assert not self.inside_no_sync_ctxt, "coalesce_grad_reduction cannot be nested inside another no_sync context"
         with self._without_reductions():
@@ -263,7 +263,7 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, Precision, Engi
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """Run `Engine.step`. Raises AssertionError inside `no_sync`."""
         assert not self.inside_no_sync_ctxt, (
-            "It is illegal to call Engine.step() inside no_sync context manager: leave the context first"
+            "It is illegal to call Engine.step() inside no_sync context manager: exit the context first"
         )
         acts = self.progress.would_end_step()
         if acts and not self.zero_optimization():
@@ -311,7 +311,7 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, Precision, Engi
     def _autocast(self) -> AbstractContextManager[Any]:
         """Return the autocast context of `torch_autocast`, ignoring any autocast around the call, as DeepSpeed does."""
         if torch.is_autocast_enabled() and not self._config.torch_autocast.enabled:
-            self._reporter.log_once("autocast", "torch.autocast around the engine is off in it: enable torch_autocast")
+            self._reporter.log_once("autocast", "torch.autocast around the engine is ignored: enable torch_autocast")
             return torch.autocast(self.device.type, enabled=False)
         return super()._autocast()
 
@@ -476,7 +476,7 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, Precision, Engi
         try:
             os.chmod(dst, os.stat(dst).st_mode | stat.S_IEXEC)
         except (FileNotFoundError, PermissionError) as error:
-            script_logger.info(f"{dst} was not made executable: {error}; run it by python {dst}")
+            script_logger.info(f"{dst} was not made executable: {error}; run python {dst}")
 
     def _backward_prologue(self) -> None:
         """Do nothing: autograd hooks detect the start of a backward pass that the script runs itself."""
@@ -511,21 +511,21 @@ def _config_method(name: str, path: str) -> Any:
     def answer(self: DeepSpeedEngine) -> Any:
         return config_value(self._config, path)
 
-    return _rename_function(answer, name, f"`{path}` of the configuration.")
+    return _rename_function(answer, name, f"Return `{path}` of the configuration.")
 
 
 def _computed_method(name: str, compute: Callable[[Any], Any]) -> Any:
     def answer(self: DeepSpeedEngine) -> Any:
         return compute(self._config)
 
-    return _rename_function(answer, name, "From the configuration.")
+    return _rename_function(answer, name, "Return a value computed from the configuration.")
 
 
 def _refused_method(name: str, reason: str) -> Any:
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise NotBuiltError(f"engine.{name}: {reason}")
 
-    return _rename_function(refuse, name, f"Refused: {reason}.")
+    return _rename_function(refuse, name, f"Raise NotBuiltError: {reason}.")
 
 
 def _rename_function(function: Any, name: str, text: str) -> Any:

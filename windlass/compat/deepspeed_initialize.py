@@ -80,7 +80,7 @@ def initialize(
         raise ArgumentError(str(error)) from None
     given = source if isinstance(source, dict) else read_source(source).data
     if isinstance(model, PipelineSequential) and mpu is not None:
-        raise ArgumentError("mpu must be None with a PipelineModule, whose topology knows its groups")
+        raise ArgumentError("mpu must be None with a PipelineModule, whose topology defines its groups")
     asked = config_with_tp_arguments(model, source)
     parameter_attributes.install_parameter_attributes()
     trains_nothing = isinstance(model_parameters, (list, tuple)) and not model_parameters
@@ -115,7 +115,7 @@ def _check_local_rank(args: Any) -> None:
     if asked is None or here is None:
         return
     if asked >= 0 and asked != int(here):
-        raise ArgumentError(f"args.local_rank is {asked}, but the environment says LOCAL_RANK={here}")
+        raise ArgumentError(f"args.local_rank is {asked}, but the environment sets LOCAL_RANK={here}")
     args.local_rank = int(here)
 
 

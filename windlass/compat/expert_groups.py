@@ -38,7 +38,7 @@ def _known() -> dict[str, _Groups]:
 def _groups(group_name: str) -> _Groups:
     known = _known()
     if group_name not in known:
-        told = f"there is {', '.join(map(repr, known))}" if known else "no engine has layers of experts"
+        told = f"known groups: {', '.join(map(repr, known))}" if known else "no engine has MoE layers"
         raise AssertionError(f"there is no expert-parallel group {group_name!r}: {told}")
     return known[group_name]
 
@@ -51,7 +51,7 @@ def _create_expert_and_data_parallel(
     Raises:
         AssertionError: the number of ranks is not a multiple of the size, or no process group is initialized.
     """
-    assert dist.is_initialized(), "ranks do not know each other yet: call deepspeed.init_distributed() first"
+    assert dist.is_initialized(), "no process group is initialized: call deepspeed.init_distributed() first"
     name = f"ep_size_{expert_parallel_size_}"
     if name in _known():
         return
@@ -132,7 +132,7 @@ def _get_expert_data_parallel_group_dict() -> dict[str, dist.ProcessGroup]:
 def _get_max_expert_size() -> int:
     sizes = [groups.spread.size for groups in _known().values()]
     if not sizes:
-        raise AssertionError("there is no expert-parallel group: no engine has layers of experts")
+        raise AssertionError("there is no expert-parallel group: no engine has MoE layers")
     return max(sizes)
 
 
@@ -149,7 +149,7 @@ def _get_expert_model_parallel_world_size() -> int:
 
 
 def _get_local_all_to_all_group() -> NoReturn:
-    raise AssertionError("there are no all-to-all groups of nodes: gradients are not quantized between them")
+    raise AssertionError("there are no all-to-all groups: gradients between nodes are not quantized")
 
 
 def _get_expert_parallel_ranks(
@@ -169,7 +169,7 @@ def _get_expert_parallel_ranks(
     """
     cut = tensor_parallel_size_ * pipeline_parallel_size_
     assert world_size % (cut * expert_parallel_size_) == 0, (
-        f"{world_size} ranks are no multiple of tensor {tensor_parallel_size_} x pipeline {pipeline_parallel_size_} "
+        f"{world_size} ranks are not a multiple of tensor {tensor_parallel_size_} x pipeline {pipeline_parallel_size_} "
         f"x expert {expert_parallel_size_}"
     )
     stage = world_size // pipeline_parallel_size_

@@ -90,7 +90,7 @@ def known_warmup(warmup_type: Any) -> Any:
     """Return `warmup_type` if it is "log" or "linear"; else warn and return "log", as DeepSpeed does."""
     if warmup_type in (WARMUP_LOG_RATE, WARMUP_LINEAR_RATE):
         return warmup_type
-    logger.warning(f"warmup_type {warmup_type!r} is neither log nor linear; the learning rate is warmed up by log")
+    logger.warning(f"warmup_type {warmup_type!r} is neither log nor linear; using log")
     return WARMUP_LOG_RATE
 
 
@@ -264,7 +264,7 @@ def get_lr_from_config(config: dict[str, Any]) -> tuple[float | None, str]:
     if schedule not in VALID_LR_SCHEDULES:
         return None, f"{schedule} is not a valid LR schedule; use one of {', '.join(VALID_LR_SCHEDULES)}"
     if schedule == WARMUP_COSINE_LR:
-        return None, f"{schedule} multiplies the optimizer's own learning rate, and names none"
+        return None, f"{schedule} multiplies the optimizer's learning rate and sets none"
     key = {LR_RANGE_TEST: LR_RANGE_TEST_MIN_LR, ONE_CYCLE: CYCLE_MAX_LR}.get(schedule, WARMUP_MAX_LR)
     return params[key], ""
 
@@ -288,4 +288,4 @@ def get_torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     for found in (optimizer, getattr(optimizer, "optimizer", None)):
         if isinstance(found, torch.optim.Optimizer):
             return found
-    raise TypeError(f"{type(optimizer).__name__} is no torch.optim.Optimizer and wraps none")
+    raise TypeError(f"{type(optimizer).__name__} is not a torch.optim.Optimizer and wraps none")

@@ -65,7 +65,9 @@ def top1gating(
     gates = F.softmax(logits, dim=1)
     tokens, experts = gates.shape
     if tokens < min_capacity:
-        raise CapacityError(f"{tokens} tokens and min_capacity {min_capacity}: lower it, or take larger batches")
+        raise CapacityError(
+            f"{tokens} tokens are fewer than min_capacity {min_capacity}: lower it, or use larger batches"
+        )
     scores = logits + _gumbel(logits) if noisy_gate_policy == "RSample" else gates
     chosen = scores.argmax(dim=1)
     mask = F.one_hot(chosen, experts)

@@ -73,7 +73,7 @@ def _missing_name_message(module: str, name: str) -> str:
         return f"module {module!r} has no attribute {name!r}"
     return (
         f"module {module!r} has no attribute {name!r}: windlass stands in for DeepSpeed here and has no such name; "
-        "what it has is listed in docs/compat.md"
+        "docs/compat.md lists its names"
     )
 
 
@@ -95,7 +95,7 @@ class StandInFinder(MetaPathFinder, Loader):
         """Create an empty module; `exec_module` and attribute access fill it."""
         entry = STAND_IN_NAMES.get(spec.name)
         return StandInModule(
-            spec.name, f"`{spec.name}`, as windlass stands in for it." if entry is None else entry.note
+            spec.name, f"Module `{spec.name}` of the windlass stand-in." if entry is None else entry.note
         )
 
     def exec_module(self, module: ModuleType) -> None:
@@ -119,7 +119,7 @@ class StandInFinder(MetaPathFinder, Loader):
         """
         home = STAND_IN_NAMES[fullname].target if is_whole_module(fullname) else ""
         if not home or not callable(getattr(importlib.import_module(home), "main", None)):
-            raise ImportError(f"{fullname} is no program: windlass stands in for DeepSpeed here (docs/compat.md)")
+            raise ImportError(f"{fullname} is not a program: windlass stands in for DeepSpeed here (docs/compat.md)")
         return compile(f"import sys\nfrom {home} import main\nsys.exit(main())", home, "exec")
 
     def is_package(self, fullname: str) -> bool:

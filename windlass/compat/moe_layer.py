@@ -33,7 +33,7 @@ class MoE(experts.MixtureOfExperts):
         if num_experts % ep_size:
             raise ConfigError(
                 f"number of experts ({num_experts}) should be divisible by expert parallel size ({ep_size}); "
-                "windlass.MoE spreads them unevenly, too"
+                "windlass.MoE supports uneven numbers too"
             )
         self.expert_group_name, self.num_local_experts = f"ep_size_{ep_size}", num_experts // ep_size
         for parameter in self.deepspeed_moe["experts"].parameters():

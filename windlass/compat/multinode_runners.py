@@ -164,7 +164,9 @@ class _MPIRunner(MultiNodeRunner):
     def _per_host(self) -> int:
         counts = set(self.resource_pool.values())
         if len(counts) != 1:
-            raise ValueError(f"--launcher {self.label} needs as many slots on every host: {dict(self.resource_pool)}")
+            raise ValueError(
+                f"--launcher {self.label} needs the same number of slots on every host: {dict(self.resource_pool)}"
+            )
         return counts.pop()
 
 

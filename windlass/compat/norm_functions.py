@@ -81,7 +81,7 @@ def count_used_parameters_in_backward(parameters: Iterable[torch.Tensor]) -> int
         RuntimeError: no backward pass is running.
     """
     if torch._C._current_graph_task_id() == -1:
-        raise RuntimeError("count_used_parameters_in_backward is called in a backward, by a hook")
+        raise RuntimeError("count_used_parameters_in_backward must be called in a hook, during a backward pass")
     with torch.enable_grad():  # with autograd off, a parameter has no node in the graph
         nodes = [torch.autograd.graph._get_grad_fn_or_grad_acc(one) for one in parameters if one.requires_grad]
     return sum(bool(torch._C._will_engine_execute_node(node)) for node in set(nodes) if node is not None)

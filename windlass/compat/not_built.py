@@ -22,7 +22,7 @@ class _RefusedType(type):
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        raise NotBuiltError(f"{cls._reason} (asked for its {name!r})")
+        raise NotBuiltError(f"{cls._reason} (attribute {name!r})")
 
 
 def make_refused_type(name: str, reason: str) -> type:

@@ -30,7 +30,7 @@ def parse_range(rng: str) -> list[int]:
         ValueError: the text has another form, or the range ends before it begins.
     """
     if (match := re.fullmatch(r"\s*(\d+)(?:\s*-\s*(\d+))?\s*", rng)) is None:
-        raise ValueError(f"{rng!r} is no range of cores; write 3 or 2-5")
+        raise ValueError(f"{rng!r} is not a range of cores; write 3 or 2-5")
     first, last = int(match[1]), int(match[2] or match[1])
     if last < first:
         raise ValueError(f"the range of cores {rng!r} ends before it begins")
@@ -67,13 +67,13 @@ def get_numactl_cmd(bind_core_list: str | None, num_local_procs: int, local_rank
         ValueError: fewer cores than ranks, or `KMP_AFFINITY` already binds cores.
     """
     if "KMP_AFFINITY" in os.environ:
-        raise ValueError("KMP_AFFINITY binds cores too: unset it, or do not bind cores to ranks")
+        raise ValueError("KMP_AFFINITY already binds cores: unset it, or do not bind cores to ranks")
     nodes = nodes_with_cores()
     cores = parse_range_list(bind_core_list) if bind_core_list else sorted({core for node in nodes for core in node})
     cores = cores or list(range(os.cpu_count() or 1))
     each = len(cores) // num_local_procs
     if each < 1:
-        raise ValueError(f"{num_local_procs} ranks share {len(cores)} cores: at least one core a rank is needed")
+        raise ValueError(f"{num_local_procs} ranks share {len(cores)} cores: each rank needs at least one")
     own = cores[local_rank * each : (local_rank + 1) * each]
     return each, ["numactl", *_memory_binding(own, nodes), "-C", _format_ranges(own)]
 

@@ -79,7 +79,7 @@ class OpBuilder:
         Raises:
             NotBuiltError: always.
         """
-        raise NotBuiltError(f"{type(self).__name__}.builder: windlass' native code is compiled when it is installed")
+        raise NotBuiltError(f"{type(self).__name__}.builder: windlass's native code is compiled at installation")
 
 
 class _CPUOptimizerBuilder(OpBuilder):
@@ -87,7 +87,8 @@ class _CPUOptimizerBuilder(OpBuilder):
 
     TARGET_MODULE = "windlass.kernels"
     UNAVAILABLE_REASON = (
-        "the native module is missing: install a C++20 compiler, then windlass again; the reference steps meanwhile"
+        "the native module is missing: install a C++20 compiler and reinstall windlass; the reference kernel is used "
+        "meanwhile"
     )
 
     def is_compatible(self, verbose: bool = False) -> bool:
@@ -146,9 +147,9 @@ class NotImplementedBuilder(OpBuilder):
 _UNAVAILABLE_BUILDERS = {
     "FusedLambBuilder": ("fused_lamb", "deepspeed.ops.lamb.FusedLamb needs no builder: use the class"),
     "FusedLionBuilder": ("fused_lion", "deepspeed.ops.lion.FusedLion needs no builder: use the class"),
-    "GDSBuilder": ("gds", "disks are reached through host memory, not by GPUDirect Storage: use AsyncIOBuilder"),
-    "TransformerBuilder": ("transformer", "layers stay your own: use torch.nn, or a model of transformers"),
-    "StochasticTransformerBuilder": ("stochastic_transformer", "layers stay your own: use torch.nn"),
+    "GDSBuilder": ("gds", "GPUDirect Storage is not used, NVMe I/O goes through host memory: use AsyncIOBuilder"),
+    "TransformerBuilder": ("transformer", "windlass has no transformer layers: use torch.nn, or a transformers model"),
+    "StochasticTransformerBuilder": ("stochastic_transformer", "windlass has no transformer layers: use torch.nn"),
     "InferenceBuilder": ("transformer_inference", "serving is not built yet: use engine.module.generate"),
     "InferenceCoreBuilder": ("inference_core_ops", "serving is not built yet: use engine.module.generate"),
     "InferenceCutlassBuilder": ("cutlass_ops", "serving is not built yet: use engine.module.generate"),
@@ -161,9 +162,9 @@ _UNAVAILABLE_BUILDERS = {
     "EvoformerAttnBuilder": ("evoformer_attn", "use torch.nn.functional.scaled_dot_product_attention with a bias"),
     "FlashAttentionBuilder": ("flash_attn", "use torch.nn.functional.scaled_dot_product_attention"),
     "SparseAttnBuilder": ("sparse_attn", "block-sparse attention is not built: use torch's flex_attention"),
-    "CCLCommBuilder": ("deepspeed_ccl_comm", "CPU ranks talk through gloo or shared memory, which windlass chooses"),
-    "ShareMemCommBuilder": ("deepspeed_shm_comm", "CPU ranks of a host share memory without it"),
-    "PinMemoryBuilder": ("pin_memory", "memory is page-locked by torch: use get_accelerator().pin_memory"),
+    "CCLCommBuilder": ("deepspeed_ccl_comm", "CPU ranks communicate over gloo or shared memory; windlass chooses"),
+    "ShareMemCommBuilder": ("deepspeed_shm_comm", "CPU ranks of a host use shared memory without this op"),
+    "PinMemoryBuilder": ("pin_memory", "torch page-locks memory: use get_accelerator().pin_memory"),
     "DeepCompileBuilder": ("dc", "DeepCompile is not built: use engine.compile or torch.compile"),
 }
 
@@ -172,7 +173,12 @@ def _unavailable_builder(name: str, op: str, reason: str) -> type[OpBuilder]:
     return type(
         name,
         (OpBuilder,),
-        {"NAME": op, "UNAVAILABLE_REASON": reason, "__module__": __name__, "__doc__": f"Refuses: {reason}."},
+        {
+            "NAME": op,
+            "UNAVAILABLE_REASON": reason,
+            "__module__": __name__,
+            "__doc__": f"Builder of an unavailable op: {reason}.",
+        },
     )
 
 

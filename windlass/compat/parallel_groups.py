@@ -50,7 +50,7 @@ def initialize(ep_size: int = 1, mpu: Any = None) -> NoReturn:
         DeprecatedException: always.
     """
     raise DeprecatedException(
-        "groups.initialize() was taken back: experts get their groups from deepspeed.moe.layer.MoE"
+        "DeepSpeed removed groups.initialize(): experts get their groups from deepspeed.moe.layer.MoE"
     )
 
 
@@ -62,7 +62,7 @@ def _current_mpu() -> Any:
 
 
 def _require_initialized() -> None:
-    assert dist.is_initialized(), "ranks do not know each other yet: call deepspeed.init_distributed() first"
+    assert dist.is_initialized(), "no process group is initialized: call deepspeed.init_distributed() first"
 
 
 def _ask_mpu(*names: str) -> Any:
@@ -232,7 +232,7 @@ def _dense_data_group() -> RankGroup:
 def _get_sequence_parallel_group() -> dist.ProcessGroup:
     group = _process_group_of(_ask_mpu("sequence_parallel_group"), _sequence_group())
     if group is None:
-        raise KeyError("there is no sequence-parallel group: every rank has whole sequences")
+        raise KeyError("there is no sequence-parallel group: sequences are not sharded")
     return group
 
 

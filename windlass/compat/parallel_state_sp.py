@@ -28,8 +28,8 @@ def initialize_sequence_parallel(sequence_parallel_size: int) -> None:
         ConfigError: the size does not divide the number of ranks.
         AssertionError: torch.distributed is not initialized, or the groups exist already.
     """
-    assert dist.is_initialized(), "ranks do not know each other yet: call deepspeed.init_distributed() first"
-    assert not _groups_exist(), "groups along the sequence are made already"
+    assert dist.is_initialized(), "no process group is initialized: call deepspeed.init_distributed() first"
+    assert not _groups_exist(), "the sequence-parallel groups exist already"
     _current[:] = [(dist.group.WORLD, SequenceParallelGroups(sequence_parallel_size))]
 
 
@@ -69,5 +69,5 @@ def _groups_exist() -> bool:
 
 
 def _current_groups() -> SequenceParallelGroups:
-    assert _groups_exist(), "there are no groups along the sequence: call initialize_sequence_parallel(size) first"
+    assert _groups_exist(), "there are no sequence-parallel groups: call initialize_sequence_parallel(size) first"
     return _current[0][1]

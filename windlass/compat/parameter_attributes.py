@@ -124,8 +124,8 @@ def _require_same_parameter(parameter: nn.Parameter) -> None:
     if len(set(told)) > 1:
         read = ", ".join(f"rank {rank}: {one!r}" for rank, one in zip(group.ranks, told, strict=True))
         raise ShardedParameterError(
-            f"ranks read different parameters from a state_dict() at stage 3, where all read one together ({read}); "
-            "save by engine.save_16bit_model, or read inside `with GatheredParameters(parameters):`"
+            f"ranks read different parameters from a state_dict() at stage 3, where all must read the same one "
+            f"({read}); save with engine.save_16bit_model, or read inside `with GatheredParameters(parameters):`"
         )
 
 
@@ -264,7 +264,7 @@ def _is_persistent(parameter: nn.Parameter) -> bool:
 
 def _refused_method(what: str) -> Callable[[nn.Parameter], Any]:
     def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise NotBuiltError(f"parameter.{what}: windlass moves gradients by itself; use windlass.zero.full_grad")
+        raise NotBuiltError(f"parameter.{what}: windlass reduces gradients itself; use windlass.zero.full_grad")
 
     return lambda parameter: refuse
 

@@ -61,8 +61,8 @@ def _contradicting_single_rank_pg_error(
     if explicit_process_group is not None or dp_world_size != 1 or world <= 1:
         return None
     return (
-        f"zero.Init: the launcher says WORLD_SIZE={world} and the process group has 1 rank, so that nothing would be "
-        "sharded; call deepspeed.init_distributed() before, or pass data_parallel_group"
+        f"zero.Init: the launcher sets WORLD_SIZE={world} but the process group has 1 rank, so nothing would be "
+        "sharded; call deepspeed.init_distributed() first, or pass data_parallel_group"
     )
 
 

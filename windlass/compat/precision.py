@@ -44,8 +44,8 @@ class Precision:
             return
         enabled = torch.half if self.fp16_enabled() else torch.bfloat16 if self.bfloat16_enabled() else torch.float32
         assert parse_dtype(named) == enabled, (
-            f"data_types.param_dtype is {named!r}, but fp16.enabled and bf16.enabled make parameters {enabled}; leave "
-            "param_dtype out"
+            f"data_types.param_dtype is {named!r}, but fp16.enabled and bf16.enabled make parameters {enabled}; remove "
+            "param_dtype"
         )
 
     def _cast_module_mixed_precision(

@@ -142,7 +142,7 @@ def get_log_level_from_string(log_level_str: str) -> int:
         ValueError: the level is unknown.
     """
     if log_level_str.lower() not in log_levels:
-        raise ValueError(f"{log_level_str!r} is no level; write one of {', '.join(log_levels)}")
+        raise ValueError(f"{log_level_str!r} is not a log level; use one of {', '.join(log_levels)}")
     return log_levels[log_level_str.lower()]
 
 
@@ -170,7 +170,7 @@ def should_log_le(max_log_level_str: str) -> bool:
         ValueError: the argument is not a string, or the level is unknown.
     """
     if not isinstance(max_log_level_str, str):
-        raise ValueError(f"{max_log_level_str!r} is no level; write one of {', '.join(log_levels)}")
+        raise ValueError(f"{max_log_level_str!r} is not a log level; use one of {', '.join(log_levels)}")
     return get_current_level() <= get_log_level_from_string(max_log_level_str)
 
 

@@ -152,7 +152,7 @@ def get_only_unique_item(items: Collection[Item]) -> Item:
     """
     found = set(items)
     if len(found) != 1:
-        raise RuntimeError(f"expected one and the same item, got {found or 'none'}")
+        raise RuntimeError(f"expected exactly one distinct item, got {found or 'none'}")
     return found.pop()
 
 

@@ -46,7 +46,7 @@ class SequenceAllToAll:
         """
         if handle is not None or num_kv_heads is not None:
             raise ConfigError(
-                "_SeqAllToAll takes no handle and no num_kv_heads; use DistributedAttention, which shares out the heads"
+                "_SeqAllToAll takes no handle and no num_kv_heads; use DistributedAttention, which shards the heads"
             )
         axis = axis_from_process_group(group)
         return input if axis.size == 1 else exchange(input, axis, scatter_idx, gather_idx)

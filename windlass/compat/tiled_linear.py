@@ -108,7 +108,7 @@ class TiledLinear(nn.Module):
         """
         if other.weight.shape != (self.out_features, self.in_features) or (other.bias is not None) != self.use_bias:
             wanted = f"{self.in_features} to {self.out_features} features, bias {self.use_bias}"
-            raise TileError(f"copy_params_from takes a layer of {wanted}, not {other}")
+            raise TileError(f"copy_params_from needs a layer of {wanted}, not {other}")
         for row, tiles in enumerate(self.linears):
             rows = slice(*self.out_parts[row : row + 2])
             for column, tile in enumerate(cast(nn.ModuleList, tiles)):

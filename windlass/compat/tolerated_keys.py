@@ -48,15 +48,13 @@ def resolve_tolerated_keys(source: Any) -> Any:
         _RESOLVED_CONTRADICTIONS[path][0](data)
     name = found.source.name
     if new := _not_logged_yet(strange):
-        logger.warning("%s: DeepSpeed has no such keys, they are passed over: %s", name, ", ".join(new))
+        logger.warning("%s: ignored, because DeepSpeed has no such keys: %s", name, ", ".join(new))
     if coupled and _not_logged_yet(["optimizer.params.adam_w_mode"]):
-        logger.warning(
-            "%s: optimizer.params.adam_w_mode: passed over, AdamW decouples its decay; name Adam for it", name
-        )
+        logger.warning("%s: optimizer.params.adam_w_mode: ignored, AdamW always decouples its decay; use Adam", name)
     for path in _not_logged_yet(settled):
         logger.warning("%s: %s: %s", name, path, _RESOLVED_CONTRADICTIONS[path][1])
     for path in _not_logged_yet(list(moot)):
-        logger.warning("%s: %s: passed over, since %s", name, path, moot[path])
+        logger.warning("%s: %s: ignored, because %s", name, path, moot[path])
     return data
 
 
@@ -70,7 +68,7 @@ def _meaningless_keys(section: Any) -> dict[str, str]:
     if not isinstance(section, dict):
         return {}
     found = {
-        name: "0 asks for the smallest size that there is, and gains nothing"
+        name: "0 would be the smallest possible size, which has no benefit"
         for name in ("reduce_bucket_size", "allgather_bucket_size", "sub_group_size")
         if section.get(name) == 0 and section[name] is not False
     }
@@ -91,7 +89,7 @@ def _unknown_warmup(scheduler: Any) -> dict[str, str]:
     kind = params.get("warmup_type", "log") if isinstance(params, dict) else "log"
     if kind in ("log", "linear"):
         return {}
-    return {"scheduler.params.warmup_type": f"{kind!r} is neither log nor linear; the rate is warmed up by log"}
+    return {"scheduler.params.warmup_type": f"{kind!r} is neither log nor linear; using log"}
 
 
 def _implicit_weight_decay(optimizer: Any) -> float | None:
@@ -153,13 +151,16 @@ def _extend_total_steps(data: dict[str, Any]) -> None:
 _RESOLVED_CONTRADICTIONS: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "zero_optimization.offload_param": (
         _drop_offload_param,
-        "passed over, since parameters are released, and so can live elsewhere, only at stage 3",
+        "ignored, because parameters are sharded, and can be offloaded, only at stage 3",
     ),
-    "gradient_predivide_factor": (_drop_predivide_factor, "passed over, since prescale_gradients divides by all ranks"),
-    "scheduler.params.warmup_max_lr": (_use_scheduler_lr, "not optimizer.params.lr: the schedule sets the rate"),
+    "gradient_predivide_factor": (_drop_predivide_factor, "ignored, because prescale_gradients divides by all ranks"),
+    "scheduler.params.warmup_max_lr": (
+        _use_scheduler_lr,
+        "differs from optimizer.params.lr: the schedule sets the learning rate",
+    ),
     "scheduler.params.warmup_num_steps": (
         _extend_total_steps,
-        "more than total_num_steps: the rate is 0 when it has warmed",
+        "more than total_num_steps: the learning rate is 0 after the warm-up",
     ),
 }
 """Contradictions that DeepSpeed resolves silently: the resolution, and the text of the warning."""

@@ -98,20 +98,22 @@ def count_batch_by_data_ranks(source: Any) -> Any:
     size = section.get("autotp_size") if isinstance(section, dict) else None
     if not (isinstance(size, int) and isinstance(train, int)) or size < 2 or train % size:
         return source
-    logger.info("train_batch_size: %d samples of %d, since %d ranks share each of them", train // size, train, size)
+    logger.info(
+        "train_batch_size: %d samples instead of %d, because %d ranks share each sample", train // size, train, size
+    )
     return {**data, "train_batch_size": train // size}
 
 
 def _checked_arguments(size: int, dtype: torch.dtype | None, group: Any) -> _TpModelInitArguments:
     if size < 1:
-        raise ConfigError(f"tp_size = {size}; a matrix is cut over at least 1 rank")
+        raise ConfigError(f"tp_size = {size}; a matrix is sharded over at least 1 rank")
     if group is not None:
         ranks = dist.get_process_group_ranks(group)
         first = dist.get_rank() // size * size
         if ranks != list(range(first, first + size)):
             raise ConfigError(
                 f"tp_group has the ranks {ranks}, and tp_size = {size} neighbours of rank {dist.get_rank()} are "
-                f"{list(range(first, first + size))}: make the group of these, or leave it out"
+                f"{list(range(first, first + size))}: use a group of these ranks, or none"
             )
     return _TpModelInitArguments(size, dtype, group)
 
@@ -122,13 +124,14 @@ def _merge_into_config(data: dict[str, Any], arguments: _TpModelInitArguments) -
     for key, size in said.items():
         if size is not None and size != arguments.size:
             raise ConfigError(
-                f"tensor_parallel.{key} is {size}, and tp_model_init was called with tp_size {arguments.size}; make them "
-                "equal"
+                f"tensor_parallel.{key} is {size}, and tp_model_init was called with tp_size {arguments.size}; make "
+                "them equal"
             )
     section["autotp_size"] = arguments.size
     for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
         enabled = isinstance(data.get(name), dict) and data[name].get("enabled") is True
         if enabled and arguments.dtype not in (None, dtype):
             raise ConfigError(
-                f"{name}.enabled, and tp_model_init was called with {arguments.dtype}; pass {dtype}, or set that to false"
+                f"{name}.enabled is true, but tp_model_init was called with {arguments.dtype}; pass {dtype}, or set it "
+                "to false"
             )

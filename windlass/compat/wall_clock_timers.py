@@ -50,7 +50,7 @@ class Timer:
         Raises:
             AssertionError: the timer is not running.
         """
-        assert self.started_, f"timer {self.name_!r} is stopped and was not started"
+        assert self.started_, f"timer {self.name_!r} is stopped but was not started"
         if reset:
             self._records.clear()
         self._records.append(1000 * (_synchronized_time() - self._started_at))

@@ -98,13 +98,13 @@ def apply_zero_leaf_module_config(model: nn.Module, leaf_cfg: Any) -> list[nn.Mo
     by_name, unknown = set_z3_leaf_modules_by_name(model, leaf_cfg.names, raise_if_not_found=False)
     by_suffix, unmatched = set_z3_leaf_modules_by_suffix(model, leaf_cfg.name_suffixes, raise_if_not_found=False)
     if unknown or unmatched:
-        logger.warning("zero_optimization.leaf_module: no module fits %s", ", ".join([*unknown, *unmatched]))
+        logger.warning("zero_optimization.leaf_module: no module matches %s", ", ".join([*unknown, *unmatched]))
     return list({id(module): module for module in [*found, *by_name, *by_suffix]}.values())
 
 
 def _mark_classes(model: nn.Module, classes: Sequence[type | str], flag: bool, strict: bool) -> list[nn.Module]:
     wrong = [entry for entry in classes if not isinstance(entry, type | str)]
-    assert not wrong, f"leaf_module_classes holds {wrong[0]!r}; write classes, or their names"
+    assert not wrong, f"leaf_module_classes holds {wrong[0]!r}; use classes, or their names"
     kinds = tuple(entry for entry in classes if isinstance(entry, type))
     names = {entry for entry in classes if isinstance(entry, str)}
     found = []

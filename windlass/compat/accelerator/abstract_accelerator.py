@@ -307,7 +307,7 @@ class DeepSpeedAccelerator(ABC):
         """
         known = torch._dynamo.list_backends(exclude_tags=())
         if backend not in known:
-            raise ValueError(f"compile backend {backend!r} is not known to torch; it has {', '.join(known)}")
+            raise ValueError(f"compile backend {backend!r} is unknown to torch; choose one of {', '.join(known)}")
         self._compile_backend = backend
 
     def _tensor_factory(self, dtype: torch.dtype) -> Callable[..., torch.Tensor]:

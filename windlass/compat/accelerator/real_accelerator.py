@@ -41,7 +41,7 @@ def set_accelerator(accel_obj: DeepSpeedAccelerator | None) -> None:
     """
     global _chosen
     if accel_obj is not None and not isinstance(accel_obj, DeepSpeedAccelerator):
-        raise TypeError(f"{type(accel_obj).__name__} is no DeepSpeedAccelerator: derive it from that class")
+        raise TypeError(f"{type(accel_obj).__name__} is not a DeepSpeedAccelerator; derive it from that class")
     _chosen = accel_obj
 
 

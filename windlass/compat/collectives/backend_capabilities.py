@@ -65,8 +65,8 @@ def backend_of(group: Any, device: torch.device) -> str:
         if where == device.type:
             return name
     raise CommunicationError(
-        f"the process group ({config}) has no back end for {device.type} tensors; move the tensor, or let "
-        "init_distributed choose (dist_backend=None)"
+        f"the process group ({config}) has no backend for {device.type} tensors; move the tensor, or let "
+        "init_distributed choose the backend (dist_backend=None)"
     )
 
 
@@ -81,7 +81,7 @@ def warn_unless_member(group: Any, operation: str) -> bool:
     if dist.get_rank(group) >= 0:
         return True
     warnings.warn(
-        f"rank {dist.get_rank()} runs {operation} on a group that it is not in: nothing happens", stacklevel=4
+        f"rank {dist.get_rank()} calls {operation} on a group that it is not in: the call does nothing", stacklevel=4
     )
     return False
 
@@ -90,7 +90,7 @@ def require_initialized() -> None:
     """Raise CommunicationError if no process group is initialized."""
     if not dist.is_initialized():
         raise CommunicationError(
-            "there is no process group yet; call init_distributed() (or deepspeed.init_distributed) first"
+            "no process group is initialized; call init_distributed() (or deepspeed.init_distributed) first"
         )
 
 

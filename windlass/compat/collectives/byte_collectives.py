@@ -96,8 +96,8 @@ def all_gather_into_tensor(output: torch.Tensor, tensor: torch.Tensor, group: An
     require_dense(output)
     if output.numel() != size * tensor.numel() or output.dtype != tensor.dtype:
         raise CommunicationError(
-            f"all_gather_into_tensor: the output, {describe_tensor(output)}, is not {size} times the input, {describe_tensor(tensor)}; "
-            "it holds one part for each rank, in one dtype"
+            f"all_gather_into_tensor: the output, {describe_tensor(output)}, is not {size} times the input, "
+            f"{describe_tensor(tensor)}; it holds one part for each rank, in one dtype"
         )
     into, finish = receive_buffer(output)
     own = as_bytes(tensor)
@@ -230,5 +230,6 @@ def _require_one_per_rank(
 def _require_same_size(operation: str, one: torch.Tensor, other: torch.Tensor) -> None:
     if one.numel() != other.numel() or one.dtype != other.dtype:
         raise CommunicationError(
-            f"{operation}: a tensor {describe_tensor(one)} cannot take the elements of {describe_tensor(other)}; make them alike"
+            f"{operation}: a tensor {describe_tensor(one)} cannot hold the elements of {describe_tensor(other)}; give "
+            "both the same size and dtype"
         )

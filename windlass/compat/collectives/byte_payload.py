@@ -20,7 +20,7 @@ def require_dense(tensor: torch.Tensor) -> None:
         raise CommunicationError(f"a collective takes tensors, not {type(tensor).__name__}: {tensor!r:.80}")
     if tensor.layout is not torch.strided or tensor.is_quantized:
         raise CommunicationError(
-            f"a tensor of layout {tensor.layout}{', quantised,' if tensor.is_quantized else ''} cannot travel; "
+            f"a tensor of layout {tensor.layout}{', quantised,' if tensor.is_quantized else ''} cannot be sent; "
             "pass tensor.to_dense() or its parts"
         )
 

@@ -65,7 +65,7 @@ def _wait_for_result(store: Any, first: int, timeout: timedelta) -> None:
         store.wait(["verdict"], timeout)
     except RuntimeError as error:
         raise CommunicationError(
-            f"monitored_barrier: rank {first} did not come within {timeout.total_seconds():.0f} s; look what it does"
+            f"monitored_barrier: rank {first} did not arrive within {timeout.total_seconds():.0f} s; check it"
         ) from error
     said = store.get("verdict").decode()
     _raise_if_missing([int(rank) for rank in said.split(",") if rank], timeout)
@@ -74,6 +74,6 @@ def _wait_for_result(store: Any, first: int, timeout: timedelta) -> None:
 def _raise_if_missing(missing: list[int], timeout: timedelta) -> None:
     if missing:
         raise CommunicationError(
-            f"monitored_barrier: not there after {timeout.total_seconds():.0f} s: rank "
-            f"{', '.join(map(str, missing))}; look what it does"
+            f"monitored_barrier: missing after {timeout.total_seconds():.0f} s: rank "
+            f"{', '.join(map(str, missing))}; check these ranks"
         )

@@ -57,7 +57,7 @@ def init_distributed(
         return
     if dist_init_required is False:
         raise CommunicationError(
-            "dist_init_required=False, but torch.distributed is not initialised; initialise it or leave that out"
+            "dist_init_required=False, but torch.distributed is not initialised; initialise it or remove the argument"
         )
     bootstrap.init_distributed(
         _available_backend(dist_backend),
@@ -81,7 +81,7 @@ def init_distributed(
 def _available_backend(backend: str | None) -> str | None:
     """Return the requested backend; gloo instead of nccl if there is no CUDA device, with a warning."""
     if backend == "nccl" and not torch.cuda.is_available():
-        logger.warning("dist_backend='nccl', but there is no CUDA device: the ranks talk over gloo")
+        logger.warning("dist_backend='nccl', but there is no CUDA device: the ranks use gloo")
         return "gloo"
     return backend
 

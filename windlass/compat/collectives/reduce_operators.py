@@ -77,7 +77,7 @@ def to_reduce_operator(op: Any) -> ReduceOperator:
         premul = kind.name == "PREMUL_SUM"  # torch exposes the factor from 2.13 on
         return ReduceOperator(ReduceOp[kind.name], getattr(op, "factor", None) if premul else None)
     names = ", ".join(member.name for member in ReduceOp if member is not ReduceOp.UNUSED)
-    raise CommunicationError(f"op = {op!r} is no reduction operator; write ReduceOp.SUM or another of {names}")
+    raise CommunicationError(f"op = {op!r} is not a reduction operator; write ReduceOp.SUM or another of {names}")
 
 
 def require_supported_dtype(operator: ReduceOperator, dtype: torch.dtype) -> None:
@@ -95,9 +95,9 @@ def require_supported_dtype(operator: ReduceOperator, dtype: torch.dtype) -> Non
     elif kind is ReduceOp.PREMUL_SUM and whole:
         why = "its factor is a fraction; reduce a floating-point tensor"
     elif kind in BITWISE_OPS and not whole:
-        why = "it works on bits; reduce an integer tensor, or view(torch.int32) if the bits are meant"
+        why = "it works on bits; reduce an integer tensor, or tensor.view(torch.int32) to reduce the bits"
     elif kind is ReduceOp.AVG and dtype is torch.bool:
-        why = "truths have no average; reduce tensor.float()"
+        why = "booleans have no average; reduce tensor.float()"
     elif kind in _ORDER_OPS and dtype.is_complex:
         why = "complex numbers have no order; reduce tensor.abs() or its parts"
     elif dtype is torch.uint64 and kind not in LOGICAL_OPS:

@@ -84,7 +84,8 @@ def reduce_scatter(output: Operand, parts: Sequence[Operand], operator: ReduceOp
     for mine, out in zip(each[index], into, strict=True):
         if mine.numel() != out.numel() or mine.dtype != out.dtype:
             raise CommunicationError(
-                f"reduce_scatter: output is {describe_tensor(out)}, but the part for this rank is {describe_tensor(mine)}; make them alike"
+                f"reduce_scatter: output is {describe_tensor(out)}, but this rank's part is {describe_tensor(mine)}; "
+                "give both the same size and dtype"
             )
     way = _find_native(into, operator, group)
     alike = all(part[0].numel() == into[0].numel() for part in each)
@@ -114,8 +115,8 @@ def reduce_scatter_tensor(output: Operand, operand: Operand, operator: ReduceOpe
     for one, into in zip(whole, out, strict=True):
         if one.numel() != size * into.numel():
             raise CommunicationError(
-                f"reduce_scatter_tensor: {describe_tensor(one)} is not {size} times the output, {describe_tensor(into)}; "
-                "the input holds one part for each rank"
+                f"reduce_scatter_tensor: {describe_tensor(one)} is not {size} times the output, "
+                f"{describe_tensor(into)}; the input holds one part for each rank"
             )
         cuts.append([part.reshape(into.shape) for part in one.reshape(-1).chunk(size)] if one.numel() else [one] * size)
     parts: list[Any] = [tuple(part) if len(whole) > 1 else part[0] for part in zip(*cuts, strict=True)]
@@ -185,8 +186,8 @@ def _check_operand(operand: Operand, operator: ReduceOperator) -> list[torch.Ten
         require_supported_dtype(operator, operand.dtype)
         if kind in PAIR_OPS and (operand.dim() == 0 or operand.shape[-1] != 2):
             raise CommunicationError(
-                f"ReduceOp.{kind.name} works on pairs, {describe_tensor(operand)} holds none: pass a tensor [..., 2] of values "
-                "and indices, or the two as a tuple (values, indices)"
+                f"ReduceOp.{kind.name} needs pairs, but {describe_tensor(operand)} holds none: pass a tensor [..., 2] "
+                "of values and indices, or the two as a tuple (values, indices)"
             )
         return [operand]
     if kind not in PAIR_OPS or len(operand) != 2:
@@ -197,8 +198,8 @@ def _check_operand(operand: Operand, operator: ReduceOperator) -> list[torch.Ten
     require_supported_dtype(operator, values.dtype)
     if values.shape != indices.shape or indices.dtype.is_floating_point or indices.dtype.is_complex:
         raise CommunicationError(
-            f"ReduceOp.{kind.name}: values are {describe_tensor(values)} and indices {describe_tensor(indices)}; give indices the shape "
-            "of the values and an integer dtype"
+            f"ReduceOp.{kind.name}: values are {describe_tensor(values)} and indices {describe_tensor(indices)}; give "
+            "indices the shape of the values and an integer dtype"
         )
     return [values, indices]
 

@@ -32,8 +32,8 @@ def receive(tensor: torch.Tensor, src: int | None, group: Any, tag: int) -> tupl
         return CollectiveWork([dist.irecv(into, src, group=group, tag=tag)], finish, [tensor]), lambda: src
     if not capabilities_of(group, tensor.device).receives_from_any:
         raise CommunicationError(
-            f"recv: the back end of {tensor.device.type} tensors must know who sends; pass src, or receive into a CPU "
-            "tensor over gloo"
+            f"recv: the backend of {tensor.device.type} tensors needs the sender's rank; pass src, or receive into a "
+            "CPU tensor over gloo"
         )
     work = dist.irecv(into, None, group=group, tag=tag)
     assert work is not None

@@ -13,7 +13,7 @@ def check_adam(owner: str, amsgrad: bool, bias_correction: bool) -> None:
     """Raise OptimizerRefusal for unsupported variants of Adam."""
     if amsgrad:
         raise OptimizerRefusal(
-            f"{owner}: amsgrad is true, a variant it does not compute; use torch.optim.AdamW(..., amsgrad=True)"
+            f"{owner}: amsgrad is true, which is not supported; use torch.optim.AdamW(..., amsgrad=True)"
         )
     if not bias_correction:
         raise OptimizerRefusal(f"{owner}: bias_correction is false, and torch's Adam always corrects; delete it")
