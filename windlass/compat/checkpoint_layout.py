@@ -15,7 +15,7 @@ from windlass.compat.not_built import NotBuiltError
 
 
 class LayoutError(CheckpointError, RuntimeError):
-    """Files of a directory do not make up one layout. DeepSpeed raises RuntimeError here."""
+    """Directory whose files do not make up one layout. DeepSpeed raises RuntimeError here."""
 
 
 def get_model_3d_descriptor(dir: str | os.PathLike[str]) -> model_3d_desc:
@@ -82,7 +82,7 @@ class ZeROCheckpoint:
         return self.src_3d.dp_degree
 
     def reshape(self, target_3d_desc: model_3d_desc) -> None:
-        """Set the layout whose ranks the following queries mean."""
+        """Set the target layout that later queries refer to."""
         self.target_3d = target_3d_desc
         self._maps = self.src_3d.reshape(target_3d_desc)
 

@@ -1,4 +1,4 @@
-"""Importing this module first makes `import deepspeed` import windlass, in this process and its child processes."""
+"""Module to import first, so that `import deepspeed` imports windlass in this process and its children."""
 
 from windlass.compat.stand_in_path import prepend_stand_in_path
 

@@ -83,6 +83,7 @@ def initialize(
         raise ArgumentError("mpu must be None with a PipelineModule, whose topology defines its groups")
     asked = config_with_tp_arguments(model, source)
     parameter_attributes.install_parameter_attributes()
+    # An empty list means the same as None.
     trains_nothing = isinstance(model_parameters, (list, tuple)) and not model_parameters
     engine = build_engine(
         DeepSpeedEngine,

@@ -23,7 +23,7 @@ class _Groups:
 
 
 _made: dict[str, _Groups] = {}
-"""Groups that a script made by `_create_expert_and_data_parallel`, by name."""
+"""Groups created by a script with `_create_expert_and_data_parallel`, by name."""
 
 
 def _known() -> dict[str, _Groups]:

@@ -28,7 +28,7 @@ def is_moe_param(param: torch.Tensor) -> bool:
 
 
 def is_autoep_expert_param(param: torch.Tensor) -> bool:
-    """Return True for an expert sharded by expert parallelism outside `MoE` layers, in a transformers model."""
+    """Return True for a sharded expert of a transformers model, i.e. one that is not in an `MoE` layer."""
     spread = isinstance(param, nn.Parameter) and get_placement(param).is_expert
     return spread and getattr(param, "allreduce", True) is not False
 
@@ -41,7 +41,7 @@ def is_moe_param_group(param_group: OptimizerGroup) -> bool:
 def split_params_into_shared_and_expert_params(
     params: Iterable[nn.Parameter],
 ) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Split parameters into dense ones and experts'."""
+    """Split parameters into dense parameters and expert parameters."""
     given = list(params)
     return [one for one in given if not is_moe_param(one)], [one for one in given if is_moe_param(one)]
 

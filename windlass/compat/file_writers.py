@@ -161,6 +161,7 @@ class FastFileWriter(BaseFileWriter):
             self._stats["aio_bytes"] += self._filled
             self._stats["fill_buffer_count"] += 1
             self._filled, self._active_buffer = 0, (self._active_buffer + 1) % len(self._buffers)
+            # A single buffer must be written before it can be filled again.
             if len(self._buffers) == 1:
                 self._wait_for_write()
         self._stats["aio_write_secs"] += time.perf_counter() - begun

@@ -10,4 +10,4 @@ CROSS_SIZE = "CROSS_SIZE"
 INFERENCE_GENERIC_MODE = "generic"
 INFERENCE_SPECIALIZED_MODE = "specialized"
 MIN_SWAPPABLE_BYTES = 1024**2
-"""Size from which DeepSpeed swaps a tensor to NVMe (`deepspeed.runtime.swap_tensor`). windlass swaps all sizes."""
+"""Size from which `deepspeed.runtime.swap_tensor` moves a tensor to NVMe. windlass offloads tensors of any size."""

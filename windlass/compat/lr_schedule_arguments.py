@@ -78,7 +78,7 @@ _SCHEDULE_ARGUMENTS[WARMUP_DECAY_LR] = _SCHEDULE_ARGUMENTS[WARMUP_LR]
 
 
 class _AnyOfTheRule(type):
-    """Metaclass whose `isinstance` also accepts windlass schedules of the same rule, e.g. those of `initialize`."""
+    """Metaclass of schedules: `isinstance` also accepts windlass's schedule of the same rule."""
 
     rule: type
 

@@ -111,7 +111,7 @@ def estimate_zero3_model_states_mem_needs_all_live(
 
 
 def model_to_params(model: nn.Module) -> tuple[int, int]:
-    """Return the elements of all parameters, shared ones counted once, and of the largest module's own."""
+    """Return the number of elements in all parameters (shared ones once), and in the largest single module."""
     total = sum({id(parameter): parameter.numel() for parameter in model.parameters()}.values())
     largest = max((sum(p.numel() for p in module.parameters(recurse=False)) for module in model.modules()), default=0)
     return total, largest

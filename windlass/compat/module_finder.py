@@ -38,7 +38,7 @@ class StandInModule(ModuleType):
                 return value
         else:
             raise AttributeError(_missing_name_message(self.__name__, name))
-        self.__dict__[name] = value
+        self.__dict__[name] = value  # later accesses skip __getattr__
         return value
 
     def __setattr__(self, name: str, value: Any) -> None:

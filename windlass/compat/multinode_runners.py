@@ -256,7 +256,7 @@ class SlurmRunner(MultiNodeRunner):
 
     @classmethod
     def validate_active_resources(cls, active_resources: Mapping[str, Any]) -> None:
-        """Raise ValueError unless every host gives the same number of slots, counted from 0: srun only counts."""
+        """Raise ValueError unless all hosts give the same number of slots, counted from 0: srun takes only a count."""
         slots = {host: _slots(given) for host, given in active_resources.items()}
         for host, given in slots.items():
             if given != list(range(len(given))):

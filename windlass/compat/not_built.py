@@ -8,7 +8,7 @@ from windlass.base.errors import WindlassError
 
 
 class NotBuiltError(WindlassError, NotImplementedError, AttributeError):
-    """Name of DeepSpeed that windlass does not implement. Also an AttributeError, so that `hasattr` returns False."""
+    """Use of a DeepSpeed name that windlass lacks. Also an AttributeError, so that `hasattr` returns False."""
 
 
 class _RefusedType(type):

@@ -19,7 +19,7 @@ def get_numa_cores() -> list[list[int]]:
 
 
 def nodes_with_cores() -> list[list[int]]:
-    """Return `get_numa_cores` without the nodes that have memory only."""
+    """Return the cores of each NUMA node that has cores."""
     return [cores for cores in get_numa_cores() if cores]
 
 

@@ -56,7 +56,7 @@ class ParameterGroups(_ByGroup[list[torch.nn.Parameter]]):
 
 
 class MasterWeightGroups(_ByGroup[torch.Tensor]):
-    """Master weights of each group: one flat tensor `[elements of this rank]`, from any tier.
+    """Master weights of each group: one flat tensor `[elements of this rank]`, whichever tier holds them.
 
     The tensor is a view if the group has a single parameter and its master weights are on the device, else a copy.
     """

@@ -231,6 +231,7 @@ def _partition(parameter: nn.Parameter) -> Callable[..., None]:
         for one in [parameter] if param_list is None else list(param_list):
             context = _gathered_contexts.pop(id(one), None)
             if context is not None:
+                # On exit, GatheredParameters broadcasts the values of this rank; None discards changes.
                 context._rank = 0 if has_been_updated else None
                 context.__exit__(None, None, None)
 

@@ -54,7 +54,7 @@ def _contradicting_single_rank_pg_error(
 ) -> str | None:
     """Return an error message if the launcher started several ranks but the default group has one; None otherwise.
 
-    Otherwise `zero.Init` before `init_distributed` would keep the whole model on every rank.
+    Without this check, `zero.Init` called before `init_distributed` would keep the whole model on every rank.
     """
     given = (os.environ if env is None else env).get("WORLD_SIZE")
     world = int(given) if given is not None and given.strip().isdecimal() else 1

@@ -27,19 +27,19 @@ class PipeInstruction:
 
 
 class OptimizerStep(PipeInstruction):
-    """Step the optimizer and zero the gradients."""
+    """Instruction to step the optimizer and zero the gradients."""
 
 
 class ReduceGrads(PipeInstruction):
-    """Reduce gradients over the data-parallel ranks of the stage."""
+    """Instruction to reduce gradients over the data-parallel ranks of the stage."""
 
 
 class ReduceTiedGrads(PipeInstruction):
-    """Reduce gradients of tied modules over the stages that share them."""
+    """Instruction to reduce gradients of tied modules over the stages that share them."""
 
 
 class CommitP2P(PipeInstruction):
-    """Start all queued sends and receives."""
+    """Instruction to start all queued sends and receives."""
 
 
 class BufferOpInstruction(PipeInstruction):
@@ -52,31 +52,31 @@ class BufferOpInstruction(PipeInstruction):
 
 
 class LoadMicroBatch(BufferOpInstruction):
-    """Read the next micro-batch into a buffer."""
+    """Instruction to read the next micro-batch into a buffer."""
 
 
 class ForwardPass(BufferOpInstruction):
-    """Run the stage's layers on a buffer's inputs."""
+    """Instruction to run the stage's layers on a buffer's inputs."""
 
 
 class BackwardPass(BufferOpInstruction):
-    """Backpropagate through a buffer's outputs."""
+    """Instruction to backpropagate through a buffer's outputs."""
 
 
 class SendActivation(BufferOpInstruction):
-    """Send a buffer's outputs to the next stage."""
+    """Instruction to send a buffer's outputs to the next stage."""
 
 
 class RecvActivation(BufferOpInstruction):
-    """Receive a buffer's inputs from the previous stage."""
+    """Instruction to receive a buffer's inputs from the previous stage."""
 
 
 class SendGrad(BufferOpInstruction):
-    """Send the gradients of a buffer's inputs to the previous stage."""
+    """Instruction to send the gradients of a buffer's inputs to the previous stage."""
 
 
 class RecvGrad(BufferOpInstruction):
-    """Receive the gradients of a buffer's outputs from the next stage."""
+    """Instruction to receive the gradients of a buffer's outputs from the next stage."""
 
 
 class PipeSchedule(ABC):

@@ -116,6 +116,7 @@ class TiledLinear(nn.Module):
                 pairs: list[tuple[Any, Tensor]] = [(tile.weight, other.weight[rows, columns])]
                 if tile.bias is not None:
                     pairs.append((tile.bias, other.bias[rows]))
+                # One tile at a time, so that the full layer is never gathered.
                 with GatheredParameters([parameter for parameter, _ in pairs], modifier_rank=0):
                     for parameter, value in pairs:
                         parameter.copy_(value)

@@ -13,7 +13,10 @@ from windlass.compat.op_builders import OpBuilder, find_builder
 
 
 class DeepSpeedAccelerator(ABC):
-    """One kind of device. `device_index` is None for the current device, an int, or an int as a string."""
+    """Kind of device, with DeepSpeed's methods.
+
+    `device_index` is None for the current device, an int, or an int as a string.
+    """
 
     supports_nvtx_domain = False
     _name: str

@@ -44,7 +44,7 @@ class CPU_Accelerator(DeepSpeedAccelerator):
         return "cpu"
 
     def device_count(self) -> int:
-        """Return the ranks on this host if a launcher sets `LOCAL_SIZE`, else the NUMA nodes that have cores."""
+        """Return the number of local ranks if a launcher sets `LOCAL_SIZE`, else of NUMA nodes that have cores."""
         told = int(os.environ.get("LOCAL_SIZE", "0"))
         return told if told > 0 else max(1, len(nodes_with_cores()))
 

@@ -61,6 +61,7 @@ def broadcast(tensor: torch.Tensor, src: int, group: Any) -> CollectiveWork:
     """Start a broadcast of rank `src`'s `tensor` into every rank's `tensor`."""
     require_rank("src", src, group)
     here = dist.get_rank() == src
+    # The source only reads its tensor; a receiver with other strides needs a contiguous buffer and a copy.
     travels, finish = (as_bytes(tensor), None) if here else receive_buffer(tensor)
     if travels.numel() == 0 or dist.get_world_size(group) == 1:
         return CollectiveWork(outputs=[tensor])
@@ -72,6 +73,7 @@ def all_gather(tensors: Sequence[torch.Tensor], tensor: torch.Tensor, group: Any
     size, index = dist.get_world_size(group), dist.get_rank(group)
     _require_one_per_rank("all_gather", "tensor_list", tensors, tensor, size)
     _require_same_size("all_gather", tensors[index], tensor)
+    # `tensors` has one entry per rank, so every rank computes the same sizes and takes the same path.
     longest = max(nbytes_of(one) for one in tensors)
     own = as_bytes(tensor)
     if longest == 0:
@@ -80,6 +82,7 @@ def all_gather(tensors: Sequence[torch.Tensor], tensor: torch.Tensor, group: Any
         landings = [receive_buffer(one) for one in tensors]
         work = dist.all_gather([where for where, _ in landings], own, group=group, async_op=True)
         return CollectiveWork([work], combine_callbacks([finish for _, finish in landings]), tensors)
+    # An all-gather needs equal sizes: pad to the longest, and drop the padding on arrival.
     padded = torch.cat([own, own.new_empty(longest - own.numel())]) if own.numel() < longest else own
     received, work = start_all_gather_bytes(padded, group)
 

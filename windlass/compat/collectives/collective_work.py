@@ -113,6 +113,7 @@ def wait_or_return(work: CollectiveWork | None, async_op: bool) -> Any:
     if not async_op:
         work.wait()
         return None
+    # Without a callback, torch's own work does the same and has all of torch's methods.
     if work.on_finished is None and len(work.works) == 1:
         return work.works[0]
     return work

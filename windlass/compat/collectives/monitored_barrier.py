@@ -14,7 +14,7 @@ from windlass.base.errors import CommunicationError
 from windlass.compat.collectives.backend_capabilities import group_or_world, warn_unless_member
 from windlass.compat.collectives.timed_calls import timed_op
 
-_barrier_counts: Counter[str] = Counter()  # by group; equal on all its ranks, since a barrier is collective
+_barrier_counts: Counter[str] = Counter()  # barriers so far by group; equal on its ranks, since a barrier is collective
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
@@ -43,9 +43,11 @@ def monitored_barrier(
     patience = timeout or _DEFAULT_TIMEOUT
     name = f"windlass monitored {','.join(map(str, ranks))}"
     _barrier_counts[name] += 1
+    # A new prefix for each barrier: keys of an earlier one must not count.
     store = PrefixStore(f"{name} {_barrier_counts[name]}", _get_default_store())
     if dist.get_rank() != ranks[0]:
         store.set(str(dist.get_rank()), "")
+        # The first rank may wait its timeout for several ranks before it publishes the result.
         _wait_for_result(store, ranks[0], patience * (len(ranks) if wait_all_ranks else 2))
         return
     missing = []

@@ -98,6 +98,7 @@ def reduce_pairs_in_rank_order(
         better = value < best if operator.kind is ReduceOp.MINLOC else value > best
         nan, best_nan = torch.isnan(value), torch.isnan(best)
         equal = (value == best) | (nan & best_nan)
+        # NaN precedes every number; among equal values, including NaNs, the lowest index wins.
         take = (better & ~best_nan) | (nan & ~best_nan) | (equal & (index < place))
         best, place = torch.where(take, value, best), torch.where(take, index, place)
     return best, place

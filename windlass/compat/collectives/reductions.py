@@ -88,6 +88,7 @@ def reduce_scatter(output: Operand, parts: Sequence[Operand], operator: ReduceOp
                 "give both the same size and dtype"
             )
     way = _find_native(into, operator, group)
+    # The backend's reduce-scatter needs parts of equal size.
     alike = all(part[0].numel() == into[0].numel() for part in each)
     if (
         size > 1
@@ -97,6 +98,7 @@ def reduce_scatter(output: Operand, parts: Sequence[Operand], operator: ReduceOp
         and capabilities_of(group, into[0].device).has_reduce_scatter
     ):
         return _native_reduce_scatter(into[0], [part[0] for part in each], way, group)
+    # Without a native one, send each rank the parts for it and reduce them there.
     sends = [pack_bytes(_premultiplied(part, operator)) for part in each]
     received, work = byte_collectives.start_all_to_all_bytes(sends, [sends[index].numel()] * size, group)
 
@@ -164,6 +166,7 @@ def _premultiplied(tensors: list[torch.Tensor], operator: ReduceOperator) -> lis
 
 
 def _reduce_into(targets: list[torch.Tensor], parts: list[list[torch.Tensor]], operator: ReduceOperator) -> None:
+    # Each rank has already applied its factor before sending.
     if operator.kind is ReduceOp.PREMUL_SUM:
         operator = ReduceOperator(ReduceOp.SUM)
     if operator.kind not in PAIR_OPS:

@@ -56,6 +56,7 @@ def timed_op(function: _Function) -> _Function:
         if hasattr(result, "wait"):
             return TimedWork(result, clock)
         if isinstance(result, list) and result and hasattr(result[0], "wait"):
+            # A batch is over with its last work.
             return [*result[:-1], TimedWork(result[-1], clock)]
         clock.stop()
         return result
@@ -83,7 +84,7 @@ class _CallTimer:
         self._operation, self._name, self._size, self._cuda = operation, name, size, cuda
         self._ranks = dist.get_world_size(group) if dist.is_initialized() else 1
         if cuda:
-            torch.cuda.synchronize()
+            torch.cuda.synchronize()  # exclude the time of work queued before the call
         self._start = time.perf_counter()
         self._running = True
 
