@@ -57,7 +57,7 @@ def initialize(
     when it evaluates after training).
 
     Args:
-        mpu: object with the parallel sizes and groups. Layers are already sharded by its author, who marks the
+        mpu: object with the parallel sizes and groups. The script has already sharded the layers and marked their
             parameters (`tensor_model_parallel`, `partition_dim`). Only the parallelism that the configuration requests
             is applied here.
         mesh_param: `(data, sequence)`, the number of ranks along each axis; the script splits the sequences.
