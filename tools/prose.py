@@ -2,8 +2,8 @@
 
     python tools/prose.py [PATH ...]
 
-Checks the first word of every docstring, retired words in docstrings and comments, and names of classes that occur twice in the package. Prints
-`path:line: reason` for each finding and exits with 1 if there is any.
+Checks the first word of every docstring, retired words in docstrings and comments, and names of classes that occur
+twice in the package. Prints `path:line: reason` for each finding and exits with 1 if there is any.
 """
 
 from __future__ import annotations
