@@ -38,6 +38,14 @@ class CommunicationError(WindlassError, RuntimeError):
     """Ranks that cannot talk to each other: a peer died, a wait timed out, a transport was refused."""
 
 
+class CollectiveArgumentError(CommunicationError, ValueError):
+    """A tensor, its parts or a peer do not fit the group of a collective."""
+
+
+class CodecError(CommunicationError, ValueError):
+    """A codec that does not exist, differs between ranks, or cannot encode a tensor of the given dtype."""
+
+
 class PeerError(WindlassError, RuntimeError):
     """Another rank raised in what all ranks do together; the text has its rank, where it was, and its error."""
 
