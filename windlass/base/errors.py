@@ -26,6 +26,10 @@ class ModelError(WindlassError, ValueError):
     parameters."""
 
 
+class WeightFormatError(ModelError):
+    """A weight format that does not exist, or a weight or packed tensor that does not fit it."""
+
+
 class GatherError(ModelError, RuntimeError):
     """Parameters that are gathered by hand already were gathered again."""
 
