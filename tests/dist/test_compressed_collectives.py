@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from tests.dist.harness import RankError, run_ranks
 from tests.toy_codecs import BlockInt8Codec, SignCodec
+from windlass.base.errors import CommunicationError
 from windlass.comm.byte_channel import ByteChannel
 from windlass.comm.choose_channel import choose_channel
 from windlass.comm.codec import Codec, accumulation_dtype, get_codec
@@ -277,6 +278,33 @@ def round_trips(transport: str) -> None:
 @pytest.mark.parametrize("transport", ["shm", "gloo"])
 def test_round_trip_shows_what_peers_decode(transport: str) -> None:
     run_ranks(round_trips, 2, transport, transport=transport)
+
+
+def absent(case: str) -> str:
+    """What rank 0 is told of a peer that does not come."""
+    group = world_group()
+    channel = SharedMemoryChannel(group, timedelta(seconds=1), window=48)
+    calls = CompressedCollectives(channel, "identity")
+    said = ""
+    if group.index == 0:
+        cases: dict[str, Callable[[], Any]] = {
+            "recv": lambda: calls.recv(torch.empty(5), 1),
+            "send": lambda: calls.send(torch.zeros(500), 1),
+            "all_reduce": lambda: calls.all_reduce(torch.zeros(5)),
+        }
+        try:
+            cases[case]()
+        except CommunicationError as error:
+            said = str(error)
+    dist.barrier()
+    return said
+
+
+@pytest.mark.parametrize("case", ["recv", "send", "all_reduce"])
+def test_a_peer_that_does_not_come_is_named(case: str) -> None:
+    said, nothing = run_ranks(absent, 2, case)
+    assert "did not join a compressed collective in shared memory within 1 s" in said and said.startswith("rank 1")
+    assert nothing == ""
 
 
 def wrong(case: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import windlass
 from tests import oracle
@@ -144,6 +146,43 @@ def test_packed_layers_train_as_in_plain_pytorch(stage: int, ranks: int, transpo
     for rank, (_, gradients) in enumerate(found):
         error, _ = relative_error({"x": torch.stack(gradients)}, {"x": by_place[:, :, rank].reshape(-1, ROWS, WIDTH)})
         assert error <= (FP32_BOUND if precision == "fp32" else BF16_GRAD_BOUND), (rank, error)
+
+
+class RecomputedModel(AdaptedModel):
+    """The same with blocks whose forward runs again in the backward."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return mse(self.head(x), y)
+
+
+def losses_of(kind: type[AdaptedModel], born_sharded: bool, setting: Setting, recipe: Recipe) -> list[float]:
+    torch.manual_seed(0)
+    config = ds_config(recipe, setting)
+    with windlass.zero.Init(config_dict_or_path=config) if born_sharded else nullcontext():
+        model = kind()
+    engine = windlass.initialize(model=model, config=config)[0]
+    losses = train_steps(engine, recipe.precision, 0, 4)
+    engine.destroy()
+    return losses
+
+
+WAYS: dict[str, tuple[type[AdaptedModel], bool, tuple[tuple[str, Any], ...]]] = {
+    "parameters on the host": (AdaptedModel, False, (("offload_param", {"device": "cpu"}),)),
+    "recomputed blocks": (RecomputedModel, False, ()),
+    "sharded init": (AdaptedModel, True, ()),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("transport", ["shm", "gloo"])
+def test_other_ways_at_stage_3_train_alike(way: str, transport: str) -> None:
+    kind, born_sharded, zero = WAYS[way]
+    recipe = Recipe(precision="bf16", steps=4)
+    plain = run_ranks(losses_of, 1, AdaptedModel, False, Setting(0), recipe)[0]
+    for found in run_ranks(losses_of, 2, kind, born_sharded, Setting(3, zero=zero), recipe, transport=transport):
+        assert found == pytest.approx(plain, rel=BF16_GRAD_BOUND)
 
 
 # ------------------------------------------------------------------------------------------------------ memory at rest

@@ -20,7 +20,8 @@ class PackedLinear(nn.Module):
     floating-point parameters (`module.bfloat16()`, an engine with bf16 or fp16) leave integers alone, so that neither
     weights nor scales are ever rounded. Parameters are what ZeRO shards, with no knowledge of formats; all packed
     tensors of a block share one flat buffer of bytes. The name has the format in it, so that a state of another format
-    does not fit. The memory is undefined until `pack` or `load_state_dict`.
+    does not fit. Thresholds of ZeRO and counts of parameters see bytes where they see elements of other parameters. The
+    memory is undefined until `pack`, `set_packed` or `load_state_dict`.
 
     The gradient flows to the input and to `bias`, which is an ordinary parameter. Under autocast the input is cast as
     `nn.Linear` casts it.
@@ -146,7 +147,9 @@ class PackedLinear(nn.Module):
 
     def _typed(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         """Return the bytes of a packed tensor as the format's dtype."""
-        stored = self.get_parameter(self._parameter_name(name)).detach()
+        parameter = self._parameters[self._parameter_name(name)]
+        assert parameter is not None
+        stored = parameter.detach()
         if stored.storage_offset() % dtype.itemsize:  # ZeRO aligns parameters from 1024 elements on
             stored = stored.clone()
         return stored.view(dtype)

@@ -146,7 +146,7 @@ def _check_matrix(weight: torch.Tensor, name: str) -> None:
 
 
 def _check_finite(weight: torch.Tensor, name: str, problem: str) -> None:
-    finite = torch.isfinite(weight)
+    finite = torch.isfinite(weight.float() if weight.dtype.itemsize == 1 else weight)  # torch has none for float8
     if not bool(finite.all()):
         row, column = (int(index) for index in (~finite).nonzero()[0])
         raise WeightFormatError(

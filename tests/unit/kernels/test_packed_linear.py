@@ -10,6 +10,7 @@ from torch import nn
 
 from windlass.base.errors import WeightFormatError
 from windlass.kernels.packed_linear import PackedLinear
+from windlass.kernels.weight_format import CastWeightFormat
 
 NAMES = ("fp32", "bf16", "int8")
 
@@ -75,6 +76,16 @@ def test_state_dict_round_trip(name: str) -> None:
     again = PackedLinear(37, 11, weight_format=name)
     again.set_packed(packed.packed())
     assert torch.equal(again.unpack(), packed.unpack())
+
+
+def test_a_format_of_eight_bit_floats_needs_no_change_of_the_layer() -> None:
+    float8 = CastWeightFormat("fp8_e4m3", torch.float8_e4m3fn)
+    packed = PackedLinear.from_linear(linear(), float8).bfloat16()
+    assert packed.fp8_e4m3_weight.dtype == torch.uint8 and packed.fp8_e4m3_weight.shape == (11, 37)
+    wanted = linear().weight.detach().to(torch.float8_e4m3fn)
+    assert torch.equal(packed.unpack().view(torch.uint8), wanted.view(torch.uint8))
+    x = torch.randn(4, 37).bfloat16()
+    assert torch.equal(packed(x), nn.functional.linear(x, wanted.bfloat16(), packed.bias))
 
 
 def test_bytes_that_are_not_aligned_in_a_shared_buffer() -> None:
