@@ -297,6 +297,27 @@ def test_adapters_go_on_over_their_packed_base_alone(tmp_path: Path) -> None:
         assert "was saved over another base" in other and "blocks.0.rise.base.int8_weight" in other
 
 
+def into_other_formats(folder: str) -> str:
+    """What is said of a checkpoint whose first layer is packed in another format."""
+    save_and_go_on(folder, 3, "bf16", True)
+    torch.manual_seed(0)
+    model = AdaptedModel()
+    model.blocks[0].rise.base = PackedLinear.from_linear(model.blocks[0].rise.base.to_linear(), "fp32")
+    engine = windlass.initialize(model=model, config=ds_config(Recipe(precision="bf16"), Setting(stage=3)))[0]
+    said = ""
+    try:
+        engine.load_checkpoint(folder)
+    except windlass.WindlassError as error:
+        said = str(error)
+    engine.destroy()
+    return said
+
+
+def test_a_checkpoint_of_another_format_is_refused(tmp_path: Path) -> None:
+    for said in run_ranks(into_other_formats, 2, str(tmp_path)):
+        assert "blocks.0.rise.base.fp32_weight" in said and "blocks.0.rise.base.int8_weight" in said
+
+
 def used_where_it_is_sharded() -> list[str]:
     """What is said of a packed weight that is read outside of a forward at stage 3."""
     engine, said = engine_of(3, "bf16"), []

@@ -11,7 +11,7 @@ from windlass.comm.mesh_axis import run_pending_checks
 from windlass.comm.rank_group import RankGroup
 from windlass.comm.shared_memory import Counters, SharedMemory
 
-WINDOW_BYTES = 1 << 20  # of each pair of ranks; pages are taken when they are first written
+WINDOW_BYTES = 1 << 22  # of each pair of ranks; pages are taken when they are first written
 
 
 class SharedMemoryChannel:
