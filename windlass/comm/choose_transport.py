@@ -31,6 +31,15 @@ def choose_transport(
     Raises:
         ConfigError: a name that does not exist, or a transport that can't serve this device or these ranks.
     """
+    name, why = choose_transport_name(requested, group, device)
+    if name == "nccl":
+        return NcclTransport(group, ways), why
+    return (ShmTransport(group, timeout) if name == "shm" else GlooTransport(group, ways)), why
+
+
+def choose_transport_name(requested: str, group: RankGroup, device: torch.device) -> tuple[str, str]:
+    """Return the name of the transport for `group` (shm, gloo or nccl) and one sentence of why. Collective; arguments
+    and errors as of `choose_transport`."""
     source = "comm.transport"
     if os.environ.get("WINDLASS_TRANSPORT"):
         requested, source = os.environ["WINDLASS_TRANSPORT"].lower(), "WINDLASS_TRANSPORT"
@@ -41,16 +50,16 @@ def choose_transport(
             raise ConfigError(
                 f"{source} = {requested!r} moves CPU tensors, but the model is on {device}; use nccl or auto"
             )
-        return NcclTransport(group, ways), "the model is on GPUs"
+        return "nccl", "the model is on GPUs"
     if requested == "nccl":
         raise ConfigError(f"{source} = 'nccl' moves GPU tensors, but the model is on the CPU; use auto, shm or gloo")
     if requested == "gloo":
-        return GlooTransport(group, ways), f"{source} asks for it"
+        return "gloo", f"{source} asks for it"
     if group.size == 1 and requested == "auto":
-        return GlooTransport(group, ways), "one rank has nobody to talk to"
+        return "gloo", "one rank has nobody to talk to"
     problem = shared_memory_problem(group)
     if problem is None:
-        return ShmTransport(group, timeout), f"{group.size} CPU ranks of one host"
+        return "shm", f"{group.size} CPU ranks of one host"
     if requested == "shm":
         raise ConfigError(f"{source} = 'shm' can't be had: {problem}; use gloo or auto")
-    return GlooTransport(group, ways), f"no shared memory: {problem}"
+    return "gloo", f"no shared memory: {problem}"

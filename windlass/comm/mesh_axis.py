@@ -25,7 +25,8 @@ def before_next_collective(check: Callable[[], None]) -> None:
     _checks.append(check)
 
 
-def _run_checks() -> None:
+def run_pending_checks() -> None:
+    """Run the checks that must pass before the next collective starts."""
     while _checks:
         _checks.pop()()
 
@@ -64,7 +65,7 @@ class MeshAxis:
         """As `all_reduce`; `tensor`, which is contiguous, holds the result once that is finished."""
         if self.size == 1:
             return DONE
-        _run_checks()
+        run_pending_checks()
         self._count("all_reduce", 2 * _nbytes(tensor) * (self.size - 1) // self.size)
         return _pending(dist.all_reduce(tensor, op=op, group=self.group.process_group, async_op=True), self._what())
 
@@ -76,7 +77,7 @@ class MeshAxis:
         """
         if self.size == 1:
             return tensor
-        _run_checks()
+        run_pending_checks()
         moved = tensor.movedim(dim, 0)
         lengths = list(sizes) if sizes is not None else [moved.shape[0]] * self.size
         row = moved[:1].numel() if moved.shape[0] else moved.new_empty((1, *moved.shape[1:])).numel()
@@ -104,7 +105,7 @@ class MeshAxis:
         """
         if self.size == 1:
             return tensor
-        _run_checks()
+        run_pending_checks()
         moved = tensor.movedim(dim, 0)
         lengths = list(sizes) if sizes is not None else [moved.shape[0] // self.size] * self.size
         if sum(lengths) != moved.shape[0]:
@@ -136,7 +137,7 @@ class MeshAxis:
         """
         if self.size == 1:
             return tensor
-        _run_checks()
+        run_pending_checks()
         sends = list(sends) if sends is not None else [tensor.shape[0] // self.size] * self.size
         receives = list(receives) if receives is not None else list(sends)
         if sum(sends) != tensor.shape[0]:
@@ -153,7 +154,7 @@ class MeshAxis:
         are as large."""
         if self.size == 1 or by % self.size == 0:
             return list(tensors)
-        _run_checks()
+        run_pending_checks()
         received = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in tensors]
         to, source = (self.index + by) % self.size, (self.index - by) % self.size
         with self._what():
@@ -168,7 +169,7 @@ class MeshAxis:
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
         """Take the values of the rank at place `source` along the axis; in place, of a contiguous tensor."""
         if self.size > 1:
-            _run_checks()
+            run_pending_checks()
             self._count("broadcast", _nbytes(tensor) if self.index != source else 0)
             with self._what():
                 dist.broadcast(tensor, self.group.ranks[source], group=self.group.process_group)
@@ -178,7 +179,7 @@ class MeshAxis:
         """What each rank says, a plain Python value, in the order of the axis."""
         heard: list[Any] = [said] * self.size
         if self.size > 1:
-            _run_checks()
+            run_pending_checks()
             with self._what():
                 dist.all_gather_object(heard, said, group=self.group.process_group)
         return heard

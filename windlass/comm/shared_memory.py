@@ -14,6 +14,7 @@ import platform
 import socket
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch
@@ -183,11 +184,33 @@ class Counters:
         if self.reached(counter, value):
             return
         with WaitScope(what) if activity.current_wait is None else contextlib.nullcontext():
-            self._block(counter, value, what)
+            self._block(lambda: self.reached(counter, value), self._peers, counter, value, what)
 
-    def _block(self, counter: int, value: int, what: str) -> None:
+    def wait_for_rank(self, rank: int, counter: int, value: int, what: str) -> None:
+        """Block until the counter of one peer, given by its place in the group, is at `value` or above.
+
+        Raises:
+            CommunicationError: the peer died, or the time-out passed.
+        """
+        if self._rest is not None and counter >= self._count:
+            self._rest.wait_for_rank(rank, counter - self._count, value, what)
+            return
+        view = self._views[rank]
+        if view[counter] < value:
+            with WaitScope(what) if activity.current_wait is None else contextlib.nullcontext():
+                self._block(lambda: view[counter] >= value, [(rank, view)], counter, value, what)
+        fence()
+
+    def _block(
+        self,
+        reached: Callable[[], bool],
+        peers: list[tuple[int, memoryview[int]]],
+        counter: int,
+        value: int,
+        what: str,
+    ) -> None:
         start, pause, checked = time.monotonic(), 0.0, 0.0
-        while not self.reached(counter, value):
+        while not reached():
             waited = time.monotonic() - start
             if waited > 0.002:
                 pause = min(0.001, waited / 64)
@@ -197,10 +220,12 @@ class Counters:
                 os.sched_yield()
             if waited - checked > 0.5:
                 checked = waited
-                self._check_peers(counter, value, what, waited)
+                self._check_peers(peers, counter, value, what, waited)
 
-    def _check_peers(self, counter: int, value: int, what: str, waited: float) -> None:
-        for index, view in self._peers:
+    def _check_peers(
+        self, peers: list[tuple[int, memoryview[int]]], counter: int, value: int, what: str, waited: float
+    ) -> None:
+        for index, view in peers:
             if view[counter] >= value:
                 continue
             rank, pid = self._group.ranks[index], self._memory.pids[index]

@@ -308,13 +308,15 @@ def nan_placeholder(parameter: torch.Tensor, dtype: torch.dtype | None = None) -
     """Return a tensor of a parameter's shape and device without memory of its own: every element is one NaN.
 
     Args:
-        dtype: by default the parameter's. Dtypes without a NaN get 0.
+        dtype: by default the parameter's. In dtypes without a NaN all bits are set: packed weights read as NaN, too.
     """
     dtype = dtype or parameter.dtype
     key = (dtype, parameter.device)
     if key not in _nan:
-        empty = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
-        _nan[key] = torch.full((), empty, dtype=dtype, device=parameter.device)
+        if dtype.is_floating_point or dtype.is_complex:
+            _nan[key] = torch.full((), float("nan"), dtype=dtype, device=parameter.device)
+        else:
+            _nan[key] = torch.full((dtype.itemsize,), 255, dtype=torch.uint8, device=parameter.device).view(dtype)[0]
     return _nan[key].expand(parameter.shape)
 
 
