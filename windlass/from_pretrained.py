@@ -1,4 +1,4 @@
-"""A pretrained model of transformers, cut over the ranks while it is read."""
+"""Loading of pretrained transformers models, sharded over the ranks while they are read."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 def from_pretrained(
     cls: Any, path: str | Path, *, config: Any = None, trust_remote_code: bool = False, **kwargs: Any
 ) -> Any:
-    """`cls.from_pretrained(path, **kwargs)`, of which each rank reads only its own part. Collective.
+    """Call `cls.from_pretrained(path, **kwargs)` with each rank reading only its own shards. Collective.
 
-    The result is what `windlass.initialize` takes; its values are those of the unsharded call with rank 0's seed, also
-    where a key is missing in the files and is initialised.
+    Pass the result to `windlass.initialize`. Its values equal those of the unsharded call with rank 0's seed, also
+    where a key is missing in the files and is initialized.
 
     Args:
-        cls: a model class of transformers, or one of its `AutoModel...`.
+        cls: a model class of transformers, or one of its `AutoModel...` classes.
         path: a directory with `config.json` and safetensors files, or a name on the hub.
-        config: the configuration that `initialize` will get: dict, path or base64 text. It says where pieces are kept
-            (`offload_param`); stage and optimizer do not matter here. The model's own configuration goes by
-            `model_config=` here, since this name is taken.
+        config: the configuration that `initialize` will get: dict, path or base64 text. It sets the tier of the shards
+            (`offload_param`); stage and optimizer do not matter here. Pass the model's own configuration as
+            `model_config=`, because this name is taken.
         trust_remote_code: run Python files that come with the model.
-        kwargs: of `cls.from_pretrained`: `dtype`, `ignore_mismatched_sizes`, ...
+        kwargs: arguments of `cls.from_pretrained`: `dtype`, `ignore_mismatched_sizes`, ...
 
     Raises:
-        CheckpointError: a file is missing, cut short or damaged, or a tensor has another shape than in the model.
+        CheckpointError: a file is missing, truncated or damaged, or a tensor's shape differs from the model's.
         ModelError: `cls` has no `from_pretrained`, or the model needs its own code.
     """
     if not callable(getattr(cls, "from_pretrained", None)):
@@ -54,7 +54,7 @@ def from_pretrained(
 
 
 def _check_directory(directory: Path, *, needs_config: bool) -> None:
-    """Look for what must be there, before a model is built on every rank."""
+    """Check that the required files exist, before every rank builds a model."""
     if needs_config and not (directory / "config.json").is_file():
         raise CheckpointError(f"{directory} has no config.json; save the model there with save_pretrained")
     if (directory / _SINGLE).is_file():

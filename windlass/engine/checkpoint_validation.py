@@ -1,4 +1,4 @@
-"""Values of a checkpoint compared with those they replace, before anything is overwritten."""
+"""Validation of checkpoint values against the values they replace, before anything is overwritten."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _LARGEST = 1 << 63
 
 
 def require_compatible(saved: Any, current: Any, where: str) -> None:
-    """Check that a saved value can take the place of one that is there: a number of a number, a list of a list.
+    """Check that a saved value can replace the current one: a number replaces a number, a list a list.
 
     Raises:
-        CheckpointError: it cannot.
+        CheckpointError: the kinds differ.
     """
     if saved is current or current is None:
         return
@@ -55,7 +55,7 @@ def require_compatible(saved: Any, current: Any, where: str) -> None:
 
 
 def check_saved_groups(engine: Engine, match: GroupMatch, saved: GroupMetadata) -> None:
-    """Check the hyper-parameters that `take` will take. Raises CheckpointError where one is of another kind."""
+    """Check the hyper-parameters that `load_hyperparameters` will load. Raises CheckpointError if one has another type."""
     assert engine._optimizer is not None
     for number, (group, source) in enumerate(zip(engine._optimizer.param_groups, match.source, strict=True)):
         values = {} if source is None else saved[source]["values"]
@@ -67,7 +67,7 @@ def check_saved_groups(engine: Engine, match: GroupMatch, saved: GroupMetadata) 
 
 
 def check_scalar_states(values: Mapping[str, Mapping[str, Any]]) -> None:
-    """Check the optimizer's counts that are plain values. Raises CheckpointError where one is no count."""
+    """Check the optimizer's plain-value step counts. Raises CheckpointError if one is not a valid count."""
     for name, found in values.items():
         for key, value in found.items():
             if key in SCALAR_STATES and isinstance(value, (bool, int, float)):
@@ -79,17 +79,17 @@ def check_scalar_states(values: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def check_counts(counts: Mapping[str, torch.Tensor]) -> None:
-    """Check the optimizer's counts that are tensors `[]`, by their names in the checkpoint.
+    """Check the optimizer's step counts that are tensors of shape `[]`, by their names in the checkpoint.
 
     Raises:
-        CheckpointError: one is no number that a rule can count to: every later step would be made with it.
+        CheckpointError: a count is not finite or out of range. Every later step would use it.
     """
     by_device: dict[torch.device, dict[str, torch.Tensor]] = {}
     for name, value in counts.items():
         if name.rpartition("/")[2] in SCALAR_STATES:
             by_device.setdefault(value.device, {})[name] = value
     for found in by_device.values():
-        # one read of the device for all of them: a model may have as many as parameters
+        # one device read for all counts: a model may have one per parameter
         numbers = torch.stack([value.detach().double() for value in found.values()]).tolist()
         for name, number in zip(found, numbers, strict=True):
             if not math.isfinite(number) or (name.endswith("/step") and not 0 <= number < _LARGEST):
@@ -100,7 +100,7 @@ def check_counts(counts: Mapping[str, torch.Tensor]) -> None:
 
 
 def check_lr_scheduler_state(engine: Engine, saved: Mapping[str, Any]) -> None:
-    """Check the state of the learning rate's schedule. Raises CheckpointError where it cannot be loaded."""
+    """Check the state of the learning rate scheduler. Raises CheckpointError if it cannot be loaded."""
     schedule = engine.lr_scheduler
     if schedule is None or not hasattr(schedule, "state_dict"):
         return
@@ -120,7 +120,7 @@ def check_lr_scheduler_state(engine: Engine, saved: Mapping[str, Any]) -> None:
 
 
 def check_saved_position(engine: Engine, saved: Mapping[str, Any] | None) -> None:
-    """Check the place in the data. Raises CheckpointError where it is none."""
+    """Check the data position. Raises CheckpointError if it is invalid."""
     loader = engine.training_dataloader
     if saved is None or not hasattr(loader, "state_dict"):
         return
@@ -133,7 +133,7 @@ def check_saved_position(engine: Engine, saved: Mapping[str, Any] | None) -> Non
 
 
 def check_rng_state(state: Any) -> None:
-    """Set random states in generators that are thrown away. Raises CheckpointError where that cannot be."""
+    """Set the random states in temporary generators. Raises CheckpointError if that fails."""
     try:
         torch.Generator().set_state(state["torch"])
         version, numbers, gauss = state["python"]
