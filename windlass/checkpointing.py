@@ -1,7 +1,7 @@
 """Activation checkpointing: recompute activations for the backward, and keep their inputs in host memory or in files.
 
-`checkpoint(function, *args)` recomputes; `with offloaded("cpu"):` moves the tensors that autograd saves. `configure`
-takes the arguments of DeepSpeed's function of the same name. See docs/activations.md.
+`checkpoint(function, *args)` recomputes; `with offload_saved_tensors("cpu"):` moves the tensors that autograd saves.
+`configure` takes the arguments of DeepSpeed's function of the same name. See docs/activations.md.
 """
 
 from __future__ import annotations

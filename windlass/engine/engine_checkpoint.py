@@ -1,4 +1,4 @@
-"""An engine's state as a checkpoint holds it: by parameter name, each rank its own pieces."""
+"""Saving and loading of an engine's state: tensors by parameter name, each rank its own fragments."""
 
 from __future__ import annotations
 
@@ -85,12 +85,12 @@ def save_engine(
     exclude_frozen_parameters: bool | None,
     blocking: bool,
 ) -> bool:
-    """See `Engine.save_checkpoint`. Of what rests on disk one chunk is in memory at a time."""
+    """Save a checkpoint as `Engine.save_checkpoint` describes. Of offloaded states, one chunk is in memory at a time."""
     model = engine._sharded
     if not isinstance(client_state, Mapping):
         raise CheckpointError(f"client_state is a {type(client_state).__name__}; give a dict of plain data")
     deepspeed = engine._config.checkpoint.format == "deepspeed"
-    if exclude_frozen_parameters is None:  # DeepSpeed's tools look for whole models
+    if exclude_frozen_parameters is None:  # DeepSpeed's tools expect full models
         exclude_frozen_parameters = not deepspeed and trains_adapters(model)
     require_unchanged_model(model)
     engine._async_save.finish()
@@ -106,7 +106,7 @@ def save_engine(
             "with a whole step; save after step() at the accumulation boundary to lose none"
         )
     model.recapture_parameters()
-    if not blocking:  # what is read later from disk has to have them
+    if not blocking:  # the writer thread later reads these parameters from NVMe, so edits must be there
         model.masters.copy_all_edits(model.units)
     drawers: dict[int, LazyStorage] = {}
 
@@ -167,8 +167,8 @@ def save_engine(
         "extra": merge_metadata(model.mesh, collect_plain_extra_states(engine.module)),
         "client": client_state,
     }
-    require_engine_data(plain, "the state of this engine", require_all=True)  # what is saved must load again
-    # rank 0's count, and others may have their own until the next forward (engine/module_buffers)
+    require_engine_data(plain, "the state of this engine", require_all=True)  # refuse to write what could not be loaded
+    # rank 0's buffers are saved; those of other ranks may differ until the next forward (engine/module_buffers)
     tensors = states.tensors | (_persistent_buffers(engine) if model.mesh.first_of_stage else {})
     state = SavedState(
         [*shards, *states.shards, *average_checkpoint.average_shards(model)],
@@ -206,7 +206,7 @@ def save_engine(
             begun.finish(ranks)
         else:
             engine._async_save.start(begun, ranks, pin=model.tiers.pin)
-    except CheckpointError:  # on all ranks
+    except CheckpointError:  # raised on all ranks
         model.disk_health.check("nothing is saved, masters and optimizer states could not be read")
         raise
     engine.saved_tags.add(name)
@@ -236,7 +236,7 @@ class LoadOptions:
 
     @property
     def loads_everything(self) -> bool:
-        """Whether nothing of parameters and optimizer states is left as it is."""
+        """True if every parameter and optimizer state is replaced."""
         return (
             self.load_module_strict
             and self.load_optimizer_states
@@ -249,12 +249,12 @@ class LoadOptions:
 def load_engine(
     engine: Engine, directory: str, tag: str | None, options: LoadOptions
 ) -> tuple[str | None, dict[str, Any] | None]:
-    """See `Engine.load_checkpoint`."""
+    """Load a checkpoint as `Engine.load_checkpoint` describes."""
     model = engine._sharded
     require_unchanged_model(model)
-    engine._async_save.finish()  # it may be the one that is asked for
+    engine._async_save.finish()  # the async save in flight may be the requested checkpoint
     ranks = CheckpointRanks.of_group(model.mesh.world.process_group)
-    if tag is None:  # one word for all: another may be saved meanwhile, and not every rank need see it
+    if tag is None:  # rank 0 reads `latest` for all ranks: another save may change it meanwhile
         tag = ranks.run_on_first("looking for the checkpoint", lambda: _tag_to_load(engine, directory))
     if tag is None:
         logger.warning(f"no checkpoint in {directory}: there is no file 'latest'; training starts afresh")
@@ -278,7 +278,7 @@ def load_engine(
     ranks.run_on_all("looking at the place in the data", lambda: check_data_position(engine, position))
 
     def check(shared: dict[str, Any], own: dict[str, Any] | None) -> None:
-        if shared is not plain:  # another checkpoint has taken the name meanwhile
+        if shared is not plain:  # another checkpoint was saved under this tag meanwhile
             require_engine_data(shared, f"the checkpoint {tag!r} in {directory}", require_all=True)
         if groups_too:
             check_saved_groups(engine, matched, shared["groups"])
@@ -325,7 +325,7 @@ def load_engine(
 
 
 def _tag_to_load(engine: Engine, directory: str) -> str | None:
-    """The tag to load where none is given."""
+    """Return the tag to load if the caller gives none."""
     universal = read_latest(directory, LATEST_UNIVERSAL) if engine._config.checkpoint.load_universal else None
     return universal or read_latest(directory)
 
@@ -333,7 +333,7 @@ def _tag_to_load(engine: Engine, directory: str) -> str | None:
 def _restore_position(
     engine: Engine, loaded: LoadedState, position: dict[str, Any] | None, options: LoadOptions
 ) -> None:
-    """Random states and place in the data, and what is said of them."""
+    """Restore random states and the data position, and log where training resumes."""
     told = []
     if options.load_progress:
         told.append(f"step {engine.global_steps}")
@@ -354,10 +354,13 @@ def _restore_position(
 def _verify_fingerprint(
     model: ShardedModel, units: list[Unit], loaded: LoadedState, comparable: tuple[bool, bool], excluded: frozenset[str]
 ) -> None:
-    """What was loaded is what was saved, as far as it was to be (`alike`: of parameters, of states). Collective.
+    """Compare the fingerprint of the loaded values with the saved one. Collective.
+
+    Args:
+        comparable: True for parameters and for states if they were loaded completely and without conversion.
 
     Raises:
-        CheckpointError: it is not.
+        CheckpointError: the fingerprints differ.
     """
     saved = loaded.plain.get("fingerprint")
     if saved is None or not any(comparable):
@@ -390,13 +393,13 @@ def _load_tensors(
     parameter_order: ParameterOrder | None,
     check: Callable[[dict[str, Any], dict[str, Any] | None], None],
 ) -> tuple[LoadedState, tuple[bool, bool]]:
-    """Read the checkpoint into where the engine's tensors rest, chunk by chunk.
+    """Read the checkpoint into the engine's tensors on their tiers, chunk by chunk.
 
     Args:
-        saved: every tensor of the checkpoint, without memory.
+        saved: every tensor of the checkpoint, on the meta device.
 
     Returns:
-        What was found, and whether parameters and states are now, bit by bit, those that were saved.
+        The loaded state, and whether parameters and states are now bit by bit equal to the saved ones.
     """
     plain = opened.plain
     trainable_only = bool(plain["trainable_only"])
@@ -433,7 +436,7 @@ def _load_tensors(
         check,
     )
     for drawer in drawers.values():
-        if not drawer.was_opened:  # nothing of it is in the checkpoint, so it has no states either
+        if not drawer.was_opened:  # nothing of this chunk is in the checkpoint: opening it clears its optimizer states
             with drawer.open():
                 pass
     apart.store()
@@ -450,7 +453,7 @@ def _load_tensors(
 
 
 def _same_dtypes(shards: list[FlatShard], saved: dict[str, torch.Tensor]) -> bool:
-    """Whether nothing had to be converted."""
+    """Return True if every shard has its saved dtype, so that nothing was converted."""
     return all(shard.name in saved and saved[shard.name].dtype == shard.dtype for shard in shards)
 
 
@@ -461,7 +464,7 @@ _ADVICE = (
 
 
 def _infer_trainable_only(plain: dict[str, Any], saved: dict[str, torch.Tensor], model: ShardedModel) -> None:
-    """DeepSpeed's files do not say whether frozen parameters were left out: then none of them is there."""
+    """Set `trainable_only` for DeepSpeed's files, which do not record it: True if they contain no frozen parameter."""
     if plain["trainable_only"] is None:
         frozen = [name for unit in model.units if not unit.trainable for name in unit.names]
         plain["trainable_only"] = bool(frozen) and not any(f"param/{name}" in saved for name in frozen)
@@ -495,7 +498,7 @@ def _load_or_mark_lost(
             first=counts.keys(),
             check_first=lambda: check_counts(counts),
         )
-    except CheckpointError:  # on all ranks
+    except CheckpointError:  # raised on all ranks
         model.disk_health.check("a checkpoint was loaded in part", loses=True)
         raise
 
@@ -517,7 +520,8 @@ def _lr_scheduler_state(engine: Engine) -> dict[str, Any] | None:
 
 
 def _matching_scheduler_state(saved: dict[str, Any], current: dict[str, Any]) -> dict[str, Any]:
-    """A schedule's state, but what it says of each optimizer group as now, where there are more or fewer of them."""
+    """Return the saved scheduler state, with the current value of each per-group list whose length differs from the
+    saved one."""
 
     def fits(key: str, value: Any) -> bool:
         here = current.get(key)
