@@ -215,15 +215,16 @@ def save_engine(
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """What of a checkpoint is to be loaded.
+    """Selection of the parts of a checkpoint to load.
 
     Attributes:
-        module_strict, optimizer_strict: all of it has to match; else what does is taken.
-        optimizer: states and hyper-parameters.
-        schedule: the learning rate's.
-        position: the place in the data.
-        progress: counters, loss scale and random states.
-        by: takes parameters and buffers over instead, see `Engine.load_checkpoint`.
+        load_module_strict: all parameters and buffers must match; else those that match are loaded.
+        load_optimizer_states: load optimizer states and hyper-parameters.
+        load_optimizer_strict: the optimizer's groups and states must match; else those that match are loaded.
+        load_lr_scheduler_states: load the learning rate scheduler's state.
+        load_data_position: continue the data loader at the saved position.
+        load_progress: load counters, loss scale and random states.
+        custom_load_fn: loads parameters and buffers in place of the default, see `Engine.load_checkpoint`.
     """
 
     load_module_strict: bool = True

@@ -72,13 +72,13 @@ class FailedCallBarrier:
 
     @contextmanager
     def guard(self, call: str, *, together: bool = True) -> Iterator[None]:
-        """Around a call in which these ranks exchange tensors.
+        """Enclose a call in which these ranks exchange tensors.
 
         Args:
-            together: all of these ranks make this call; else one of them may make it alone.
+            together: True if all of these ranks make this call; False if one of them may make it alone.
 
         Raises:
-            CommunicationError: as `rejoin`.
+            CommunicationError: as `wait_for_peers`.
             PeerError: as `begin`.
         """
         if not self._peers:

@@ -35,13 +35,14 @@ def group_metadata(engine: Engine) -> GroupMetadata:
 
 @dataclass(frozen=True)
 class GroupMatch:
-    """How saved groups fit this optimizer's.
+    """Match of the saved groups with this optimizer's groups.
 
     Attributes:
-        source: for each group here the number of the saved one whose hyper-parameters it takes; None: keeps its own.
-        matched: parameters in both.
-        missing: parameters that are here and in no saved group.
-        unexpected: parameters that are in a saved group and not here.
+        source: for each current group, the index of the saved group whose hyper-parameters it takes; None: it keeps its
+            own.
+        matched: number of parameters in both.
+        missing: current parameters that are in no saved group.
+        unexpected: parameters of saved groups that are not in this optimizer.
     """
 
     source: list[int | None]

@@ -1,4 +1,4 @@
-"""Whether parameters are gathered and gradients reduced once for a whole schedule, and what that saves."""
+"""Choice between unsharding parameters and reducing gradients once per pipeline step or once per micro-batch."""
 
 from __future__ import annotations
 
@@ -14,17 +14,19 @@ from windlass.zero.sharded_model import ShardedModel
 
 
 class ScheduleUnshardPolicy:
-    """Once a schedule where the configuration says so and memory allows, else once a micro-batch. Collective over the
-    ranks that share a stage, which decide alike.
+    """Unsharding policy of a pipeline rank: once per step if the configuration requests it and memory allows, else once
+    per micro-batch.
+
+    Its construction is collective over the ranks that share a stage, which decide alike.
 
     Args:
         sharded: the rank's stages.
 
     Attributes:
-        once: parameters are gathered once, and gradients stay whole until the last backward of a step.
+        unshards_once: parameters are all-gathered once per step, and gradients stay unsharded until its last backward.
 
     Raises:
-        ConfigError: the schedule needs whole parameters, and there is no room for them.
+        ConfigError: the schedule needs unsharded parameters, and they do not fit in memory.
     """
 
     def __init__(self, sharded: ShardedModel, config: Config) -> None:
@@ -45,11 +47,11 @@ class ScheduleUnshardPolicy:
             )
 
     def held_units(self) -> list[Unit]:
-        """What is held for a schedule."""
+        """Return the units that stay unsharded during a schedule."""
         return [unit for unit in self._sharded.units if unit.reshards] if self.unshards_once else []
 
     def traffic_summary(self, micro_batches: int) -> str:
-        """What is moved in a step of so many micro-batches, and what would be in the other way, in words."""
+        """Describe the traffic of a step of this many micro-batches, under this policy and under the other one."""
         once, often = self._received_bytes(1, 1), self._received_bytes(micro_batches, 2 * micro_batches)
         now, other = (once, often) if self.unshards_once else (often, once)
         how, instead = ("step", "micro-batch") if now is once else ("micro-batch", "step")
@@ -75,7 +77,7 @@ class ScheduleUnshardPolicy:
 
 
 def _fits_in_memory(sharded: ShardedModel) -> tuple[bool, int, int]:
-    """Whether what a schedule holds fits on every rank that shares the stage, with the bytes here."""
+    """Return whether the unsharded data fits on every rank of the stage, and the bytes needed and free on this rank."""
     needed = sum(unit.layout.padded * unit.dtype.itemsize for unit in sharded.units if unit.reshards)
     if sharded.policy.grad:
         wide = sharded.settings.accumulation_dtype.itemsize

@@ -1,4 +1,4 @@
-"""A model that was born sharded is cut without any rank ever having it whole."""
+"""Partitioning of a model constructed under `zero.Init`, without any rank holding the full model."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from windlass.zero.sharded_init.initial_shard import ShardedInit
 
 
 class ShardedInitPartitioner:
-    """While this context is open the parameters that `zero.Init` cut have shapes and no memory, so that a model can be
-    cut along its axes; when it closes each is gathered, one after the other, and every rank keeps its part. Collective.
+    """Context in which parameters constructed under `zero.Init` have shapes but no memory, so that the model can be
+    partitioned. Collective.
 
-    What a rank holds at any time: its even piece of the whole model, its part of it, and one whole parameter.
+    On exit the parameters are gathered one after the other, and every rank keeps its part. Peak memory of a rank: its
+    shard of the full model, its part of the model, and one full parameter.
 
     Args:
-        model: whose parameters keep their identity while it is cut.
+        model: the model. Its parameter objects stay the same while it is partitioned.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -31,7 +32,7 @@ class ShardedInitPartitioner:
         found = {id(p): (p, birth) for p in model.parameters() if (birth := initial_shard.find(p)) is not None}
         self._sharded_parameters = _interleave(
             sorted(found.values(), key=lambda pair: pair[1].number)
-        )  # the same on every rank
+        )  # the same order on every rank
 
     def __contains__(self, tensor: torch.Tensor) -> bool:
         return any(parameter is tensor for parameter, _ in self._sharded_parameters)
@@ -48,7 +49,7 @@ class ShardedInitPartitioner:
         if kind is None:
             self._gather_local_parts()
             return
-        for parameter, birth in self._sharded_parameters:  # nothing was lost
+        for parameter, birth in self._sharded_parameters:  # restore the shards, which still have their values
             parameter.data = _placeholder(birth)
             initial_shard.shard_parameter(parameter, birth)
 
@@ -63,13 +64,19 @@ class ShardedInitPartitioner:
 
 
 def _interleave(parameters: list[tuple[nn.Parameter, ShardedInit]]) -> list[tuple[nn.Parameter, ShardedInit]]:
-    """From all over the model by turns: a stage of a pipeline would else get its part while most pieces are there."""
+    """Interleave parameters from all over the model, so that memory use of each pipeline stage grows evenly.
+
+    In model order, a stage would receive its part while most of the shards are still allocated.
+    """
     steps = max(1, math.isqrt(len(parameters)))
     return [pair for first in range(steps) for pair in parameters[first::steps]]
 
 
 def _placeholder(birth: ShardedInit) -> torch.Tensor:
-    """A shape without memory (see `narrowed`); of its own storage, so that nobody takes two parameters for one."""
+    """Return a tensor of the parameter's shape without memory (see `narrowed`).
+
+    Each has its own storage, so that two parameters are not mistaken for tied ones.
+    """
     return torch.zeros((), dtype=birth.dtype, device=birth.device).expand(birth.shape)
 
 
