@@ -1,7 +1,7 @@
-"""Whole weights out of checkpoints, by the names of DeepSpeed's `zero_to_fp32`: of its files and of our own.
+"""Full weights from checkpoints of DeepSpeed and of windlass, under the function names of DeepSpeed's `zero_to_fp32`.
 
-Values come as there: trained parameters from their float32 masters, buffers of floating point in float32, frozen
-parameters as they were saved. Where files are written, a few megabytes are in memory, whatever the model's size.
+Values are the same as there: trained parameters from their float32 master weights, floating-point buffers in float32,
+frozen parameters as saved. Writing files needs a few megabytes of memory, for any model size.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from windlass.checkpoint.torch_file import read_torch_file
 
 
 class NotZeroCheckpointError(CheckpointError, ValueError):
-    """A file that is not what DeepSpeed's ZeRO writes, or no tag to look for."""
+    """Error for a file that DeepSpeed's ZeRO did not write, or for a missing tag."""
 
 
 @dataclass(frozen=True)
@@ -53,20 +53,20 @@ class LazyTensor:
     _read: Callable[[], torch.Tensor]
 
     def contiguous(self) -> torch.Tensor:
-        """The tensor, whole, on the CPU."""
+        """Return the full tensor on the CPU."""
         return self._read()
 
     def numel(self) -> int:
-        """How many elements it has."""
+        """Return the number of elements."""
         return self.shape.numel()
 
 
 def get_model_state_file(checkpoint_dir: str | os.PathLike[str], zero_stage: int) -> str:
-    """DeepSpeed's file of model states in a tag's directory.
+    """Return DeepSpeed's file of model states in a tag's directory.
 
     Raises:
-        FileNotFoundError: there is no such directory or file.
-        ValueError: there is no such stage.
+        FileNotFoundError: the directory or the file does not exist.
+        ValueError: unknown stage.
     """
     if zero_stage not in (0, 1, 2, 3):
         raise ValueError(f"unknown zero stage {zero_stage}: it is 0, 1, 2 or 3")
@@ -78,7 +78,8 @@ def get_model_state_file(checkpoint_dir: str | os.PathLike[str], zero_stage: int
 
 
 def get_checkpoint_files(checkpoint_dir: str | os.PathLike[str], glob_pattern: str) -> list[str]:
-    """Files of a tag's directory, by the numbers in their names. Raises FileNotFoundError where there is none."""
+    """Return files of a tag's directory, ordered by the numbers in their names. Raises FileNotFoundError if there is
+    none."""
     root = _require_directory(checkpoint_dir)
     found = sorted((str(path) for path in root.glob(glob_pattern)), key=_natural_sort_key)
     if not found:
@@ -87,12 +88,12 @@ def get_checkpoint_files(checkpoint_dir: str | os.PathLike[str], glob_pattern: s
 
 
 def get_optim_files(checkpoint_dir: str | os.PathLike[str]) -> list[str]:
-    """DeepSpeed's files of optimizer states, by rank. Raises FileNotFoundError where there is none."""
+    """Return DeepSpeed's files of optimizer states, by rank. Raises FileNotFoundError if there is none."""
     return get_checkpoint_files(checkpoint_dir, "*_optim_states.pt")
 
 
 def get_model_state_files(checkpoint_dir: str | os.PathLike[str]) -> list[str]:
-    """DeepSpeed's files of model states, by rank. Raises FileNotFoundError where there is none."""
+    """Return DeepSpeed's files of model states, by rank. Raises FileNotFoundError if there is none."""
     return get_checkpoint_files(checkpoint_dir, "*_model_states.pt")
 
 
@@ -102,22 +103,22 @@ def get_fp32_state_dict_from_zero_checkpoint(
     exclude_frozen_parameters: bool = False,
     lazy_mode: bool = False,
 ) -> dict[str, Any]:
-    """What `model.load_state_dict` takes, on the CPU; tied parameters under each of their names.
+    """Return a state dictionary for `model.load_state_dict`, on the CPU, with all names of tied parameters.
 
     Args:
-        tag: in that directory; None for the one that `latest` names.
-        exclude_frozen_parameters: without parameters that are not trained.
-        lazy_mode: a `LazyTensor` for each tensor, which reads it when `.contiguous()` is called.
+        tag: a tag in that directory; None: the one in `latest`.
+        exclude_frozen_parameters: leave out parameters that are not trained.
+        lazy_mode: return a `LazyTensor` for each tensor, which reads it when `.contiguous()` is called.
 
     Raises:
-        ValueError: there is no `latest` and no tag is given; a file is not one of ZeRO's, or of an unknown stage.
-        FileNotFoundError: there is no such directory, or a file of DeepSpeed's is missing.
+        ValueError: there is no `latest` and no tag is given, or a file is not one of ZeRO's, or of an unknown stage.
+        FileNotFoundError: the directory or one of DeepSpeed's files does not exist.
         CheckpointError: a file is damaged.
     """
     path = _tag_directory(checkpoint_dir, tag)
     found: dict[str, Any] = OrderedDict()
     for name, weight in _stored_weights(path, exclude_frozen_parameters).items():
-        # one object for all names of a tied parameter
+        # one tensor object for all names of a tied parameter
         first = next((known for known in found if weight.name == known), None)
         if first is not None:
             found[name] = found[first]

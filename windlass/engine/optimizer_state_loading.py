@@ -180,12 +180,12 @@ class ChunkLoadStorage:
 
     @property
     def is_resident(self) -> bool:
-        """As `Drawer`."""
+        """See `LazyStorage`."""
         return False
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """As `Drawer`."""
+        """See `LazyStorage`."""
         self.was_opened = True
         residence = self._master_weights.state_offload
         with self._master_weights.opened(self._chunk, self._expected if self._loads_states else None, changes=True):
