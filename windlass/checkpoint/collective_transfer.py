@@ -19,10 +19,10 @@ from windlass.checkpoint.write_assignment import HeldTensorInfos, assign_writers
 def plan_save(
     path: Path, held: dict[str, HeldTensor], ranks: CheckpointRanks, plain: Any, rank_plain: Iterable[Any]
 ) -> SafetensorsWriter:
-    """Agrees on which rank writes which boxes into the directory `path`; the writer of this rank's. Collective.
+    """Agree on the writer of each box in the directory `path`. Return this rank's writer. Collective.
 
     Raises:
-        CheckpointError: on all ranks alike, where any of them fails, or the disk has too little room.
+        CheckpointError: on all ranks, if any of them fails or the disk has too little space.
     """
     mine: list[HeldTensorInfos] = []
 

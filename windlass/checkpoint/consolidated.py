@@ -42,10 +42,10 @@ class NotZeroCheckpointError(CheckpointError, ValueError):
 
 @dataclass(frozen=True)
 class LazyTensor:
-    """A tensor that is read when it is asked for.
+    """Tensor that is read on demand.
 
     Attributes:
-        dtype, shape: its own.
+        dtype, shape: dtype and shape of the tensor.
     """
 
     dtype: torch.dtype
@@ -138,17 +138,19 @@ def convert_zero_checkpoint_to_state_dict(
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> None:
-    """Writes `pytorch_model.bin`, or `model.safetensors`, to `output_dir`; numbered files and an index beyond
-    `max_shard_size`. A tied parameter is in the files once; in a `.bin` under each of its names.
+    """Write `pytorch_model.bin`, or `model.safetensors`, to `output_dir`; beyond `max_shard_size`, numbered files and
+    an index.
+
+    A tied parameter is stored once; a `.bin` file lists it under each of its names.
 
     Args:
-        dtype: of all floating-point tensors: float32, float16 or bfloat16, as such or by name.
-        max_shard_size: most bytes of a file that holds more than one tensor, as "5GB"; None: one file.
-        safe_serialization: safetensors.
+        dtype: of all floating-point tensors: float32, float16 or bfloat16, as a dtype or its name.
+        max_shard_size: maximum bytes of a file with more than one tensor, such as "5GB"; None: one file.
+        safe_serialization: write safetensors.
 
     Raises:
-        ValueError, FileNotFoundError, CheckpointError: as `get_fp32_state_dict_from_zero_checkpoint`; or a dtype or
-            size that is none.
+        ValueError, FileNotFoundError, CheckpointError: as `get_fp32_state_dict_from_zero_checkpoint`; also for an
+            invalid dtype or size.
     """
     chosen, most = parse_output_dtype(dtype), parse_shard_size(max_shard_size)
     path = _tag_directory(checkpoint_dir, tag)
@@ -165,7 +167,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> None:
-    """`convert_zero_checkpoint_to_state_dict` in float32."""
+    """Call `convert_zero_checkpoint_to_state_dict` with float32."""
     convert_zero_checkpoint_to_state_dict(
         checkpoint_dir,
         output_dir,
@@ -179,7 +181,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 def load_state_dict_from_zero_checkpoint(
     model: nn.Module, checkpoint_dir: str | os.PathLike[str], tag: str | None = None
 ) -> nn.Module:
-    """Puts `model`, a plain one, on the CPU and loads a checkpoint's weights into it; returns it."""
+    """Move the plain `model` to the CPU, load a checkpoint's weights into it, and return it."""
     state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
     model = model.cpu()
     model.load_state_dict(state, strict=False)
@@ -187,17 +189,17 @@ def load_state_dict_from_zero_checkpoint(
 
 
 def zero_to_fp32(argv: Sequence[str] | None = None, prog: str = "zero_to_fp32.py") -> int:
-    """The command of that name; the exit code."""
+    """Run the command `zero_to_fp32` and return its exit code."""
     return _run_command(prog, argv, with_dtype=False)
 
 
 def zero_to_torch(argv: Sequence[str] | None = None, prog: str = "zero_to_torch.py") -> int:
-    """The command of that name; the exit code."""
+    """Run the command `zero_to_torch` and return its exit code."""
     return _run_command(prog, argv, with_dtype=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """`zero_to_fp32`."""
+    """Run the command `zero_to_fp32` and return its exit code."""
     return zero_to_fp32(argv)
 
 
@@ -237,7 +239,7 @@ def _run_command(prog: str, argv: Sequence[str] | None, *, with_dtype: bool) -> 
 
 
 def _tag_directory(checkpoint_dir: str | os.PathLike[str], tag: str | None) -> Path:
-    """The tag's directory."""
+    """Return the directory of a tag."""
     root = Path(checkpoint_dir)
     tag = read_latest(root) if tag is None else tag
     if tag is None:
@@ -265,7 +267,7 @@ def _natural_sort_key(text: str) -> list[tuple[int, str]]:
 
 
 def _stored_weights(path: Path, exclude_frozen: bool) -> dict[str, StoredWeight]:
-    """Parameters and buffers of a checkpoint by all their names."""
+    """Return parameters and buffers of a checkpoint by all their names."""
     if not (path / INDEX_FILE).is_file():
         _require_zero(path)
     stored = StoredCheckpoint.from_path(path)
@@ -288,14 +290,15 @@ def _stored_weights(path: Path, exclude_frozen: bool) -> dict[str, StoredWeight]
 
 
 def _trained_names(stored: StoredCheckpoint, held: Mapping[str, str]) -> set[str]:
-    """Names of the parameters that are trained; in checkpoints that do not say, those of the optimizer's groups."""
+    """Return the names of the trained parameters. Checkpoints that do not record them have them in the optimizer's
+    groups."""
     if (frozen := stored.engine_data.get("frozen")) is not None:
         return set(held) - set(frozen)
     return {name for group in stored.engine_data.get("groups", []) for name in group["parameters"]}
 
 
 def _require_zero(path: Path) -> None:
-    """Raises unless a directory has what DeepSpeed's stages 1 to 3 write."""
+    """Raise unless a directory has the files that DeepSpeed's stages 1 to 3 write."""
     for file in get_model_state_files(path)[:1]:
         value = read_torch_file(Path(file))
         if not isinstance(value, dict) or "buffer_names" not in value:

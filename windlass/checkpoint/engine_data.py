@@ -1,4 +1,4 @@
-"""The schema of the plain data that an engine saves beside its tensors (docs/checkpoint-format.md)."""
+"""Schema of the plain data that an engine saves besides its tensors (docs/checkpoint-format.md)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from windlass.checkpoint.checkpoint_index import Count, validation_message
 
 
 def _check_hyperparameters(values: dict[str, Any]) -> dict[str, Any]:
-    """Refuse hyper-parameters that no optimizer takes, by the names that all of them use."""
+    """Reject invalid hyper-parameters, by the names that all optimizers use."""
     for key in ("lr", "initial_lr", "max_lr", "min_lr", "weight_decay", "eps", "momentum", "step"):
         value = values.get(key, 0)
         if isinstance(value, bool) or (isinstance(value, (int, float)) and not 0 <= value < float("inf")):
@@ -99,7 +99,7 @@ class _SavedAverage(_EngineDataModel):
 
 
 class EngineData(_EngineDataModel):
-    """All keys that windlass reads; a key that is not there was not saved."""
+    """All keys that windlass reads. A missing key was not saved."""
 
     engine: _Counters | None = None
     layout: _Layout | None = None
@@ -128,14 +128,14 @@ _REQUIRED = ("engine", "layout", "groups", "loss_scale", "schedule", "client", "
 
 
 def require_engine_data(plain: Any, path: object, *, require_all: bool = False) -> dict[str, Any]:
-    """Check the plain data of a checkpoint, which is returned as it is.
+    """Check the plain data of a checkpoint and return a copy.
 
     Args:
-        path: of the checkpoint, for errors.
-        whole: all that an engine needs must be there.
+        path: path of the checkpoint, for messages.
+        require_all: raise if a key is missing that an engine needs.
 
     Raises:
-        CheckpointError: a value has another type or range than an engine writes. It names the key.
+        CheckpointError: a value has another type or range than an engine writes. The message names the key.
     """
     if not isinstance(plain, Mapping):
         raise CheckpointError(f"{path}: its plain data is a {type(plain).__name__}, not a dictionary")
@@ -156,7 +156,7 @@ def require_engine_data(plain: Any, path: object, *, require_all: bool = False) 
 
 
 def _check_names(plain: Mapping[str, Any], path: object) -> None:
-    """States that are plain values have them; a parameter is in one group."""
+    """Check that each state of kind `value` has its value, and that each parameter is in one group."""
     values = plain.get("values", {})
     for name, kinds in plain.get("states", {}).items():
         for key, kind in kinds.items():

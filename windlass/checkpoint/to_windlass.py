@@ -1,7 +1,7 @@
-"""A checkpoint of DeepSpeed's as one of windlass', by the command line of DeepSpeed's `ds_to_universal`.
+"""Conversion of a DeepSpeed checkpoint to a windlass checkpoint, with the command line of `ds_to_universal`.
 
-What that command is for, going on with another number of ranks or at another stage, needs no conversion here:
-DeepSpeed's directories and our own load in any layout. What it makes is read without looking into pickles.
+DeepSpeed's command enables resuming with another number of ranks or at another stage. That needs no conversion here:
+DeepSpeed's directories and windlass' own load in any layout. The converted checkpoint contains no pickles.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LATEST_UNIVERSAL = "latest_universal"
 
 
 class _StoredTensorStorage:
-    """The drawer of one tensor of another checkpoint: in memory while it is open."""
+    """Lazy storage handle of one tensor of another checkpoint."""
 
     is_resident = False
 
@@ -46,13 +46,13 @@ class _StoredTensorStorage:
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """As `Drawer`."""
+        """See `LazyStorage`."""
         self._values = self._stored.read_full(self._name).view(-1)
         yield
         self._values = None
 
     def shard(self) -> FlatShard:
-        """All of it."""
+        """Return the full tensor as a shard."""
         like = self._stored.meta_tensor(self._name)
         return FlatShard(
             self._name, tuple(like.shape), 0, LazyFlatTensor(like.numel(), like.dtype, self, self._loaded_values)
@@ -64,16 +64,16 @@ class _StoredTensorStorage:
 
 
 def convert_to_windlass(source: Path, target: Path, parameter_order: ParameterOrder | None = None) -> Path:
-    """Writes the checkpoint in `source`, a tag's directory, as the windlass checkpoint `target`; whole or not at all.
+    """Write the checkpoint in `source`, a tag's directory, as the windlass checkpoint `target`, atomically.
 
     Memory: one tensor at a time.
 
     Args:
-        order: of the optimizer's parameters, by group; DeepSpeed's stage 0 keeps states under their numbers, and
-            without it they are left out.
+        parameter_order: the optimizer's parameters by group. DeepSpeed's stage 0 stores states by parameter number;
+            without this argument they are left out.
 
     Raises:
-        CheckpointError: there is no checkpoint in `source`, it is damaged, or `target` can't be written.
+        CheckpointError: there is no checkpoint in `source`, it is damaged, or `target` cannot be written.
     """
     if is_checkpoint(source):
         draft = StagingCheckpoint(target.parent, target.name)
@@ -104,7 +104,7 @@ def convert_to_windlass(source: Path, target: Path, parameter_order: ParameterOr
 
 
 def _copy_files(source: Path, target: Path) -> None:
-    """Copy the regular files of a checkpoint. What is none, or a link out of the directory, is not, which is said."""
+    """Copy the regular files of a checkpoint. Skip other files and links out of the directory, with a warning."""
     for path in sorted(source.iterdir()):
         if path.name[0] == ".":
             continue
@@ -121,13 +121,13 @@ def _copy_files(source: Path, target: Path) -> None:
 
 @exit_quietly_on_broken_pipe()
 def main(argv: Any = None) -> int:
-    """The command; the exit code.
+    """Run the command and return its exit code.
 
     Args:
-        argv: arguments; or an object that has `input_folder` and `output_folder`, of a script that calls this.
+        argv: arguments; or an object with `input_folder` and `output_folder`, from a script that calls this function.
 
     Raises:
-        CheckpointError: a script's could not be converted.
+        CheckpointError: the conversion failed, for a call with such an object.
     """
     if argv is not None and not isinstance(argv, (list, tuple)):
         _convert(Path(argv.input_folder), Path(argv.output_folder))
