@@ -1,4 +1,4 @@
-"""Entry point of the library: builds an engine from a model and a configuration. The only file that imports every part."""
+"""Entry point of the library: builds an engine from a model and a configuration. It imports every other part."""
 
 from __future__ import annotations
 
@@ -214,7 +214,9 @@ def setup_distributed(config: Config, port: int = 29500) -> None:
 
 def _mpu_from_topology(model: nn.Module) -> Any:
     """Build the process groups of a pipeline model whose topology has a tensor-parallel axis; None for other models.
-    Collective."""
+
+    Collective.
+    """
     topology = model.topology() if isinstance(model, PipelineSequential) else None
     return PipelineParallelGrid(topology) if topology is not None and topology.get_dim("model") > 1 else None
 
@@ -260,8 +262,10 @@ def _watchdog_limits(config: Config) -> watchdog.WatchdogLimits | None:
 
 
 def _collective_timeout(config: Config) -> timedelta:
-    """Return the timeout of a collective. It exceeds the watchdog's timeout, so that the watchdog can report the cause
-    first."""
+    """Return the timeout of a collective.
+
+    It exceeds the watchdog's timeout, so that the watchdog can report the cause first.
+    """
     section = config.watchdog
     patience = timedelta(seconds=1.5 * section.timeout_s) if section.enabled else DEFAULT_TIMEOUT
     return default_timeout(max(DEFAULT_TIMEOUT, patience))
@@ -290,8 +294,9 @@ def _check_hardware(config: Config, device: torch.device) -> None:
 
 
 def _destroy_previous_engines(model: nn.Module, *, allow_training: bool) -> None:
-    """Destroy an existing evaluation engine of this model. A training engine is destroyed only if `allow_training` is
-    set.
+    """Destroy an existing evaluation engine of this model.
+
+    A training engine is destroyed only if `allow_training` is set.
 
     Raises:
         ModelError: the model has a training engine and `allow_training` is False.

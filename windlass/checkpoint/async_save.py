@@ -28,8 +28,9 @@ _SPARE = 1.2  # required free memory, as a multiple of the copy's size
 
 
 class AsyncSave:
-    """Manager of at most one save, from `start` to `finish`. All methods are collective except `failure_flag` and
-    `wait`.
+    """Manager of at most one save, from `start` to `finish`.
+
+    All methods are collective except `failure_flag` and `wait`.
 
     Args:
         ranks: the global ranks that save together.
@@ -111,8 +112,10 @@ class AsyncSave:
         return replace(ranks, group=self._group, in_background=True)
 
     def _copy_to_host(self, file: RankFile, pin: bool) -> Exception | None:
-        """Copy resident tensors; if memory is too small for the copy, write them now. Return an error for the thread to
-        report."""
+        """Copy resident tensors; if memory is too small for the copy, write them now.
+
+        Return an error for the thread to report.
+        """
         try:
             wanted = file.copy_nbytes
             if self._host_buffer is None or self._host_buffer.numel() < wanted:

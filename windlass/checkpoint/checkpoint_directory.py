@@ -191,8 +191,10 @@ def disk_errors(path: Path, needed: int) -> Iterator[None]:
 
 
 def fsync_directory(directory: Path) -> None:
-    """Make the names in `directory` durable. Does nothing on Windows, which cannot open a directory and needs no such
-    call."""
+    """Make the names in `directory` durable.
+
+    Does nothing on Windows, which cannot open a directory and needs no such call.
+    """
     if os.name == "nt":
         return
     handle = os.open(directory, os.O_RDONLY)

@@ -62,7 +62,7 @@ class UnfinishedSave:
 
 @dataclass(frozen=True)
 class CheckpointListing:
-    """Result of `list_checkpoints`. `problem` describes an error of the directory, such as a `latest` without a target."""
+    """Result of `list_checkpoints`. `problem` describes an error of the directory, such as a dangling `latest`."""
 
     checkpoints: tuple[ListedCheckpoint, ...]
     leftovers: tuple[UnfinishedSave, ...]

@@ -162,7 +162,7 @@ class CheckpointSave:
             self.file.release_storages()
 
     def _create_node_staging(self, path: Path, ranks: CheckpointRanks) -> Path:
-        """Return the staging directory of this rank's node. A node that does not see rank 0's directory makes its own."""
+        """Return the staging directory of this rank's node. A node that does not see rank 0's directory makes one."""
         nodes = NodeDisks.detect(path, ranks)
         if not nodes.has_several:
             return path

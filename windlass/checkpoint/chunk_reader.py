@@ -187,7 +187,10 @@ class ChunkReader:
                 part.copy_(straight)
 
     def _read_whole(self, file: TensorFile, parts: list[Wanted], targets: list[torch.Tensor]) -> None:
-        """Fill targets that are not flat ranges of the box, as other planners may request, from the full box in memory."""
+        """Fill targets that are not flat ranges of the box from the full box in memory.
+
+        Other planners may request these.
+        """
         chunk = parts[0].chunk
         whole = torch.empty(chunk.sizes, dtype=parts[0].dtype, device="cpu")
         file.read_into(chunk.entry, whole, chunk.crc32)

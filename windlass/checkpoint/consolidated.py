@@ -78,8 +78,10 @@ def get_model_state_file(checkpoint_dir: str | os.PathLike[str], zero_stage: int
 
 
 def get_checkpoint_files(checkpoint_dir: str | os.PathLike[str], glob_pattern: str) -> list[str]:
-    """Return files of a tag's directory, ordered by the numbers in their names. Raises FileNotFoundError if there is
-    none."""
+    """Return files of a tag's directory, ordered by the numbers in their names.
+
+    Raises FileNotFoundError if there is none.
+    """
     root = _require_directory(checkpoint_dir)
     found = sorted((str(path) for path in root.glob(glob_pattern)), key=_natural_sort_key)
     if not found:
@@ -290,8 +292,10 @@ def _stored_weights(path: Path, exclude_frozen: bool) -> dict[str, StoredWeight]
 
 
 def _trained_names(stored: StoredCheckpoint, held: Mapping[str, str]) -> set[str]:
-    """Return the names of the trained parameters. Checkpoints that do not record them have them in the optimizer's
-    groups."""
+    """Return the names of the trained parameters.
+
+    Checkpoints that do not record them have them in the optimizer's groups.
+    """
     if (frozen := stored.engine_data.get("frozen")) is not None:
         return set(held) - set(frozen)
     return {name for group in stored.engine_data.get("groups", []) for name in group["parameters"]}

@@ -32,12 +32,12 @@ _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 @dataclass(frozen=True)
 class StoredWeight:
-    """A parameter or buffer that is to be read.
+    """Stored parameter or buffer to convert.
 
     Attributes:
         name: the first of its names.
-        dtype: in which it is given.
-        where: its name in `stored`.
+        dtype: dtype of the values that are returned.
+        stored_name: its name in `stored`.
     """
 
     name: str
@@ -150,7 +150,10 @@ def _nbytes(weight: StoredWeight, dtype: torch.dtype) -> int:
 def _split_into_files(
     weights: Mapping[str, StoredWeight], dtype: torch.dtype, max_shard_bytes: int | None
 ) -> list[dict[str, StoredWeight]]:
-    """Group consecutive tensors into files of at most `max_shard_bytes` bytes, at least one each. Aliases share a file."""
+    """Group consecutive tensors into files of at most `max_shard_bytes` bytes, at least one tensor each.
+
+    Further names of a tied tensor are in the same file as the tensor.
+    """
     shards: list[dict[str, StoredWeight]] = [{}]
     size, place = 0, dict[str, int]()
     for name, weight in weights.items():

@@ -42,19 +42,19 @@ MODEL_FILE = "mp_rank_00_model_states.pt"
 
 @dataclass(frozen=True)
 class DeepSpeedTarget:
-    """What DeepSpeed's engine would have been.
+    """Description of the DeepSpeed engine whose files are written.
 
     Attributes:
-        stage, ranks: of ZeRO, and of data parallelism.
-        sub_group: at stage 3, `sub_group_size`.
-        round_robin: `round_robin_gradients`, by which stages 1 and 2 order parameters.
-        half: `bf16` or `fp16`, where it is enabled.
-        module: names of the module's state dictionary, in order.
-        trained: names of the parameters that are trained.
-        flat_optimizer: at stage 0 under 16 bits, whether its optimizer is one that is stepped on flat groups.
-        clip: `gradient_clipping`.
-        scaling: of the loss, see `loss_scaler`.
-        config: the caller's.
+        stage, dp_world_size: ZeRO stage, and number of data-parallel ranks.
+        sub_group_size: `sub_group_size`, used at stage 3.
+        round_robin_gradients: `round_robin_gradients`, which determines the order of parameters at stages 1 and 2.
+        low_precision: `bf16` or `fp16`, if enabled.
+        state_dict_keys: names of the module's state dictionary, in order.
+        trainable_names: names of the trained parameters.
+        flat_optimizer: at stage 0 under 16 bits, True if DeepSpeed steps this optimizer on flat groups.
+        gradient_clipping: `gradient_clipping`.
+        loss_scaling: settings of the loss scale, see `loss_scale_fields`.
+        config: the caller's configuration.
     """
 
     stage: int
@@ -305,8 +305,10 @@ def _shapes_of(names: Sequence[str], shapes: Mapping[str, tuple[int, ...]]) -> d
 
 
 def _sub_groups(shapes: Mapping[str, tuple[int, ...]], ranks: int, most: int) -> Iterator[dict[str, tuple[int, ...]]]:
-    """Divide parameters into sub-groups, as stage 3 does. A sub-group ends with the parameter that reaches `most`
-    elements per rank."""
+    """Divide parameters into sub-groups, as stage 3 does.
+
+    A sub-group ends with the parameter that reaches `most` elements per rank.
+    """
     part: dict[str, tuple[int, ...]] = {}
     size = 0
     for name, shape in shapes.items():

@@ -23,13 +23,14 @@ _STEP = "step"
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """How some parameters lie flat.
+    """Flat layout of several parameters.
 
     Attributes:
-        shapes: of the parameters, in their order.
-        ranks: by how many they are cut.
-        part: elements of each rank's part.
-        each: each parameter is cut by itself; else they follow each other, and all of it is cut.
+        shapes: shapes of the parameters, in their order.
+        ranks: number of parts.
+        part_numel: elements of each rank's part.
+        shards_each_parameter: each parameter is divided by itself; else the parameters are concatenated and the whole
+            is divided.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -89,10 +90,10 @@ def per_parameter_layout(shapes: Mapping[str, tuple[int, ...]], ranks: int) -> F
 
 @dataclass(frozen=True)
 class FlatTensorSource:
-    """Spans of tensors of a checkpoint, one after the other.
+    """Consecutive spans of a checkpoint's tensors.
 
     Attributes:
-        where: under which name a parameter's tensor is stored; None where it has none, and zeros stand for it.
+        stored_name_of: returns the stored name of a parameter's tensor; None if it has none, which gives zeros.
     """
 
     stored: StoredCheckpoint

@@ -276,7 +276,10 @@ class _DeepSpeedDirectory:
     def _index_states(
         self, name: str, optimizers: list[dict[str, Any]], group: _SavedFlatGroup
     ) -> Iterator[tuple[str, list[StoredTensor]]]:
-        """Yield states with one value per element, as key and the tensors of all ranks. Record counts and plain values."""
+        """Yield each state with one value per element: its key, and its tensors on all ranks.
+
+        Step counts and plain values are recorded in `kinds` and `values` instead.
+        """
         found = [one["state"].get(group.number, {}) for one in optimizers]
         here = dict(found[0])
         holders = [one for one in optimizers[0]["param_groups"] if group.number in one.get("params", ())]

@@ -49,7 +49,10 @@ def read_deepspeed_metadata(first: Mapping[str, Any], saved: list[dict[str, Any]
 
 
 def _loss_scale(first: Mapping[str, Any], saved: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the state of `windlass.optim.loss_scale`. `good_steps` counts steps since the last overflow or doubling."""
+    """Return a state for `windlass.optim.loss_scale`.
+
+    `good_steps` counts the steps since the last overflow or doubling.
+    """
     scaler = saved[0].get("loss_scaler") if saved else None
     facts = scaler.attributes if isinstance(scaler, LossScalerStandIn) else first.get("optimizer") or {}
     if "cur_scale" not in facts:

@@ -95,7 +95,7 @@ def loss_scaler_object(
 
 
 def to_plain_data(value: Any) -> Any:
-    """Convert a value of the caller to plain data or objects of Python's standard library; any other value to its text."""
+    """Convert a caller's value to plain data or objects of Python's standard library; any other value to its text."""
     if value is None or isinstance(value, (bool, int, float, str, torch.Tensor, torch.dtype)):
         return value
     if isinstance(value, Mapping):

@@ -69,13 +69,13 @@ def is_contiguous(shape: tuple[int, ...], sizes: tuple[int, ...]) -> bool:
 
 @dataclass(frozen=True)
 class BoxPart:
-    """A box of a whole tensor, and where it is in a flat range of a part of that tensor.
+    """Box of a global tensor, and its position in a flat range of a local part of that tensor.
 
     Attributes:
-        offsets, sizes: in the whole.
-        inside: the box of the range that it lies in: its first element counted from the start of the range, and its
-            sizes.
-        starts: where it begins within that box.
+        offsets, sizes: position and sizes in the global tensor.
+        containing_start, containing_sizes: the box of the range that contains it: its first element counted from the
+            start of the range, and its sizes.
+        starts_in_box: position inside the containing box.
     """
 
     offsets: tuple[int, ...]

@@ -114,8 +114,10 @@ def _read_chunks(path: Path) -> Iterator[bytes | str | None]:
 
 
 def _receive_files(staging: Path, source: int, ranks: CheckpointRanks, problems: list[str]) -> None:
-    """Receive and write the files that this node lacks. After a failure, receive and drop the rest: the sender must not
-    block."""
+    """Receive and write the files that this node lacks.
+
+    After a failure, receive and drop the rest: the sender must not block.
+    """
     names = [name for name in _receive_object(source, ranks) if not (staging / name).exists()]
     _send_object(names, source, ranks)
     for name in names:

@@ -13,8 +13,9 @@ _OPEN = 64  # a checkpoint of more ranks has more files
 
 
 class OpenFileCache:
-    """Files of one checkpoint by name. The least recently used one is closed when the limit is reached, and reopened by
-    a read.
+    """Files of one checkpoint by name.
+
+    The least recently used one is closed when the limit is reached, and reopened by a read.
 
     Args:
         path: the checkpoint's directory.

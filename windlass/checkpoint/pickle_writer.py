@@ -1,4 +1,4 @@
-"""Writer of pickles for `torch.load` without the pickle module: plain data, tensors, and objects given by class name."""
+"""Writer of pickles for `torch.load` without the pickle module: plain data, tensors, and objects by class name."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ _STORAGES = {
 
 @dataclass(frozen=True, eq=False)
 class PlannedTensor:
-    """A tensor of a file that is to be written; the same object twice is one storage.
+    """Tensor to be written to a file. The same object twice shares one storage.
 
     Attributes:
-        dtype, shape: its own; contiguous.
-        parts: gives its elements as flat tensors that follow each other, when the file is written.
+        dtype, shape: its dtype and shape; it is contiguous.
+        parts: returns its elements as consecutive flat tensors, when the file is written.
     """
 
     dtype: torch.dtype
@@ -50,7 +50,7 @@ class PlannedTensor:
 
 @dataclass(frozen=True)
 class PickledObject:
-    """An object of a class that its reader knows by name: called with `given`, then given the attributes."""
+    """Object of a class given by name. The reader calls the class with `arguments`, then sets the attributes."""
 
     module: str
     name: str
@@ -79,8 +79,10 @@ def write_pickle(value: Any) -> tuple[bytes, list[PlannedTensor]]:
 
 
 class _PickleWriter:
-    """Writer of opcodes of pickle protocol 2. Only tensors are memoized, so that a tensor used twice is one object to
-    readers."""
+    """Writer of opcodes of pickle protocol 2.
+
+    Only tensors are memoized, so that a tensor used twice is one object to readers.
+    """
 
     def __init__(self) -> None:
         self.out: list[bytes] = []

@@ -1,4 +1,4 @@
-"""Plain data as JSON, with tags for values that JSON lacks. Tensors are stored apart under names; pickle is never used."""
+"""Encoding of plain data as JSON, without pickle. Values that JSON lacks are tagged; tensors are stored apart."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _DTYPES = {str(value): value for value in vars(torch).values() if isinstance(val
 
 @dataclass
 class _FoundTensors:
-    """Tensors that were found, by the names that they get.
+    """Tensors found during encoding, by the names they get.
 
     Attributes:
-        kinds: classes whose objects are tensors.
+        tensor_types: classes whose objects are stored as tensors.
     """
 
     prefix: str
@@ -42,8 +42,9 @@ class _FoundTensors:
 def encode(
     value: object, prefix: str, tensor_types: tuple[type[Any], ...] = (torch.Tensor,)
 ) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Encode plain data for `json.dumps`. Return it, and the tensors found in it by the names under which they are
-    stored.
+    """Encode plain data for `json.dumps`.
+
+    Return it, and the tensors found in it by the names under which they are stored.
 
     Tuples, sets, bytes, dtypes, numpy arrays, dictionaries with other keys than strings, infinities and NaNs are
     restored exactly; namespaces as argparse's, numpy numbers as Python's, paths as text.

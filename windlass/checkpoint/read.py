@@ -16,8 +16,9 @@ from windlass.checkpoint.stored_checkpoint import StoredCheckpoint, missing_name
 def read_full(
     directory: str | os.PathLike[str], tag: str | None = None, names: Iterable[str] | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, full CPU tensor) for each of `names`, or for all tensors if it is None. No process group, not
-    collective.
+    """Yield (name, full CPU tensor) for each of `names`, or for all tensors if it is None.
+
+    No process group, not collective.
 
     Memory: one full tensor at a time, if the caller drops each before taking the next.
 

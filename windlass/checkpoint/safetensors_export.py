@@ -1,4 +1,4 @@
-"""Export of any checkpoint's weights as Hugging Face safetensors files, in one process with a few megabytes of memory."""
+"""Export of any checkpoint's weights as Hugging Face safetensors files, in one process and a few megabytes."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 @dataclass(frozen=True)
 class ExportResult:
-    """What an export wrote.
+    """Result of an export.
 
     Attributes:
-        tensors, nbytes: how many tensors, and their bytes.
+        tensors, nbytes: number of tensors, and their bytes.
         files: names of the safetensors files.
-        tied: other names of tensors that are in the files once, with the names under which they are.
-        companions: files that were taken along.
+        tied: aliases of tensors that are stored once, with the names under which they are stored.
+        companions: further files that were copied.
         absent: parameters that the checkpoint does not hold.
     """
 

@@ -45,7 +45,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class WrittenFile:
-    """What the first rank has to know of a rank's file: its size, and the crc32 of each entry in order."""
+    """Size of a rank's file and the crc32 of each entry in order, sent to the first rank."""
 
     nbytes: int
     checksums: list[int]

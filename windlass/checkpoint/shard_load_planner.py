@@ -20,8 +20,7 @@ class Wanted(NamedTuple):
     Attributes:
         chunk, dtype: the stored box.
         offsets, sizes: the part, counted from the box's first element.
-        into: returns that memory `[sizes]`, on any device and of any dtype, while the storage handle is open.
-        drawer: the lazy storage handle of that memory; None if it is resident.
+        into: returns that memory `[sizes]`, on any device and of any dtype. A lazy storage handle must be open.
         done: called with the memory once it is filled.
     """
 

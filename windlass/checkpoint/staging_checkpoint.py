@@ -67,7 +67,10 @@ class StagingCheckpoint:
         self._release = weakref.finalize(self, _close, lock)
 
     def commit(self) -> Path:
-        """Rename the directory to the tag, and return the path. A former checkpoint of that tag is intact until then."""
+        """Rename the directory to the tag, and return the path.
+
+        A former checkpoint of that tag stays intact until then.
+        """
         final, former = self._directory / self._tag, replaced_path(self._directory, self._tag)
         with disk_errors(final, 0), rename_lock(self._directory):
             fsync_directory(self.path)
@@ -94,8 +97,10 @@ class StagingCheckpoint:
 
 
 def remove_stale_staging(directory: Path) -> list[Path]:
-    """Remove staging directories whose writer is gone, and leftovers of replaced checkpoints. Return those of live
-    writers."""
+    """Remove staging directories whose writer is gone, and leftovers of replaced checkpoints.
+
+    Return those of live writers.
+    """
     living: list[Path] = []
     for path in directory.glob(".*.replaced"):
         if path.is_dir() and not path.is_symlink() and is_checkpoint(directory / path.name[1 : -len(".replaced")]):

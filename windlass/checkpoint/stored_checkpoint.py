@@ -28,8 +28,10 @@ _AT_ONCE = 1 << 20  # elements of a part
 
 
 def split_checkpoint_path(path: str | os.PathLike[str]) -> tuple[Path, str | None]:
-    """Split a user's checkpoint path into directory and tag. A checkpoint directory without tag (its latest) gives
-    None."""
+    """Split a user's checkpoint path into directory and tag.
+
+    A checkpoint directory without tag (its latest) gives None.
+    """
     given = Path(path)
     if (given / INDEX_FILE).is_file() or is_deepspeed_checkpoint(given):
         whole = given.absolute() if given.name in ("", "..") else given
@@ -152,8 +154,9 @@ class StoredCheckpoint:
         return whole
 
     def iter_parts(self, name: str, part_numel: int = _AT_ONCE) -> Iterator[torch.Tensor]:
-        """Yield the full tensor as consecutive flat parts of at most `part_numel` elements. The next part overwrites a
-        part.
+        """Yield the full tensor as consecutive flat parts of at most `part_numel` elements.
+
+        The next part overwrites a part.
 
         Raises:
             CheckpointError: as `read_full`; damage is detected at the end of the damaged box.

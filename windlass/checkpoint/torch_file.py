@@ -57,7 +57,7 @@ _MOST_DIMS = 64
 
 @dataclass(frozen=True, slots=True)
 class _Storage:
-    """A record of the file, and its elements' type."""
+    """Record of the file that holds a storage, and the dtype of its elements."""
 
     dtype: torch.dtype
     record: ZipRecord
@@ -214,7 +214,7 @@ class TorchFile(TensorFile):
 
 
 def find_damaged_record(path: Path) -> str:
-    """Return the name of the first record of a `torch.save` file whose checksum does not match; an empty text if none."""
+    """Return the name of the first record of a `torch.save` file whose checksum does not match; empty if none."""
     file = TorchFile(path)
     with file:
         return file.first_damaged_record()

@@ -36,8 +36,9 @@ def write_torch_file(path: Path, value: Any) -> None:
 
 
 class TorchFileWriter:
-    """Writer of a file whose plain data is written first, and then one tensor after the other. Use it in a `with`
-    statement.
+    """Writer of a file whose plain data is written first, and then one tensor after the other.
+
+    Use it in a `with` statement.
 
     If the statement ends without an error, the file is complete and durable.
 

@@ -117,6 +117,7 @@ class CheckpointMethods:
         self, exclude_frozen_parameters: bool = False
     ) -> dict[str, torch.Tensor] | None:
         """Return full parameters and buffers in their compute dtype on the CPU of rank 0; None on other ranks.
+
         Collective.
 
         Raises:
@@ -149,6 +150,7 @@ class CheckpointMethods:
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
     ) -> bool:
         """Write full parameters and buffers in their compute dtype to one file, with one unit in memory at a time.
+
         Collective.
 
         Args:

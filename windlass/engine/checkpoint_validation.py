@@ -55,7 +55,11 @@ def require_compatible(saved: Any, current: Any, where: str) -> None:
 
 
 def check_saved_groups(engine: Engine, match: GroupMatch, saved: GroupMetadata) -> None:
-    """Check the hyper-parameters that `load_hyperparameters` will load. Raises CheckpointError if one has another type."""
+    """Check the hyper-parameters that `load_hyperparameters` will load.
+
+    Raises:
+        CheckpointError: a saved value has another type than the current one.
+    """
     assert engine._optimizer is not None
     for number, (group, source) in enumerate(zip(engine._optimizer.param_groups, match.source, strict=True)):
         values = {} if source is None else saved[source]["values"]

@@ -17,8 +17,10 @@ _SUCCEEDED, _EXHAUSTED, _FAILED = range(3)
 
 
 class PeerMemoryError(PeerError, torch.OutOfMemoryError):
-    """`PeerError` raised because a rank ran out of memory. A script that catches OutOfMemoryError catches it on every
-    rank."""
+    """`PeerError` raised because a rank ran out of memory.
+
+    A script that catches OutOfMemoryError catches it on every rank.
+    """
 
 
 class CollectiveErrorCheck:

@@ -37,8 +37,10 @@ def build_deepspeed_target(engine: Engine) -> DeepSpeedTarget:
 
 
 def _state_dict_keys(model: nn.Module) -> Iterator[str]:
-    """Yield the keys of the model's `state_dict()` in its order. `state_dict()` itself raises if parameters are
-    sharded."""
+    """Yield the keys of the model's `state_dict()` in its order.
+
+    `state_dict()` itself raises if parameters are sharded.
+    """
     extra = set(extra_state_names(model))
     for prefix, module in model.named_modules(remove_duplicate=False):
         dotted = f"{prefix}." if prefix else ""

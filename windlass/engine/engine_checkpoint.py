@@ -85,7 +85,10 @@ def save_engine(
     exclude_frozen_parameters: bool | None,
     blocking: bool,
 ) -> bool:
-    """Save a checkpoint as `Engine.save_checkpoint` describes. Of offloaded states, one chunk is in memory at a time."""
+    """Save a checkpoint as `Engine.save_checkpoint` describes.
+
+    One chunk of the offloaded states is in memory at a time.
+    """
     model = engine._sharded
     if not isinstance(client_state, Mapping):
         raise CheckpointError(f"client_state is a {type(client_state).__name__}; give a dict of plain data")

@@ -107,6 +107,7 @@ def load_full_state_dict(
 
 def load_with_function(model: ShardedModel, state: Mapping[str, Any], custom_load_fn: Callable[..., Any]) -> None:
     """Run `custom_load_fn(src=state, dst=module)` on every rank with gathered parameters. Rank 0's changes are kept.
+
     Collective.
 
     Every rank needs memory for the full model.

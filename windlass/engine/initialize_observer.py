@@ -14,8 +14,9 @@ if TYPE_CHECKING:
 
 
 class InitializeObserver:
-    """Observer that sees every model before it is sharded and every engine when it is built. This base class does
-    nothing.
+    """Observer that sees every model before it is sharded and every engine when it is built.
+
+    This base class does nothing.
 
     Attributes:
         config_override: configuration used in place of the one that a script passes; None: the script's own.

@@ -1,4 +1,4 @@
-"""Synchronization of module buffers (running statistics): rank 0's values are broadcast, as in DistributedDataParallel."""
+"""Synchronization of module buffers (running statistics): broadcast from rank 0, as in DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -73,8 +73,9 @@ def _fp32_patterns_of_model(model: nn.Module, param_dtype: torch.dtype) -> Itera
 
 
 class BufferSynchronizer:
-    """Synchronizer of a model's buffers. They are broadcast at the first training forward after a step, if a rank
-    changed one.
+    """Synchronizer of a model's buffers.
+
+    They are broadcast at the first training forward after a step, if a rank changed one.
 
     Args:
         model: the model.

@@ -142,8 +142,10 @@ class ChunkLoadStorage:
         return bool(self._conversions)
 
     def expect_states(self, entry: StateEntry, scalars: dict[str, Any]) -> None:
-        """Load the checkpoint's states of one entry. `scalars` holds its step counts, loaded before, and its plain
-        values."""
+        """Load the checkpoint's states of one entry.
+
+        `scalars` holds its step counts, loaded before, and its plain values.
+        """
         self._loads_states = True
         self._expected[entry.state_key], self._scalars[entry.state_key] = {}, scalars
 

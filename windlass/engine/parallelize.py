@@ -92,8 +92,10 @@ def _broadcast_groups(mesh: Mesh, separately_built_axes: Collection[str]) -> lis
 
 
 def _broadcast_tied_parameters(model: nn.Module, mesh: Mesh) -> None:
-    """Broadcast parameters shared by several stages, which built them separately, from the first one. Collective over
-    these stages."""
+    """Broadcast parameters shared by several stages, which built them separately, from the first one.
+
+    Collective over these stages.
+    """
     for name, parameter in sorted(model.named_parameters()):
         stages = get_placement(parameter).shared_stages
         if stages and parameter.numel():
@@ -106,7 +108,9 @@ def _broadcast_tied_parameters(model: nn.Module, mesh: Mesh) -> None:
 
 def _broadcast_model(model: nn.Module, groups: list[RankGroup], deferred: ShardedInitPartitioner) -> None:
     """Broadcast full parameters and buffers from the first rank of these groups, except those in `deferred`.
-    Collective."""
+
+    Collective.
+    """
     with WaitScope("the sending of the first rank's model"), torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.device.type == "meta":

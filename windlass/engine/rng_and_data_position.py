@@ -19,7 +19,7 @@ _RESUMABLE = (EpochLoader, SequenceLoader, CyclingLoader)
 
 
 def rng_state(device: torch.device) -> dict[str, Any]:
-    """Return the states of this rank's generators: torch, Python, numpy if it is imported, the device, and named ones."""
+    """Return the states of this rank's generators: torch, Python, numpy if imported, the device, and named ones."""
     version, numbers, gauss = random.getstate()
     state: dict[str, Any] = {
         "torch": torch.get_rng_state(),
@@ -66,8 +66,10 @@ def check_data_position(engine: Engine, state: dict[str, Any] | None) -> None:
 
 
 def set_data_position(engine: Engine, state: dict[str, Any] | None) -> str:
-    """Resume from a `data_position`, after `check_data_position`. Return a description of the position, or an empty
-    text."""
+    """Resume from a `data_position`, after `check_data_position`.
+
+    Return a description of the position, or an empty text.
+    """
     loader = engine.training_dataloader
     if state is None or not isinstance(loader, _RESUMABLE):
         return ""

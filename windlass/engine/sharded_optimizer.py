@@ -49,8 +49,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return self.loss_scale
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Call `engine.step()`. In the DeepSpeed compatibility layer, `step` leaves the learning rate scheduler to the
-        script."""
+        """Call `engine.step()`.
+
+        In the DeepSpeed compatibility layer, `step` leaves the learning rate scheduler to the script.
+        """
         if closure is not None:
             raise ModelError(
                 "a closure would need a gradient in the middle of a step; call engine.backward, then engine.step"
@@ -110,7 +112,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return {"state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a plain torch optimizer's `state_dict()`, the same on every rank. `fused` and `foreach` are unchanged."""
+        """Load a plain torch optimizer's `state_dict()`, the same on every rank. `fused` and `foreach` stay unchanged."""
         given = state_dict["param_groups"]
         if [len(g["params"]) for g in given] != [len(g["params"]) for g in self.param_groups]:
             raise ModelError(

@@ -127,7 +127,7 @@ class _HashPair:
 
 @dataclass(frozen=True)
 class _HashedShard:
-    """Shard, the hash that it is added to, and the index and number of the equal shares of which this rank hashes one."""
+    """Shard, and the hash that it is added to. This rank hashes one of `replica_count` equal parts of the shard."""
 
     shard: FlatShard
     target_hash: TensorHash

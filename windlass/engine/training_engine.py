@@ -236,8 +236,9 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
         return loss.float() * self._scaler.scale if self._scaler.scale != 1.0 else loss
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
-        """End a micro-batch. At the accumulation boundary clip, update, clear gradients and advance the learning rate
-        scheduler.
+        """End a micro-batch.
+
+        At the accumulation boundary clip, update, clear gradients and advance the learning rate scheduler.
 
         Raises:
             LossError: a gradient is not finite (under fp16, or with `skips_nonfinite_steps`, such a step is skipped
@@ -355,8 +356,10 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients locally in backwards inside; the first backward outside reduces all. Works at every
-        stage."""
+        """Accumulate gradients locally in backwards inside; the first backward outside reduces all.
+
+        Works at every stage.
+        """
         if self._sharded.policy.grad:
             extra = (
                 sum(s.unit.layout.padded for s in self._sharded.slots)
@@ -481,8 +484,9 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
         return torch.autocast(self.device.type, dtype=parse_dtype(section.dtype or "bf16"))
 
     def set_batch_sizes(self, train_batch_size: int, micro_batch_size: int, gradient_accumulation_steps: int) -> None:
-        """Change the batch sizes from the next step on. `train_batch_size` is the product of the other two and the
-        number of ranks.
+        """Change the batch sizes from the next step on.
+
+        `train_batch_size` is the product of the other two and the number of ranks.
 
         Raises:
             ModelError: a step has begun.
@@ -539,8 +543,10 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
         self._sharded.state_offloader.reload()
 
     def report(self) -> dict[str, Any]:
-        """Return the bytes kept by slot and tier and by unit, the unsharded units, and the traffic of a step. Rank 0
-        logs it."""
+        """Return the bytes kept by slot and tier and by unit, the unsharded units, and the traffic of a step.
+
+        Rank 0 logs it.
+        """
         return self._reporter.report()
 
     def deepspeed_io(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
