@@ -153,8 +153,7 @@ def parse_index(text: str, path: Path) -> CheckpointIndex:
 
 
 def entry_name(name: str, shape: tuple[int, ...], box: tuple[tuple[int, ...], tuple[int, ...]]) -> str:
-    """Return the entry name of a box (offsets, sizes): the tensor's name for a full tensor, else with `@` and the
-    offsets."""
+    """Return the entry name of a box (offsets, sizes): the tensor's name, with `@` and the offsets if it is a part."""
     return name if box[1] == shape else f"{name}@{','.join(map(str, box[0]))}"
 
 

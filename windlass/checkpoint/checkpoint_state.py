@@ -72,8 +72,7 @@ class OffloadedStorage:
 
 @dataclass(frozen=True)
 class LazyFlatTensor:
-    """Placeholder for a tensor `[numel]` that is in memory only while its storage handle is open; `get` then returns
-    it."""
+    """Placeholder for a tensor `[numel]` that `get` returns while its storage handle is open."""
 
     numel: int
     dtype: torch.dtype

@@ -43,8 +43,7 @@ _IGNORED_GROUP_KEYS = frozenset({"params", "param_names", "step", "fused", "fore
 
 
 def read_any_index(path: Path, parameter_order: ParameterOrder | None = None) -> CheckpointIndex:
-    """Return the index of the checkpoint directory `path`: its `checkpoint.json`, or an index built from DeepSpeed's
-    files.
+    """Return the index of the checkpoint directory `path`, read from `checkpoint.json` or built from DeepSpeed's files.
 
     Args:
         parameter_order: parameter order of the optimizer that loads the states. Without it, the states of DeepSpeed's

@@ -61,8 +61,10 @@ def flat_start(shape: tuple[int, ...], offsets: tuple[int, ...]) -> int:
 
 
 def is_contiguous(shape: tuple[int, ...], sizes: tuple[int, ...]) -> bool:
-    """Return True if a box of `sizes` in a tensor of `shape` is one flat range: sizes 1, then any size, then full
-    sizes."""
+    """Return True if a box of `sizes` in a tensor of `shape` is one flat range.
+
+    Its sizes are then 1 in the first dimensions, any size in the next one, and full sizes in the others.
+    """
     outermost = next((dim for dim, size in enumerate(sizes) if size != 1), len(sizes))
     return sizes[outermost + 1 :] == shape[outermost + 1 :]
 
@@ -120,8 +122,11 @@ def place_range(placement: Placement, start: int, stop: int) -> Iterator[BoxPart
 def flat_ranges_of_box(
     shape: tuple[int, ...], offsets: tuple[int, ...], values: torch.Tensor
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield the elements of a box of a tensor of `shape` as flat ranges: position of the first element, and values
-    `[n]`."""
+    """Yield the elements of a box of a tensor of `shape` as flat ranges.
+
+    Yields:
+        The flat position of the range's first element in the tensor, and the values `[n]`.
+    """
     if not values.numel():
         return
     if is_contiguous(shape, tuple(values.shape)):

@@ -174,8 +174,10 @@ class RankFile:
 
 
 def group_items_by_storage(items: Iterable[RankFileItem]) -> list[tuple[LazyStorage | None, list[RankFileItem]]]:
-    """Group items by the storage handle that must be open for them: first items without one, then in order of
-    appearance."""
+    """Group items by the storage handle that must be open for them.
+
+    Items that need no handle come first, then the handles in order of appearance.
+    """
     found: dict[int, tuple[LazyStorage | None, list[RankFileItem]]] = {}
     for item in items:
         found.setdefault(id(item.storage), (item.storage, []))[1].append(item)

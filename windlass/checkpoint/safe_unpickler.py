@@ -341,8 +341,9 @@ _CONTAINER_TYPES = (dict, list, tuple, set, frozenset, PickleStandIn, bytes)
 
 
 def check_tree(value: Any, budget: MemoryBudget) -> None:
-    """Check a value as code that traverses it sees it: limit its depth, and charge each reference, also to a shared
-    object.
+    """Check the nesting depth of a value, and charge each of its references to the budget.
+
+    Code that traverses a value visits an object once per reference, so shared objects are charged several times.
 
     Raises:
         PickleError: it is too deep, contains itself, or has more references than the budget allows.

@@ -48,8 +48,7 @@ class CheckpointMethods:
         return str(compute_fingerprint(self._sharded))
 
     def full_state_dict(self, *, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
-        """Return full parameters, buffers and extra states (`get_extra_state`) by name, as the plain model's
-        `state_dict()` does.
+        """Return full parameters, buffers and extra states (`get_extra_state`), named as in a plain `state_dict()`.
 
         They are on the CPU of rank 0; other ranks get an empty dictionary. Collective.
         """

@@ -132,8 +132,7 @@ class FullParameterGather:
 
 
 def _is_sending_rank(unit: Unit, mesh: Mesh) -> bool:
-    """Return True if this rank sends the unit: it is the first of the ranks that hold, or all-gather, the same full
-    unit."""
+    """Return True if this rank sends the unit: it is the first rank that holds, or all-gathers, the full unit."""
     # experts that differ from those of the other ranks along ep
     apart = unit.kind.is_expert and unit.placements[0].is_full
     data = unit.dp_group.mesh.data if apart else mesh.dense.data

@@ -64,8 +64,10 @@ def _glob(name: str) -> str:
 
 
 def _fp32_patterns_of_model(model: nn.Module, param_dtype: torch.dtype) -> Iterator[str]:
-    """Yield patterns of the names that transformers models in `model` keep in fp32: some for both 16-bit dtypes, some
-    for fp16 only."""
+    """Yield patterns of the names that transformers models in `model` keep in fp32.
+
+    Some models keep names in fp32 for both 16-bit dtypes, and some only for fp16.
+    """
     lists = ["_keep_in_fp32_modules_strict"] + (["_keep_in_fp32_modules"] if param_dtype == torch.float16 else [])
     for prefix, module in model.named_modules():
         for name in (name for one in lists for name in getattr(module, one, None) or ()):

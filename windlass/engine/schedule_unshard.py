@@ -14,10 +14,10 @@ from windlass.zero.sharded_model import ShardedModel
 
 
 class ScheduleUnshardPolicy:
-    """Unsharding policy of a pipeline rank: once per step if the configuration requests it and memory allows, else once
-    per micro-batch.
+    """Policy of a pipeline rank to unshard its parameters once per step or once per micro-batch.
 
-    Its construction is collective over the ranks that share a stage, which decide alike.
+    It is once per step if the configuration requests it and memory allows. Its construction is collective over the
+    ranks that share a stage, which decide alike.
 
     Args:
         sharded: the rank's stages.

@@ -17,11 +17,10 @@ from windlass.zero.sharded_init.initial_shard import ShardedInit
 
 
 class ShardedInitPartitioner:
-    """Context in which parameters constructed under `zero.Init` have shapes but no memory, so that the model can be
-    partitioned. Collective.
+    """Context in which parameters constructed under `zero.Init` have shapes but no memory. Collective.
 
-    On exit the parameters are gathered one after the other, and every rank keeps its part. Peak memory of a rank: its
-    shard of the full model, its part of the model, and one full parameter.
+    The model can be partitioned inside. On exit the parameters are gathered one after the other, and every rank keeps
+    its part. Peak memory of a rank: its shard of the full model, its part of the model, and one full parameter.
 
     Args:
         model: the model. Its parameter objects stay the same while it is partitioned.

@@ -112,7 +112,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return {"state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a plain torch optimizer's `state_dict()`, the same on every rank. `fused` and `foreach` stay unchanged."""
+        """Load a plain torch optimizer's `state_dict()`, the same on every rank; keep the current `fused` and
+        `foreach`."""
         given = state_dict["param_groups"]
         if [len(g["params"]) for g in given] != [len(g["params"]) for g in self.param_groups]:
             raise ModelError(
