@@ -211,8 +211,10 @@ def _sum_up(file: TensorFile, entry: str, progress: _ChecksumProgress, until: in
 
 
 def _by_drawer(parts: Iterable[Wanted]) -> list[tuple[LazyStorage | None, list[Wanted]]]:
-    """Group parts by the storage handle that must be open for them: first parts without one, then in order of
-    appearance."""
+    """Group parts by the storage handle that must be open for them.
+
+    Parts that need no handle come first, then the handles in order of appearance.
+    """
     found: dict[int, tuple[LazyStorage | None, list[Wanted]]] = {id(None): (None, [])}
     for one in parts:
         found.setdefault(id(one.drawer), (one.drawer, []))[1].append(one)

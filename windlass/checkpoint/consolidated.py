@@ -140,10 +140,10 @@ def convert_zero_checkpoint_to_state_dict(
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> None:
-    """Write `pytorch_model.bin`, or `model.safetensors`, to `output_dir`; beyond `max_shard_size`, numbered files and
-    an index.
+    """Write a checkpoint's weights to `output_dir` as `pytorch_model.bin` or `model.safetensors`.
 
-    A tied parameter is stored once; a `.bin` file lists it under each of its names.
+    Weights beyond `max_shard_size` give several numbered files and an index. A tied parameter is stored once; a `.bin`
+    file lists it under each of its names.
 
     Args:
         dtype: of all floating-point tensors: float32, float16 or bfloat16, as a dtype or its name.

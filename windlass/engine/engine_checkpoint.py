@@ -524,8 +524,10 @@ def _lr_scheduler_state(engine: Engine) -> dict[str, Any] | None:
 
 
 def _matching_scheduler_state(saved: dict[str, Any], current: dict[str, Any]) -> dict[str, Any]:
-    """Return the saved scheduler state, with the current value of each per-group list whose length differs from the
-    saved one."""
+    """Return the saved scheduler state without lists for another number of optimizer groups.
+
+    Such lists keep their current values.
+    """
 
     def fits(key: str, value: Any) -> bool:
         here = current.get(key)

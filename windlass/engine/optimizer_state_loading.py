@@ -291,8 +291,10 @@ def _plan_state(
 def _state_dtype(
     update: Update, entry: StateEntry, current: Any, target_format: StateFormat | None, saved: torch.Tensor
 ) -> torch.dtype:
-    """Return the dtype of a state with one value per element: the optimizer's format, the current dtype, or the saved
-    one."""
+    """Return the dtype of a state with one value per element.
+
+    It is the dtype of the optimizer's format, else the current dtype of the state, else the saved dtype.
+    """
     if target_format is not None:
         return target_format.dtype
     if isinstance(current, torch.Tensor):

@@ -112,8 +112,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return {"state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a plain torch optimizer's `state_dict()`, the same on every rank; keep the current `fused` and
-        `foreach`."""
+        """Load a plain torch optimizer's `state_dict()`, the same on every rank.
+
+        The current `fused` and `foreach` are kept.
+        """
         given = state_dict["param_groups"]
         if [len(g["params"]) for g in given] != [len(g["params"]) for g in self.param_groups]:
             raise ModelError(

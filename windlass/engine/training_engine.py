@@ -390,8 +390,11 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
         self._sharded.finish_update()
 
     def eval_batch(self, batch: Any) -> Any:
-        """Return the module's output for `batch` (a dict of keywords, a tuple of arguments, or one argument), without
-        gradients."""
+        """Return the module's output for `batch` without gradients.
+
+        Args:
+            batch: a dict of keyword arguments, a tuple or list of arguments, or a single argument.
+        """
         training = self.module.training
         self.module.eval()
         try:
