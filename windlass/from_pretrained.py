@@ -43,7 +43,7 @@ def from_pretrained(
     if directory.is_dir():
         _check_directory(directory, needs_config="config" not in kwargs)
     elif directory.is_absolute() or str(path).startswith("."):
-        raise CheckpointError(f"{path} is no directory; name one with config.json and safetensors files")
+        raise CheckpointError(f"{path} is not a directory; give one with config.json and safetensors files")
     with Init(config_dict_or_path=config):
         try:
             return cls.from_pretrained(path, trust_remote_code=trust_remote_code, **kwargs)
@@ -62,7 +62,7 @@ def _check_directory(directory: Path, *, needs_config: bool) -> None:
     elif (directory / _INDEX).is_file():
         for name in _files_in_index(directory / _INDEX):
             if not (directory / name).is_file():
-                raise CheckpointError(f"{directory / name} is missing, which {_INDEX} names; fetch the model again")
+                raise CheckpointError(f"{directory / name} is missing, but {_INDEX} lists it; download the model again")
             header(directory / name)
 
 
@@ -70,4 +70,6 @@ def _files_in_index(index: Path) -> list[str]:
     try:
         return sorted(set(parse_json(index.read_bytes())["weight_map"].values()))
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise CheckpointError(f"{index} is no index of safetensors files ({error}); fetch the model again") from error
+        raise CheckpointError(
+            f"{index} is not an index of safetensors files ({error}); download the model again"
+        ) from error

@@ -143,12 +143,12 @@ def build_engine(
     settings_of.ensure_supported()
     set_config_log_level(settings_of.log_level)
     if settings_of.comments:
-        logger.info(f"{settings_of.name}: left out as comments: {join_abridged(settings_of.comments)}")
+        logger.info(f"{settings_of.name}: ignored as comments: {join_abridged(settings_of.comments)}")
     if "activation_checkpointing" in settings_of.model_fields_set and not activation_checkpoint_api.is_configured():
         activation_checkpoint_api.configure(deepspeed_config=settings_of)
     if dist_init_required is False and not dist.is_initialized():
         raise ConfigError(
-            "dist_init_required=False, but torch.distributed is not initialised; initialise it or leave that out"
+            "dist_init_required=False, but torch.distributed is not initialised; initialise it or remove this argument"
         )
     setup_distributed(settings_of, distributed_port)
     if "comms_logger" in settings_of.model_fields_set:
@@ -313,9 +313,9 @@ def _destroy_previous_engines(model: nn.Module, *, allow_training: bool) -> None
             )
         engine = _engines_by_model_id.pop(number, None)
         if engine is not None:
-            lost = ", and its optimizer's states with it" if trains else ""
+            lost = "; its optimizer states are dropped" if trains else ""
             logger.info(
-                f"the {'training' if trains else 'evaluation'} engine of this model makes way for the new one{lost}"
+                f"the {'training' if trains else 'evaluation'} engine of this model is replaced by the new one{lost}"
             )
             engine.destroy()
 
@@ -334,7 +334,7 @@ def _build_optimizer(
     trains = any(p.requires_grad for p in model.parameters())
     if not any(mesh.of_stages(trains)):
         raise ModelError(
-            "the model has no trainable parameter: set requires_grad on what shall be trained, or leave the "
+            "the model has no trainable parameter: set requires_grad on the parameters to train, or leave the "
             "optimizer out"
         )
     if not trains:
@@ -360,7 +360,7 @@ def _check_optimizer_instance(optimizer: torch.optim.Optimizer, *, single_stage:
     trains = any(p.requires_grad for group in optimizer.param_groups for p in group["params"])
     if not trains and single_stage:  # one stage of a pipeline may be frozen
         raise ModelError(
-            "the optimizer holds no trainable parameter: set requires_grad on what shall be trained, or leave the "
+            "the optimizer holds no trainable parameter: set requires_grad on the parameters to train, or leave the "
             "optimizer out"
         )
 
@@ -372,8 +372,8 @@ def _get_or_build_mesh(model: nn.Module, config: Config, axes: Axes) -> Mesh:
         return build_mesh(grid, regather=axes.secondary_size, timeout=_collective_timeout(config))
     if before.grid != grid:
         raise ConfigError(
-            f"this model was cut over the axes {before.grid}, and the configuration has {grid}: save it, and build and "
-            "load it anew to train it in another layout"
+            f"this model was partitioned over the axes {before.grid}, and the configuration has {grid}: save it, and "
+            "build and load it again to train it in another layout"
         )
     return before
 
@@ -450,7 +450,8 @@ def _autocast_reduced_parameters(model: nn.Module, config: Config) -> frozenset[
         kind = getattr(sys.modules.get(package), own, None)
         if not isinstance(kind, type):
             raise ConfigError(
-                f"torch_autocast.lower_precision_safe_modules: {name!r} is no class of an imported module; write the "
+                f"torch_autocast.lower_precision_safe_modules: {name!r} is not a class of an imported module; write "
+                "the "
                 'full name of a class, such as "torch.nn.Linear"'
             )
         kinds.add(kind)

@@ -123,8 +123,8 @@ class AsyncSave:
                 free, near = free_memory(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
                 if free is not None and free < _SPARE * wanted * near:  # every rank of this host is about to copy
                     logger.warning(
-                        "this save blocks: a copy to write from takes %s on each of the %d ranks of this host, %s of "
-                        "memory are free",
+                        "this save blocks: the copy for an async save takes %s on each of the %d ranks of this host, "
+                        "%s of memory are free",
                         format_bytes(wanted),
                         near,
                         format_bytes(free),

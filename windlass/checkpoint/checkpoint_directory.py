@@ -101,8 +101,8 @@ def _acquire_lock(descriptor: int, directory: Path) -> bool:
         except BlockingIOError:
             if time.monotonic() > end:
                 raise CheckpointError(
-                    f"{directory} has been locked for {_LOCK_TIMEOUT_S:.0f} s by {_lock_holder(descriptor)}, which also saves "
-                    "there; end that job, or save to another directory"
+                    f"{directory} has been locked for {_LOCK_TIMEOUT_S:.0f} s by {_lock_holder(descriptor)}, which "
+                    "also saves there; end that job, or save to another directory"
                 ) from None
             time.sleep(0.02)
         except OSError:
@@ -161,7 +161,8 @@ def find_checkpoint(directory: str | os.PathLike[str], tag: str | None) -> tuple
         raise CheckpointError(f"there is no checkpoint {name!r} in {root}. {_known_tags_message(root)}")
     if not is_checkpoint(path) and not is_deepspeed_checkpoint(path):
         raise CheckpointError(
-            f"{path} is not a windlass checkpoint: it has no {INDEX_FILE}; a save that did not finish? {_known_tags_message(root)}"
+            f"{path} is not a windlass checkpoint: it has no {INDEX_FILE}; it may be an "
+            f"unfinished save. {_known_tags_message(root)}"
         )
     return name, path
 
@@ -184,8 +185,8 @@ def disk_errors(path: Path, needed: int) -> Iterator[None]:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise CheckpointError(
-                f"disk full while writing {path}: it needs {needed} bytes, {_free_bytes(path)} are free; former checkpoints "
-                "are untouched. Free some space or save to another disk"
+                f"disk full while writing {path}: it needs {needed} bytes, {_free_bytes(path)} are free; former "
+                "checkpoints are untouched. Free some space or save to another disk"
             ) from error
         raise CheckpointError(f"{path} cannot be written: {error.strerror or error}; check path and rights") from error
 

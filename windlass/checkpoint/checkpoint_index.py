@@ -189,7 +189,7 @@ def check_files(index: CheckpointIndex, checkpoint: Path) -> None:
                 f"the checkpoint file {path} is missing ({error.strerror or error}); load another one"
             ) from error
         if not stat.S_ISREG(found.st_mode):
-            raise CheckpointError(f"the checkpoint file {path} is no regular file; load another checkpoint")
+            raise CheckpointError(f"the checkpoint file {path} is not a regular file; load another checkpoint")
         if found.st_size != size:
             raise CheckpointError(
                 f"the checkpoint file {path} has {found.st_size} bytes, {size} were written: it was cut short or "

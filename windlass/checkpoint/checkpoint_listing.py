@@ -90,7 +90,7 @@ def list_checkpoints(directory: str | os.PathLike[str], *, verify: bool = False)
     except OSError as error:
         raise CheckpointError(f"the checkpoint directory {root} cannot be read: {error.strerror}") from error
     if (root / INDEX_FILE).is_file() or is_deepspeed_checkpoint(root):
-        raise CheckpointError(f"{root} is a checkpoint itself; give the directory that it lies in")
+        raise CheckpointError(f"{root} is a checkpoint itself; give its parent directory")
     problem, latest = "", None
     try:
         latest = read_latest(root)
@@ -192,9 +192,9 @@ def _unfinished_saves(root: Path, children: list[Path]) -> Iterator[UnfinishedSa
             continue
         tag = found["tag"]
         meanings = {
-            "writing": f"a save of {tag!r} goes on, or was killed; then the next save removes it",
+            "writing": f"a save of {tag!r} is running, or was killed; then the next save removes it",
             "replaced": f"the former {tag!r}, which "
             + ("the next save removes" if (root / tag).exists() else "loads as that tag"),
-            "removing": f"what is left of {tag!r}, which was being removed",
+            "removing": f"remains of {tag!r}, whose removal was interrupted",
         }
         yield UnfinishedSave(path.name, _size(path), meanings[found["step"]])

@@ -33,7 +33,7 @@ def load(
     ignore: tuple[str, ...] = (),
     optional: tuple[str, ...] = (),
     cast: bool = False,
-    advice: str = "Load with strict=False to take what matches, or ignore names by prefix",
+    advice: str = "Load with strict=False to load what matches, or ignore names by prefix",
     parameter_order: ParameterOrder | None = None,
     check: Callable[[dict[str, Any], dict[str, Any] | None], object] = lambda shared, own: None,
     opened: StoredCheckpoint | None = None,
@@ -94,7 +94,10 @@ def load(
 
     collective_transfer.load_held_tensors(mine.stored, mine.held, ranks, first, check_first)
     matched = len(asked) - len(missing)
-    told = f"{plural(matched, 'tensor')} matched, {count_and_names('missing', missing)}, {count_and_names('unexpected', unexpected)}"
+    told = (
+        f"{plural(matched, 'tensor')} matched, {count_and_names('missing', missing)}, "
+        f"{count_and_names('unexpected', unexpected)}"
+    )
     logger.log(logging.WARNING if missing or unexpected else logging.INFO, f"loaded {path}: {told}")
     return LoadedState(
         tag=name,

@@ -216,7 +216,7 @@ class CheckpointSave:
         try:
             self._on_finished()
         except (CheckpointError, OSError) as error:
-            logger.warning("%s is written; what was to follow failed: %s", path, error)
+            logger.warning("%s is written; the clean-up after it failed: %s", path, error)
         return path
 
     def _discard(self) -> None:
@@ -242,4 +242,4 @@ def _prepare_save(
 def _check_same_target(told: list[tuple[str, Any, Any]]) -> None:
     if len({where for where, _, _ in told}) > 1:
         places = "; ".join(f"rank {rank}: {where}" for rank, (where, _, _) in enumerate(told))
-        raise CheckpointError(f"ranks save to different places ({places}); give all the same directory and tag")
+        raise CheckpointError(f"ranks save to different paths ({places}); pass the same directory and tag on all ranks")

@@ -143,7 +143,7 @@ class FlatShard:
         self._check_flat(found)
         if (found.numel(), found.dtype) != (self.numel, self.dtype):
             raise CheckpointError(
-                f"the shard of {self.name!r} was said to have {self.numel} elements of {self.dtype}, and has "
+                f"the shard of {self.name!r} was declared with {self.numel} elements of {self.dtype}, and has "
                 f"{found.numel()} of {found.dtype}"
             )
         return found
@@ -244,7 +244,7 @@ def hold_tensors(
         _check_disjoint(name, ranges)
     for name, tensor in tensors.items():
         if _check_name(name) in held:
-            raise CheckpointError(f"{name!r} is given as a shard and as a whole tensor; give it once")
+            raise CheckpointError(f"{name!r} is given as a shard and as a full tensor; give it once")
         held[name] = hold_full_tensor(tensor)
     return held
 
@@ -252,7 +252,7 @@ def hold_tensors(
 def _check_name(name: str) -> str:
     if not name or name.startswith(RESERVED_PREFIXES):
         raise CheckpointError(
-            f"{name!r} cannot name a tensor: names are not empty and begin with none of {RESERVED_PREFIXES}"
+            f"{name!r} cannot name a tensor: names must not be empty or begin with any of {RESERVED_PREFIXES}"
         )
     try:
         require_tensor_name(name)

@@ -207,17 +207,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @exit_quietly_on_broken_pipe()
 def _run_command(prog: str, argv: Sequence[str] | None, *, with_dtype: bool) -> int:
-    parser = argparse.ArgumentParser(prog, description="Write whole weights of a checkpoint.")
-    parser.add_argument("checkpoint_dir", help="the directory that the checkpoints lie in, with `latest`")
-    parser.add_argument("output_dir", help="where to write")
+    parser = argparse.ArgumentParser(prog, description="Write the full weights of a checkpoint.")
+    parser.add_argument("checkpoint_dir", help="the directory of the checkpoints, with the file `latest`")
+    parser.add_argument("output_dir", help="the directory to write to")
     if with_dtype:
         names = ("float32", "fp32", "float16", "fp16", "bfloat16", "bf16")
-        parser.add_argument("--dtype", required=True, choices=sorted(names), help="of floating-point tensors")
-    parser.add_argument("--max_shard_size", default="5GB", help="most bytes of a file, as 5GB or 500MB (%(default)s)")
+        parser.add_argument("--dtype", required=True, choices=sorted(names), help="dtype of floating-point tensors")
+    parser.add_argument(
+        "--max_shard_size", default="5GB", help="maximum size of a file, such as 5GB or 500MB (%(default)s)"
+    )
     parser.add_argument("--safe_serialization", action="store_true", help="write safetensors, not .bin")
-    parser.add_argument("-t", "--tag", help="of the checkpoint; by default the one that `latest` names")
-    parser.add_argument("--exclude_frozen_parameters", action="store_true", help="leave out what is not trained")
-    parser.add_argument("-d", "--debug", action="store_true", help="say more, and show tracebacks")
+    parser.add_argument("-t", "--tag", help="tag of the checkpoint; by default the one in `latest`")
+    parser.add_argument("--exclude_frozen_parameters", action="store_true", help="leave out frozen parameters")
+    parser.add_argument("-d", "--debug", action="store_true", help="log more, and show tracebacks")
     args = parser.parse_args(argv)
     if args.debug:
         logger.setLevel(logging.DEBUG)
@@ -274,7 +276,7 @@ def _stored_weights(path: Path, exclude_frozen: bool) -> dict[str, StoredWeight]
         _require_zero(path)
     stored = StoredCheckpoint.from_path(path)
     if absent := missing_parameters(stored) if not exclude_frozen else ():
-        logger.warning("%s holds trained parameters alone; absent: %s", path, ", ".join(absent))
+        logger.warning("%s holds only trained parameters; missing: %s", path, ", ".join(absent))
     held = stored_names(stored)
     trained = _trained_names(stored, held)
     found: dict[str, StoredWeight] = OrderedDict()
@@ -320,6 +322,6 @@ def _require_zero(path: Path) -> None:
     ranks = max(count) if isinstance(count, list) else count
     if ranks != len(files):
         raise NotZeroCheckpointError(
-            f"{ranks} '*_optim_states.pt' files are expected in {path} and {len(files)} are there: some ranks did not "
-            "save, or another checkpoint was written over"
+            f"{ranks} '*_optim_states.pt' files are expected in {path}, but there are {len(files)}: some ranks did not "
+            "save, or another checkpoint was written to the same directory"
         )

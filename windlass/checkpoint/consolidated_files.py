@@ -72,7 +72,7 @@ def parse_shard_size(size: str | int | None) -> int | None:
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size)
     unit = _UNITS.get(found[2].upper()) if found else None
     if found is None or unit is None or float(found[1]) * unit < 1:
-        raise ValueError(f"max_shard_size {size!r} is no size; write one as 5GB, 500MB or 2GiB")
+        raise ValueError(f"max_shard_size {size!r} is not a size; write one such as 5GB, 500MB or 2GiB")
     return int(float(found[1]) * unit)
 
 

@@ -130,7 +130,7 @@ class _DeepSpeedExport:
         }
         if both := sorted(set(client) & set(own)):
             logger.warning(
-                "%s: %s of the client state have names of DeepSpeed's own, and are in windlass' files alone",
+                "%s: %s of the client state have names that DeepSpeed uses, so they are only in windlass' files",
                 self._path.parent,
                 ", ".join(map(repr, both)),
             )

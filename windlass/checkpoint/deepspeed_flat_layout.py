@@ -192,8 +192,8 @@ def _warn_left_out(stored: StoredCheckpoint, key: str, name: str) -> None:
     if key not in _WARNED_KEYS:
         _WARNED_KEYS.add(key)
         logger.warning(
-            "checkpoint.format: DeepSpeed's files have no place for the optimizer's state %r (of %r, say), which has "
-            "no value an element; it is in windlass' own files, from which a load here goes on",
+            "checkpoint.format: DeepSpeed's files have no place for the optimizer's state %r (e.g. of %r), which has "
+            "not one value per element; windlass' own files contain it, and a load here uses those",
             key,
             name,
         )

@@ -59,7 +59,7 @@ def read_any_index(path: Path, parameter_order: ParameterOrder | None = None) ->
     except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
         raise CheckpointError(
             f"{path} does not have the layout that DeepSpeed 0.19 writes ({type(error).__name__}: {error!s:.200}); a "
-            "file is damaged, or of another version. Load it with what wrote it"
+            "file is damaged, or of another version. Load it with the library that wrote it"
         ) from error
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
@@ -132,24 +132,24 @@ class _DeepSpeedDirectory:
         value = read_torch_file(path)
         if not isinstance(value, dict):
             raise CheckpointError(
-                f"{path} is none of DeepSpeed's files: it holds a {type(value).__name__}, no dictionary"
+                f"{path} is not a DeepSpeed file: it holds a {type(value).__name__}, not a dictionary"
             )
         return value
 
     def _refuse_parallel(self, first: Mapping[str, Any]) -> None:
         if (self.path / "zero").is_dir() and not any(self.path.glob("*_optim_states.pt")):
             raise CheckpointError(
-                f"{self.path} is a universal checkpoint of DeepSpeed's, which is not read; load the checkpoint that it "
-                "was made from, in any layout, or make one from that with windlass' own ds_to_universal"
+                f"{self.path} is a universal checkpoint of DeepSpeed, which is not supported; load the checkpoint that "
+                "it was made from, in any layout, or convert that with windlass' own ds_to_universal"
             )
         others = sorted(self.path.glob("*mp_rank_01_model_states.pt")) + sorted(self.path.glob("layer_*_expert_*.pt"))
         if others or int(first.get("mp_world_size") or 1) > 1:
             raise CheckpointError(
-                f"{self.path} was saved under model, pipeline or expert parallelism, which is not yet read; make a "
-                "checkpoint without, or export its weights with what wrote it"
+                f"{self.path} was saved under model, pipeline or expert parallelism, which is not yet supported; make "
+                "a checkpoint without it, or export its weights with the library that wrote it"
             )
         if not isinstance(first.get("module"), dict):
-            raise CheckpointError(f"{self.path} is none of DeepSpeed's checkpoints: its model states have no module")
+            raise CheckpointError(f"{self.path} is not a DeepSpeed checkpoint: its model states have no module")
 
     # Weights.
 
@@ -188,7 +188,7 @@ class _DeepSpeedDirectory:
         if not saved:
             return []
         if saved[0].get("ds_zero_partition_groups") is not None:
-            raise CheckpointError(f"{self.path} holds experts cut over groups of ranks, which is not yet read")
+            raise CheckpointError(f"{self.path} holds experts sharded over groups of ranks, which is not yet supported")
         shapes = first.get("param_shapes") or []
         groups = [
             _SavedFlatGroup({name: tuple(shape) for name, shape in part.items()}, n) for n, part in enumerate(shapes)
@@ -244,9 +244,9 @@ class _DeepSpeedDirectory:
         counts = [len(group["params"]) for group in saved]
         if flat is None and counts != [len(names) for names in self.parameter_order]:
             raise CheckpointError(
-                f"{self.path}: DeepSpeed's stage 0 tells parameters by their number in the optimizer, whose groups had "
-                f"{counts} of them; this optimizer's have {[len(names) for names in self.parameter_order]}. Build it with the "
-                "same groups, or load with load_optimizer_states=False"
+                f"{self.path}: DeepSpeed's stage 0 identifies parameters by their number in the optimizer, whose "
+                f"groups had {counts} of them; this optimizer's have {[len(names) for names in self.parameter_order]}. "
+                "Build it with the same groups, or load with load_optimizer_states=False"
             )
         module = first["module"]
         groups = []

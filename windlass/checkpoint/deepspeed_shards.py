@@ -71,8 +71,8 @@ class DeepSpeedShards:
                 raise CheckpointError(f"{self.path}: {name!r} is {dtype} on one rank and {flat.dtype} on another")
             if not flat.is_contiguous():
                 raise CheckpointError(
-                    f"{self.path}: {name!r} was saved with strides {flat.strides}, and only tensors that lie in one "
-                    "piece are read; save it from contiguous parameters"
+                    f"{self.path}: {name!r} was saved with strides {flat.strides}, and only contiguous tensors "
+                    "are supported; save it from contiguous parameters"
                 )
             if math.prod(shape) == 0:
                 chunks.append(_chunk_record((0,) * len(shape), shape, flat.path, entry_of_elements(flat, 0, 0), 0))
@@ -95,8 +95,8 @@ class DeepSpeedShards:
         """Raise CheckpointError unless `fits`, because the files contradict each other."""
         if not fits:
             raise CheckpointError(
-                f"{self.path}: {what} does not fit what the other files say; a file is damaged, missing or of another "
-                "version of DeepSpeed (0.19 is read)"
+                f"{self.path}: {what} does not match the other files; a file is damaged, missing or of another "
+                "version of DeepSpeed (0.19 is supported)"
             )
 
 

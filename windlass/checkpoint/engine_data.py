@@ -36,13 +36,13 @@ def _check_hyperparameters(values: dict[str, Any]) -> dict[str, Any]:
 
 def _check_span(span: tuple[int, int]) -> tuple[int, int]:
     if span[0] >= span[1]:
-        raise ValueError("a span of elements that is empty")
+        raise ValueError("an empty span of elements")
     return span
 
 
 def _check_dtype_name(name: str) -> str:
     if not isinstance(getattr(torch, name, None) if name.isidentifier() else None, torch.dtype):
-        raise ValueError("no dtype of torch")
+        raise ValueError("not a dtype of torch")
     return name
 
 
@@ -140,7 +140,7 @@ def require_engine_data(plain: Any, path: object, *, require_all: bool = False) 
     if not isinstance(plain, Mapping):
         raise CheckpointError(f"{path}: its plain data is a {type(plain).__name__}, not a dictionary")
     if require_all and (lacks := [key for key in _REQUIRED if key not in plain]):
-        raise CheckpointError(f"{path} was saved by no engine: its plain data has no {lacks[0]!r}; use read_full")
+        raise CheckpointError(f"{path} was not saved by an engine: its plain data has no {lacks[0]!r}; use read_full")
     known = {key: value for key, value in plain.items() if key in EngineData.model_fields}
     none = next((key for key, value in known.items() if value is None and key not in _NULLABLE), None)
     if none is not None:
@@ -149,7 +149,7 @@ def require_engine_data(plain: Any, path: object, *, require_all: bool = False) 
         EngineData.model_validate(known)
     except ValidationError as error:
         raise CheckpointError(
-            f"{path} has plain data that no engine wrote: {validation_message(error)}; load another checkpoint"
+            f"{path} has plain data that an engine does not write: {validation_message(error)}; load another checkpoint"
         ) from error
     _check_names(known, path)
     return dict(plain)

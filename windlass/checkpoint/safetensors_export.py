@@ -103,9 +103,9 @@ def export_safetensors(
         if absent and not allow_partial:
             shown = ", ".join(absent[:8]) + (", ..." if len(absent) > 8 else "")
             raise CheckpointError(
-                f"{stored.path} holds trained parameters alone; {len(absent)} of the model are absent: {shown}. They "
-                "are where the model was loaded from; export what is there with partial=True (--partial), and load it "
-                "over that"
+                f"{stored.path} holds only trained parameters; {len(absent)} of the model are missing: {shown}. They "
+                "are in the base model; export the trained ones with allow_partial=True (--partial), and load them "
+                "over the base model"
             )
         staging = temporary_path_beside(root.absolute())
         try:
@@ -139,8 +139,8 @@ def missing_parameters(stored: StoredCheckpoint) -> tuple[str, ...]:
     absent = stored.engine_data.get("absent")
     if absent is None:
         raise CheckpointError(
-            f"{stored.path} holds trained parameters alone, and does not say which are absent; load it into an engine "
-            "and save again, or use engine.save_16bit_model"
+            f"{stored.path} holds only trained parameters, and does not record which are missing; load it into an "
+            "engine and save again, or use engine.save_16bit_model"
         )
     return tuple(absent)
 
@@ -232,7 +232,7 @@ def _read_companion(directory: Path, name: str) -> bytes | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
-        logger.warning("%s is not taken along: %s", directory / name, error.strerror or error)
+        logger.warning("%s is not copied: %s", directory / name, error.strerror or error)
         return None
 
 
@@ -241,7 +241,9 @@ def _set_config_dtype(path: Path, dtype: torch.dtype) -> None:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path.name} beside the checkpoint is not JSON ({error}); mend or remove it") from error
+        raise CheckpointError(
+            f"{path.name} beside the checkpoint is not JSON ({error}); repair or remove it"
+        ) from error
     if not isinstance(config, dict):
         return
     for key in ("dtype", "torch_dtype"):

@@ -92,7 +92,7 @@ class TensorFileWriter:
         """Start to write as `write` does. A CPU tensor must not change before `wait`."""
         entry = self._entries[name]
         if tuple(tensor.shape) != entry.shape:
-            raise CheckpointError(f"{name!r} was said to have shape {entry.shape} and has {tuple(tensor.shape)}")
+            raise CheckpointError(f"{name!r} was declared with shape {entry.shape} and has {tuple(tensor.shape)}")
         here = tensor.detach()
         if here.device.type != "cpu" or here.dtype != entry.dtype or not here.is_contiguous():
             here = here.to(device="cpu", dtype=entry.dtype).contiguous()
@@ -121,7 +121,7 @@ class TensorFileWriter:
         with disk_errors(self.path, self.nbytes):
             self._file.__exit__(CheckpointError if lacks else kind, error, trace)
         if lacks:
-            raise CheckpointError(f"{self.path} lacks {sorted(self._unwritten)[:8]}, which nobody wrote")
+            raise CheckpointError(f"{self.path} lacks {sorted(self._unwritten)[:8]}, which were never written")
 
 
 class TensorFile:

@@ -117,11 +117,11 @@ def remove_stale_staging(directory: Path) -> list[Path]:
             continue
         except OSError as error:
             if error.errno not in _NO_LOCKS or not _writer_died_here(path):
-                logger.warning("%s is left alone, for nobody can tell whether its writer lives: %s", path, error)
+                logger.warning("%s is not removed, because it is unknown if its writer still runs: %s", path, error)
                 continue
         try:
             if _remove(path):
-                logger.info("removed %s, which a run that died has left", path)
+                logger.info("removed %s, a leftover of a run that died", path)
         finally:
             _close(lock)
     return living
@@ -172,7 +172,7 @@ def _remove(path: Path) -> bool:
     except FileNotFoundError:  # removed by another run
         return False
     except OSError as error:
-        logger.warning("%s, which is of no use any more, could not be removed (%s); remove it by hand", path, error)
+        logger.warning("%s is no longer needed, but could not be removed (%s); remove it by hand", path, error)
         return False
     return True
 
@@ -196,7 +196,9 @@ def _create_staging(directory: Path, tag: str) -> tuple[Path, int | None]:
             os.write(lock, (_process_identity() + _describe_process()).encode("utf-8", "replace"))
             return path, lock
         _close(lock)
-    raise CheckpointError(f"{directory}: other runs keep removing the draft of {tag!r}; save to another directory")
+    raise CheckpointError(
+        f"{directory}: other runs keep removing the staging directory of {tag!r}; save to another directory"
+    )
 
 
 def _try_lock(staging: Path) -> int | None:

@@ -37,6 +37,8 @@ def stream_tensors(
                 file.write(tensor_bytes(here))
                 left -= here.numel() * here.element_size()
             if left:
-                raise CheckpointError(f"{name!r} was said to have shape {entry.shape}; its parts make another one")
+                raise CheckpointError(
+                    f"{name!r} was declared with shape {entry.shape}, but its parts have another size"
+                )
         file.flush()
         os.fsync(file.fileno())

@@ -36,7 +36,7 @@ class TensorHash:
         """Add elements `[start, start + n)` of a row-major tensor, given as `flat` `[n]` on any device."""
         seed = _seed(name, tuple(shape), str(flat.dtype))
         if flat.element_size() not in _WORDS:
-            raise CheckpointError(f"{name!r} has elements of {flat.dtype}, for which there is no fingerprint")
+            raise CheckpointError(f"{name!r} has elements of {flat.dtype}, which the fingerprint does not support")
         words = flat.detach().view(_WORDS[flat.element_size()])
         if words.device.type == "cpu":
             self._on_host += keyed_sum_on_host(words, start, seed)

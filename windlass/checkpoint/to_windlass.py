@@ -80,19 +80,21 @@ def convert_to_windlass(source: Path, target: Path, parameter_order: ParameterOr
         try:
             _copy_files(source, draft.path)
             if problem := find_damage(draft.path, read_index(draft.path)):
-                raise CheckpointError(f"{source} was copied, and is damaged there: {problem}")
+                raise CheckpointError(f"the copy of {source} is damaged: {problem}")
             return draft.commit()
         except BaseException:
             draft.discard()
             raise
     if not is_deepspeed_checkpoint(source):
-        raise CheckpointError(f"{source} is no checkpoint's directory; give DIR/TAG, such as DIR/global_step100")
+        raise CheckpointError(
+            f"{source} is not the directory of a checkpoint; give DIR/TAG, such as DIR/global_step100"
+        )
     with StoredCheckpoint.from_path(source, parameter_order) as stored:
         shards = [_StoredTensorStorage(stored, name).shard() for name in stored.names()]
         if parameter_order is None and stored.engine_data["layout"]["stage"] == 0:
             logger.warning(
-                "%s has DeepSpeed's stage 0, which keeps optimizer states under numbers: they are not in %s. Load %s "
-                "itself to go on with them",
+                "%s has DeepSpeed's stage 0, which stores optimizer states by number: they are not in %s. Load %s "
+                "itself to use them",
                 source,
                 target,
                 source,
@@ -134,16 +136,20 @@ def main(argv: Any = None) -> int:
         return 0
     parser = argparse.ArgumentParser(
         "ds_to_universal",
-        description="Write a checkpoint of DeepSpeed's as one of windlass'. No need to: windlass loads DeepSpeed's "
-        "directories, and its own, at any stage and on any number of ranks.",
+        description="Convert a DeepSpeed checkpoint to a windlass checkpoint. This is optional: windlass loads both in "
+        "any layout, at any stage and on any number of ranks.",
     )
     parser.add_argument("--input_folder", required=True, help="a tag's directory")
     parser.add_argument("--output_folder", required=True, help="the directory to write; its name is the new tag")
     for name, default in (("--num_extract_workers", 4), ("--num_merge_workers", 2)):
-        parser.add_argument(name, type=int, default=default, help="accepted; one process reads and writes")
-    parser.add_argument("--keep_temp_folder", action="store_true", help="accepted; there is none")
-    parser.add_argument("--no_strict", dest="strict", action="store_false", help="accepted; all that is there is taken")
-    parser.add_argument("--inject_missing_state", action="store_true", help="accepted; nothing needs to be there")
+        parser.add_argument(name, type=int, default=default, help="accepted and ignored; one process reads and writes")
+    parser.add_argument("--keep_temp_folder", action="store_true", help="accepted and ignored; there is no such folder")
+    parser.add_argument(
+        "--no_strict", dest="strict", action="store_false", help="accepted and ignored; all states are converted"
+    )
+    parser.add_argument(
+        "--inject_missing_state", action="store_true", help="accepted and ignored; no state is required"
+    )
     args = parser.parse_args(argv)
     try:
         _convert(Path(args.input_folder), Path(args.output_folder))
@@ -156,7 +162,7 @@ def main(argv: Any = None) -> int:
 def _convert(source: Path, target: Path) -> None:
     written = convert_to_windlass(source, target.absolute())
     write_latest(written.parent, written.name, LATEST_UNIVERSAL)
-    print(f"{written}: a windlass checkpoint, which load_checkpoint takes in any layout, as it takes {source} itself")
+    print(f"{written}: a windlass checkpoint, which load_checkpoint loads in any layout, like {source} itself")
 
 
 if __name__ == "__main__":

@@ -119,8 +119,8 @@ def read_torch_file(path: Path, root: Path | None = None) -> Any:
         raise CheckpointError(f"the checkpoint file {path} cannot be read: {error.strerror or error}") from error
     except NotZipError as error:
         raise CheckpointError(
-            f"{path} is damaged, or an old file of torch.save that is one pickle ({error}); load it with what wrote it "
-            "and save it again"
+            f"{path} is damaged, or an old file of torch.save that is one pickle ({error}); load it with the program "
+            "that wrote it and save it again"
         ) from error
     except ZipError as error:
         raise CheckpointError(f"{path} is damaged: {error}; restore it or load another checkpoint") from error
@@ -134,7 +134,7 @@ def _read_pickle(path: Path, file: BufferedReader) -> Any:
     records = ZipRecords(file)
     pickled, order = records.get("data.pkl"), records.get("byteorder")
     if pickled is None:
-        raise CheckpointError(f"{path} is no file of torch.save: it has no data.pkl")
+        raise CheckpointError(f"{path} is not a file of torch.save: it has no data.pkl")
     if order is not None and records.read(order, 16) != b"little":
         raise CheckpointError(f"{path} was written on a big-endian machine, which cannot be read here")
     text = records.read(pickled, _LONGEST_PICKLE)
@@ -243,8 +243,8 @@ class _PickleResolver:
             return self._known[module, name]
         raise CheckpointError(
             f"{self._path} is refused: it asks for {module:.100}.{name:.100}, which is neither a tensor nor plain "
-            "data; nothing of it was executed. If you trust who wrote it, load it with what wrote it, and save without "
-            "that object"
+            "data; nothing was executed. If you trust its author, load it with the program that wrote it, and save "
+            "without that object"
         )
 
     def resolve_storage(self, key: Any) -> _Storage:

@@ -87,7 +87,7 @@ class TorchFileWriter:
             for chunk in chunks:
                 written += record.write(memoryview(chunk))
         if written != nbytes:
-            raise CheckpointError(f"{self._path}: the record {name!r} was to have {nbytes} bytes, and has {written}")
+            raise CheckpointError(f"{self._path}: the record {name!r} should have {nbytes} bytes, and has {written}")
 
     def __enter__(self) -> TorchFileWriter:
         return self

@@ -50,7 +50,9 @@ class PlainCheckpoint:
         stored = StoredCheckpoint(directory, tag)
         self._directory, self.tag, self._path = directory, stored.tag, stored.path
         if "engine" not in stored.plain:
-            raise CheckpointError(f"{stored.path} was saved by no engine; read it with windlass.checkpoint.read_full")
+            raise CheckpointError(
+                f"{stored.path} was not saved by an engine; read it with windlass.checkpoint.read_full"
+            )
         require_engine_data(stored.plain, stored.path, require_all=True)
         self.global_steps: int = int(stored.engine_data["engine"]["global_steps"])
         self.client_state: dict[str, Any] = dict(stored.engine_data["client"])
@@ -118,8 +120,8 @@ def _hyperparameters(stored: StoredCheckpoint, names: Iterable[str]) -> dict[str
         return {}  # none of them was trained
     if len(found) > 1:
         raise CheckpointError(
-            f"{stored.path}: parameters of one group were in several, or not trained at all: {', '.join(names)}; build "
-            "the optimizer with the groups that were saved"
+            f"{stored.path}: parameters of one group were in several groups, or not trained: {', '.join(names)}; build "
+            "the optimizer with the saved groups"
         )
     values = stored.engine_data["groups"][found.pop()]["values"]
     kept = {key: value for key, value in values.items() if key not in IMPLEMENTATION_KEYS}

@@ -83,7 +83,7 @@ def assign_writers(ranks: Sequence[HeldTensorInfos]) -> tuple[list[bytes], int]:
                 if same and same[0][2] != sizes:
                     raise CheckpointError(
                         f"ranks {same[0][0]} and {rank} hold ranges of {name!r} that overlap but differ; "
-                        "replicas must be cut alike"
+                        "replicas must be sharded alike"
                     )
                 same.append((rank, len(chosen[rank]), sizes))
                 chosen[rank].append(0)
@@ -119,7 +119,9 @@ def check_coverage(name: str, shape: tuple[int, ...], boxes: Sequence[BoxBounds]
     position = 0
     for start, count in spans:
         if start < position:
-            raise CheckpointError(f"element {start} of {name!r} lies in two different cuts; replicas must be cut alike")
+            raise CheckpointError(
+                f"element {start} of {name!r} lies in two different boxes; replicas must be sharded alike"
+            )
         if start > position:
             break
         position = start + count
@@ -138,8 +140,9 @@ def _agreed_shapes(ranks: Sequence[HeldTensorInfos]) -> dict[str, tuple[tuple[in
             if known != held[:2]:
                 first = next(number for number, other in enumerate(ranks) if name in other)
                 raise CheckpointError(
-                    f"ranks disagree on {name!r}: rank {first} has shape {known[0]}, {dtype_from_code(known[1])}, rank {rank} "
-                    f"has shape {held.shape}, {dtype_from_code(held.dtype_code)}; one name must mean one tensor on all ranks"
+                    f"ranks disagree on {name!r}: rank {first} has shape {known[0]}, {dtype_from_code(known[1])}, rank "
+                    f"{rank} has shape {held.shape}, {dtype_from_code(held.dtype_code)}; one name must mean one tensor "
+                    "on all ranks"
                 )
     return names
 
@@ -165,7 +168,8 @@ def _check_box_coverage(name: str, shape: tuple[int, ...], boxes: Sequence[BoxBo
                 max(a, b) < min(a + n, b + m) for a, n, b, m in zip(offsets, sizes, other[0], other[1], strict=True)
             ):
                 raise CheckpointError(
-                    f"boxes of {name!r} (shape {shape}) at {other[0]} and {offsets} overlap; replicas must be cut alike"
+                    f"boxes of {name!r} (shape {shape}) at {other[0]} and {offsets} overlap; replicas must be sharded "
+                    "alike"
                 )
         open_.append((offsets, sizes))
     held = sum(math.prod(sizes) for _, sizes in boxes)

@@ -60,7 +60,7 @@ class ZipRecords:
         position = 0
         for start, record in ordered:
             if start < position or record.end > first:
-                raise ZipError(f"record {record.name!r} lies over another one")
+                raise ZipError(f"record {record.name!r} overlaps another one")
             position = record.end
         self._ordered = [record for _, record in ordered]
         self._begins = [record.begin for record in self._ordered]

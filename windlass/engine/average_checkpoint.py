@@ -48,8 +48,12 @@ class AverageLoader:
         metadata = metadata or {}
         self._matched = [(one, metadata[name]) for name, one in own.items() if name in metadata]
         for name in sorted(set(metadata) ^ set(own)):
-            where = "in the checkpoint and was not made here" if name in metadata else "not in the checkpoint"
-            logger.warning(f"the average {name!r} of the parameters is {where}: it is left alone")
+            where = (
+                "in the checkpoint, but not in this run"
+                if name in metadata
+                else "in this run, but not in the checkpoint"
+            )
+            logger.warning(f"the average {name!r} of the parameters is {where}: it is unchanged")
         self._loaded: list[tuple[ExponentialMovingAverage, Unit, torch.Tensor]] = []
         self.shards: list[FlatShard] = []
         for average, before in self._matched:
@@ -78,7 +82,7 @@ class AverageLoader:
             if not average.updates:
                 average.forget()
             if average.decay != before["decay"]:
-                said = f"was saved with decay {before['decay']}, it goes on with {average.decay}"
+                said = f"was saved with decay {before['decay']}, and continues with {average.decay}"
                 logger.warning(f"the average {average.name!r} {said}")
 
 

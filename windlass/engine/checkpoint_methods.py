@@ -124,7 +124,7 @@ class CheckpointMethods:
         """
         if self._sharded.policy.stage != 3:
             raise ValueError(
-                "this function requires ZeRO-3 mode: parameters are spread over ranks at stage 3 alone; call "
+                "this function requires ZeRO-3 mode: parameters are sharded at stage 3 only; call "
                 "engine.full_state_dict() at any stage"
             )
         found = self.full_state_dict()

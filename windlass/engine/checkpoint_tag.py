@@ -22,7 +22,8 @@ def agree_on_tag(tags: list[str], tag_validation: str) -> str:
         told = "; ".join(f"rank {rank}: {tag!r:.80}" for rank, tag in enumerate(tags))
         if tag_validation == "FAIL":
             raise TagError(
-                f"ranks save under different tags ({told}), and checkpoint.tag_validation is FAIL; give all the same"
+                f"ranks save under different tags ({told}), and checkpoint.tag_validation is FAIL; pass the same tag "
+                "on all ranks"
             )
-        logger.warning("ranks save under different tags (%s): rank 0's is taken", told)
+        logger.warning("ranks save under different tags (%s): rank 0's tag is used", told)
     return tags[0]

@@ -49,8 +49,8 @@ def require_compatible(saved: Any, current: Any, where: str) -> None:
         fits = not isinstance(current, str) or saved is None or isinstance(saved, str)
     if not fits:
         raise CheckpointError(
-            f"{where} is {saved!r:.100} in the checkpoint, which cannot take the place of {current!r:.100}; nothing was "
-            "loaded. Load another checkpoint"
+            f"{where} is {saved!r:.100} in the checkpoint, which cannot replace {current!r:.100}; nothing was loaded. "
+            "Load another checkpoint"
         )
 
 
@@ -79,7 +79,7 @@ def check_scalar_states(values: Mapping[str, Mapping[str, Any]]) -> None:
                 if key == "step" and not 0 <= value < _LARGEST:
                     raise CheckpointError(f"the state 'step' of {name!r} is {value!r:.60} in the checkpoint")
             elif key in SCALAR_STATES and not isinstance(value, torch.Tensor):
-                raise CheckpointError(f"the state {key!r} of {name!r} is {value!r:.60} in the checkpoint, no number")
+                raise CheckpointError(f"the state {key!r} of {name!r} is {value!r:.60} in the checkpoint, not a number")
 
 
 def check_counts(counts: Mapping[str, torch.Tensor]) -> None:
@@ -98,7 +98,7 @@ def check_counts(counts: Mapping[str, torch.Tensor]) -> None:
         for name, number in zip(found, numbers, strict=True):
             if not math.isfinite(number) or (name.endswith("/step") and not 0 <= number < _LARGEST):
                 raise CheckpointError(
-                    f"the state {name!r} is {number!r:.60} in the checkpoint, which no optimizer counts to; nothing "
+                    f"the state {name!r} is {number!r:.60} in the checkpoint, which is not a step count; nothing "
                     "was loaded. Load another checkpoint, or load with load_optimizer_states=False"
                 )
 
@@ -114,11 +114,12 @@ def check_lr_scheduler_state(engine: Engine, saved: Mapping[str, Any]) -> None:
             require_compatible(value, now[key], f"{key!r} of the schedule")
         elif not isinstance(key, str) or callable(getattr(type(schedule), key, None)):
             raise CheckpointError(
-                f"the schedule of the checkpoint has {key!r:.60}, which is no state; load another one"
+                f"the schedule of the checkpoint has {key!r:.60}, which is not part of its state; load another "
+                "checkpoint"
             )
     if "last_batch_iteration" in now and "last_batch_iteration" not in saved:
         raise CheckpointError(
-            "the schedule of the checkpoint does not say 'last_batch_iteration'; it is of another kind. Build the same "
+            "the schedule of the checkpoint has no 'last_batch_iteration'; it is of another class. Build the same "
             "schedule, or load with load_lr_scheduler_states=False"
         )
 
@@ -130,10 +131,10 @@ def check_saved_position(engine: Engine, saved: Mapping[str, Any] | None) -> Non
         return
     for key, value in loader.state_dict().items():
         if key not in saved:
-            raise CheckpointError(f"the place in the data of the checkpoint does not say {key!r}; load another one")
-        require_compatible(saved[key], value, f"{key!r} of the place in the data")
+            raise CheckpointError(f"the data position of the checkpoint has no {key!r}; load another checkpoint")
+        require_compatible(saved[key], value, f"{key!r} of the data position")
         if isinstance(value, int) and not 0 <= saved[key] < _LARGEST:
-            raise CheckpointError(f"{key!r} of the place in the data is {saved[key]!r:.60}; load another checkpoint")
+            raise CheckpointError(f"{key!r} of the data position is {saved[key]!r:.60}; load another checkpoint")
 
 
 def check_rng_state(state: Any) -> None:

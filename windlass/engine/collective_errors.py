@@ -87,7 +87,7 @@ class CollectiveErrorCheck:
         )
         told = [mine] * self._world.size
         if self._world.size > 1:
-            with WaitScope("the words of ranks that failed"):
+            with WaitScope("the error messages of failed ranks"):
                 dist.all_gather_object(told, mine, group=self._world.process_group)
         if error is not None and not isinstance(error, StopIteration):
             error.add_note(f"windlass: {mine[0]}; {consequence}")

@@ -100,7 +100,7 @@ def save_engine(
     model.finish_update()
     if model.disk_health.loss_reason:
         raise CheckpointError(
-            f"nothing is saved: {model.disk_health.loss_reason}; what was saved before is whole. {LOST}"
+            f"nothing is saved: {model.disk_health.loss_reason}; earlier checkpoints are intact. {LOST}"
         )
     model.reducer.finish()
     if has_pending_gradients(model):
@@ -144,8 +144,8 @@ def save_engine(
     places = [one["data"] for one in everywhere]
     if len({repr(place) for place in places}) > 1:
         logger.warning(
-            "ranks stand at different places in the data, and a load goes on from that of rank 0: some samples are "
-            "seen again, others never: %s",
+            "ranks are at different data positions, and a load resumes at that of rank 0: some samples are "
+            "repeated, others skipped: %s",
             "; ".join(f"rank {rank}: {place!s:.80}" for rank, place in enumerate(places)),
         )
     plain = {
@@ -210,7 +210,7 @@ def save_engine(
         else:
             engine._async_save.start(begun, ranks, pin=model.tiers.pin)
     except CheckpointError:  # raised on all ranks
-        model.disk_health.check("nothing is saved, masters and optimizer states could not be read")
+        model.disk_health.check("nothing is saved, master weights and optimizer states could not be read")
         raise
     engine.saved_tags.add(name)
     return True
@@ -261,7 +261,7 @@ def load_engine(
     if tag is None:  # rank 0 reads `latest` for all ranks: another save may change it meanwhile
         tag = ranks.run_on_first("looking for the checkpoint", lambda: _tag_to_load(engine, directory))
     if tag is None:
-        logger.warning(f"no checkpoint in {directory}: there is no file 'latest'; training starts afresh")
+        logger.warning(f"no checkpoint in {directory}: there is no file 'latest'; training starts from the beginning")
         return None, None
     opened: list[StoredCheckpoint] = []
     order = (
@@ -269,7 +269,9 @@ def load_engine(
         if options.load_optimizer_states and engine._optimizer is not None
         else None
     )
-    ranks.run_on_all("looking at the checkpoint", lambda: opened.append(StoredCheckpoint(directory, tag, order)))
+    ranks.run_on_all(
+        "reading the index of the checkpoint", lambda: opened.append(StoredCheckpoint(directory, tag, order))
+    )
     plain, saved = opened[0].plain, opened[0].outline()
     require_engine_data(plain, f"the checkpoint {tag!r} in {directory}", require_all=True)
     _infer_trainable_only(plain, saved, model)
@@ -279,7 +281,7 @@ def load_engine(
     if groups_too and options.load_optimizer_strict:
         require_complete_match(matched, here, plain["groups"])
     position = plain.get("data") if options.load_data_position else None
-    ranks.run_on_all("looking at the place in the data", lambda: check_data_position(engine, position))
+    ranks.run_on_all("checking the data position", lambda: check_data_position(engine, position))
 
     def check(shared: dict[str, Any], own: dict[str, Any] | None) -> None:
         if shared is not plain:  # another checkpoint was saved under this tag meanwhile
@@ -315,7 +317,7 @@ def load_engine(
     if groups_too:
         load_hyperparameters(engine, matched, plain["groups"])
     elif options.load_optimizer_states and plain["groups"]:
-        logger.info("optimizer states were left alone: this engine has no optimizer")
+        logger.info("optimizer states were not loaded: this engine has no optimizer")
     if options.load_progress:
         model.drop_gradients()
         engine.progress.load_state_dict(found.plain["engine"], found.plain.get("layout", {}).get("accumulation"))
@@ -346,13 +348,11 @@ def _restore_position(
             set_rng_state(random, engine.device)
             told.append("random states as saved")
         else:
-            told.append(
-                f"random states as they were here (saved were those of {plural(loaded.saved_world_size, 'rank')})"
-            )
+            told.append(f"random states unchanged (those of {plural(loaded.saved_world_size, 'rank')} were saved)")
     if place := set_data_position(engine, position):
         told.append(f"data at {place}")
     if told:
-        logger.info(f"goes on at {'; '.join(told)}")
+        logger.info(f"resumes at {'; '.join(told)}")
 
 
 def _verify_fingerprint(
@@ -374,12 +374,11 @@ def _verify_fingerprint(
     for what, same, taken in pairs:
         if same and saved[what] is not None and taken != saved[what]:
             raise CheckpointError(
-                f"{loaded.path} was loaded, but {what} are not what was saved: their fingerprint is {taken}, "
-                f"{saved[what]} was written; load another checkpoint, and report this one"
+                f"{loaded.path} was loaded, but {what} differ from the saved ones: their fingerprint is {taken}, "
+                f"{saved[what]} was saved; load another checkpoint, and report this one"
             )
     logger.info(
-        f"fingerprint {here}"
-        + ("" if all(comparable) else f", of which only {_comparable_part(comparable)} can be compared")
+        f"fingerprint {here}" + ("" if all(comparable) else f" (only {_comparable_part(comparable)} can be compared)")
     )
 
 
@@ -444,7 +443,7 @@ def _load_tensors(
             with drawer.open():
                 pass
     apart.store()
-    model.disk_health.check("what was loaded could not be kept", loses=True)
+    model.disk_health.check("the loaded state could not be stored", loses=True)
     kept = with_states and not any(drawer.converts_states for drawer in drawers.values())
     own = options.custom_load_fn is None and _same_dtypes(shards, saved), kept and _same_dtypes(states, saved)
     everywhere = ranks.run_on_all("loading", lambda: own)
@@ -462,7 +461,7 @@ def _same_dtypes(shards: list[FlatShard], saved: dict[str, torch.Tensor]) -> boo
 
 
 _ADVICE = (
-    "Where that is meant, load what matches: load_module_strict=False for parameters and buffers, "
+    "If this is intended, load what matches: load_module_strict=False for parameters and buffers, "
     "load_optimizer_strict=False for optimizer states"
 )
 
@@ -535,5 +534,8 @@ def _matching_scheduler_state(saved: dict[str, Any], current: dict[str, Any]) ->
 
     left = [key for key, value in saved.items() if not fits(key, value)]
     if left:
-        logger.warning(f"of the schedule {', '.join(left)} stay as they are: there are more or fewer groups than saved")
+        logger.warning(
+            f"{', '.join(left)} of the learning rate scheduler are unchanged: the number of groups differs from the "
+            "saved one"
+        )
     return {**saved, **{key: current[key] for key in left}}

@@ -111,7 +111,7 @@ class EngineReporter:
         found["bytes_moved"] = dict(self._last_bytes_moved)
         lines = [f"{slot:>12}: {size / 2**20:10.2f} MiB on {home}" for (slot, home), size in found["slots"].items()]
         gathered = found["gathered_elements"]
-        logger.info("at rest on this rank:\n" + "\n".join(lines) + f"\n gathered now: {gathered} elements")
+        logger.info("kept on this rank:\n" + "\n".join(lines) + f"\n unsharded now: {gathered} elements")
         return found
 
     def close(self) -> None:
@@ -197,7 +197,7 @@ def startup_lines(model: ShardedModel, config: Config, world: int) -> list[str]:
     released = sum(1 for unit in model.units if unit.reshards)
     return [
         f"stage {model.policy.stage} on {plural(world, 'rank')}, {plural(total, 'parameter')} "
-        f"({trained:,} trained) in {plural(len(model.units), 'unit')}, {released} of them released between uses",
+        f"({trained:,} trained) in {plural(len(model.units), 'unit')}, {released} of them resharded between uses",
         f"transport {model.transport.name}: {model.dp_groups[0].transport_reason}",
         f"dtypes: {table}",
         *_tier_lines(model),
@@ -209,9 +209,9 @@ def _tier_lines(model: ShardedModel) -> list[str]:
     asked, homes = model.settings.tiers, model.tiers
     if asked.param is Tier.DEVICE and asked.state is Tier.DEVICE:
         return []
-    line = f"homes: parameters {asked.param.value}, master weights and optimizer states {asked.state.value}"
+    line = f"tiers: parameters {asked.param.value}, master weights and optimizer states {asked.state.value}"
     if homes.state is not asked.state or homes.param is not asked.param:
-        line += "; host memory is the device's own on this machine, so what is asked to rest there costs no copy"
+        line += "; host memory is the device's own on this machine, so offloading to it needs no copy"
     if homes.disk is not None:
         line += f"; disk: {homes.disk.description()}"
     return [line]

@@ -113,7 +113,7 @@ class FailedCallBarrier:
         if missing:
             raise CommunicationError(
                 f"rank {self._rank} can't go on: {self._error}, which the script caught, and rank {keys[missing]} did "
-                "not fail there, so that they are at different places of one forward or backward; start the run again "
+                "not fail there, so they are at different points of one forward or backward; start the run again "
                 "from its last checkpoint"
             )
         self._error = activity.caught_error = ""
@@ -171,13 +171,13 @@ class FailedCallBarrier:
         rank = self._group.ranks[calls.index(ahead)]
         left_out = min(calls)
         if left_out[1] == _CALLS.index("step"):
-            then = "no step was made, and gradients are as the backward left them"
+            then = "no step was made, and gradients are unchanged since the backward"
         elif self._resumes:
-            then = "this batch is dropped on all of them, and the next one may follow"
+            then = "this batch is dropped on all of them; continue with the next one"
         else:
             then = "start the run again from its last checkpoint"
         text = (
-            f"rank {rank} left out the {_CALLS[left_out[1]]} of forward {left_out[0]} and went on to the "
+            f"rank {rank} skipped the {_CALLS[left_out[1]]} of forward {left_out[0]} and continued with the "
             f"{_CALLS[ahead[1]]} of forward {ahead[0]}, as after an error that its script caught. Ranks along "
             f"{self._axes} make these calls together: {then}. Raise or catch such an error on every rank"
         )

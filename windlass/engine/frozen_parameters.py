@@ -57,7 +57,7 @@ def frozen_parameter_hashes(model: ShardedModel) -> dict[str, str]:
     frozen = [unit for unit in model.units if not base.isdisjoint(unit.names)]
     model.recapture_parameters()
     ranks = CheckpointRanks.of_group(model.mesh.world.process_group)
-    parts = ranks.run_on_all("taking the hash of what is frozen", lambda: _local_hashes(model, frozen, base))
+    parts = ranks.run_on_all("hashing the frozen parameters", lambda: _local_hashes(model, frozen, base))
     model.disk_health.check("frozen parameters could not be read")
     names = dict.fromkeys(name for part in parts for name in part)
     return {name: fingerprint_digest(part[name] for part in parts if name in part) for name in names}
@@ -82,11 +82,13 @@ def check_frozen_parameters(
         name for names in model.mesh.gather_from_world([n for u in model.units for n in u.names]) for name in names
     }
     differs = {
-        "are not what they were": [
+        "have other values": [
             name for name, taken in here.items() if name in saved_hashes and saved_hashes[name] != taken
         ],
-        "were not there": [name for name in here if name not in saved_hashes and f"param/{name}" not in saved_names],
-        "are not there any more": [name for name in saved_hashes if name not in known],
+        "are not in the checkpoint": [
+            name for name in here if name not in saved_hashes and f"param/{name}" not in saved_names
+        ],
+        "are not in this model": [name for name in saved_hashes if name not in known],
     }
     told = [
         f"{len(names)} of {len(here)} frozen parameters {what}: {', '.join(names[:8])}" + ", ..." * (len(names) > 8)
@@ -95,8 +97,8 @@ def check_frozen_parameters(
     ]
     if told:
         raise CheckpointError(
-            f"{path} was saved over another base: {'; '.join(told)}. Load the base that was trained over (in the same "
-            "dtype), or pass load_module_strict=False to load over this one"
+            f"{path} was saved with another base model: {'; '.join(told)}. Load the base model of the training (in the "
+            "same dtype), or pass load_module_strict=False to load it with this one"
         )
 
 

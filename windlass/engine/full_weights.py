@@ -85,7 +85,7 @@ def load_full_state_dict(
     if strict and (missing or unexpected):
         raise CheckpointError(
             f"the state dictionary does not fit the model: missing {missing[:8]}, unexpected {unexpected[:8]}; pass "
-            "strict=False to take what matches"
+            "strict=False to load what matches"
         )
     wanted = {name: parameters[number] for number, name in given.items() if name is not None}
     shapes = {name: get_placement(parameter).global_shape for name, parameter in wanted.items()}
@@ -149,8 +149,8 @@ def require_unchanged_model(model: ShardedModel) -> None:
     if strange or gone:
         raise ModelError(
             f"the model changed after initialize: {(strange or gone)[0]!r} is {'new' if strange else 'gone'}, and the "
-            "engine neither trains nor saves what it did not see; call engine.refresh(), with what is gone taken out "
-            "of the optimizer's groups"
+            "engine neither trains nor saves parameters it does not know; call engine.refresh(), after taking removed "
+            "ones out of the optimizer's groups"
         )
 
 

@@ -56,9 +56,9 @@ class InputConsistencyCheck:
                 other = next(place for place, said in enumerate(heard) if said != heard[0])
                 raise DataError(
                     f"ranks {axis.group.ranks[0]} and {axis.group.ranks[other]} are neighbours along {axis.name} and "
-                    f"were given different inputs; they compute the same samples together, so of {self._data_loading_ranks} "
-                    "readers each has to read for all its neighbours: make the sampler with num_replicas, rank = "
-                    "engine.readers, or pass training_data to initialize"
+                    "got different inputs, but they compute the same samples together. Make the sampler with "
+                    "num_replicas, rank = engine.data_loading_ranks (here num_replicas is "
+                    f"{self._data_loading_ranks}), or pass training_data to initialize"
                 )
 
 

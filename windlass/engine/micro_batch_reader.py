@@ -49,8 +49,8 @@ class MicroBatchReader:
         source = iter(data) if data is not None else self._source
         if source is None:
             raise DataError(
-                f"{purpose} has nothing to read: pass it an iterator of micro-batches, on every rank of the pipeline, or "
-                "pass training_data to initialize"
+                f"{purpose} has nothing to read: pass it an iterator of micro-batches on every rank of the pipeline, "
+                "or pass training_data to initialize"
             )
         found = list(itertools.islice(source, count))
         if not found:
@@ -58,7 +58,7 @@ class MicroBatchReader:
         if len(found) < count:
             raise DataError(
                 f"{purpose} needs {count} micro-batches (gradient_accumulation_steps), and its iterator ended after "
-                f"{len(found)}; leave the last ones out, or repeat the loader"
+                f"{len(found)}; drop the last ones, or repeat the loader"
             )
         return found if self.transform is None else [self.transform(batch) for batch in found]
 
@@ -80,9 +80,9 @@ class MicroBatchReader:
         other = next((place for place, said in enumerate(heard) if said != heard[0]), None)
         if other is not None:
             raise DataError(
-                f"ranks {axis.group.ranks[0]} and {axis.group.ranks[other]} are stages of one pipeline and were given "
-                f"different micro-batches; of {self._mesh.grid.data_loading_size} readers each has to read for all its stages: "
-                "make the sampler with num_replicas, rank = engine.readers, or pass training_data to initialize"
+                f"ranks {axis.group.ranks[0]} and {axis.group.ranks[other]} are stages of one pipeline and got "
+                "different micro-batches. Make the sampler with num_replicas, rank = engine.data_loading_ranks (here "
+                f"num_replicas is {self._mesh.grid.data_loading_size}), or pass training_data to initialize"
             )
 
 

@@ -52,7 +52,7 @@ def refresh_engine(engine: Engine) -> None:
     engine._attach(after)
     carried.restore(after)
     now = sum(unit.numel for unit in after.units if unit.trainable)
-    logger.info(f"the model was laid out again: trained are {plural(now, 'parameter')} now, {trained:,} before")
+    logger.info(f"the model was sharded again: {plural(now, 'parameter')} are trained now, {trained:,} before")
 
 
 def has_pending_gradients(model: ShardedModel) -> bool:
@@ -91,9 +91,9 @@ def check_no_lost_gradients(model: ShardedModel) -> None:
     for name, parameter in model.model.named_parameters() if lost else ():
         if id(parameter) in lost:
             raise ModelError(
-                f"{name!r} has a gradient, and was frozen or not there when the engine last looked: call engine(...) "
-                "rather than its module after requires_grad_(True), and engine.refresh() after a parameter was added "
-                "or exchanged"
+                f"{name!r} has a gradient, but was frozen or missing when the engine was last refreshed: call "
+                "engine(...) rather than its module after requires_grad_(True), and engine.refresh() after a parameter "
+                "was added or exchanged"
             )
 
 

@@ -81,13 +81,14 @@ def require_complete_match(match: GroupMatch, current: GroupMetadata, saved: Gro
     if len(current) != len(saved):
         what = f"the checkpoint has {len(saved)} optimizer groups, this optimizer has {len(current)}"
     elif match.missing or match.unexpected:
-        what = "the optimizer has other parameters than the one that was saved"
+        what = "the optimizer has other parameters than the saved one"
     else:
         what = f"optimizer group {match.source.index(None)} has other parameters than any group of the checkpoint"
     raise CheckpointError(
-        f"{what}: {count_and_names('missing', match.missing)}, {count_and_names('unexpected', match.unexpected)}. Build it with the same "
-        "groups; or load with load_optimizer_strict=False: what matches by name is taken, new parameters begin without "
-        "states; or with load_optimizer_states=False"
+        f"{what}: {count_and_names('missing', match.missing)}, "
+        f"{count_and_names('unexpected', match.unexpected)}. Build it with the same groups; or load with "
+        "load_optimizer_strict=False: states that match by name are loaded, new parameters begin without states; or "
+        "with load_optimizer_states=False"
     )
 
 

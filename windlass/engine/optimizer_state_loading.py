@@ -242,7 +242,9 @@ def plan_state_loading(
             if form == "value":
                 continue
             if where not in saved_tensors:
-                raise CheckpointError(f"the checkpoint says that it holds {where!r}, and does not; load another one")
+                raise CheckpointError(
+                    f"the index of the checkpoint lists {where!r}, but the checkpoint lacks it; load another one"
+                )
             if form == "whole" and saved_tensors[where].dim() == 0:
                 count = torch.empty((), dtype=saved_tensors[where].dtype, device=tenancy.chunk.device)
                 loose[key] = scalar_tensors.setdefault(where, count)

@@ -134,8 +134,8 @@ def unsupported_shape_message(update: Update, entry: StateEntry, key: str, shape
     """Return the message for a state that has neither one value per element nor one for the parameter."""
     rule = type(update.optimizer).__name__
     return (
-        f"optimizer state {key!r} of {entry.name!r} has shape {shape}: {rule} is stepped on flat pieces (here of "
-        f"{entry.stop - entry.start} elements), and a checkpoint can cut and join only states with one value an "
+        f"optimizer state {key!r} of {entry.name!r} has shape {shape}: {rule} is stepped on flat fragments (here of "
+        f"{entry.stop - entry.start} elements), and a checkpoint can shard only states with one value per "
         "element or one for all; pass a subclass of the optimizer, which is stepped on whole parameters"
     )
 

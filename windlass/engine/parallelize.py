@@ -111,12 +111,12 @@ def _broadcast_model(model: nn.Module, groups: list[RankGroup], deferred: Sharde
 
     Collective.
     """
-    with WaitScope("the sending of the first rank's model"), torch.no_grad():
+    with WaitScope("the broadcast of the first rank's model"), torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.device.type == "meta":
                 raise ModelError(
                     f"parameter {name!r} is on the meta device and has no values; build the model in "
-                    "`with windlass.zero.Init():`, from_pretrained too: no rank has all of it then"
+                    "`with windlass.zero.Init():`, also around from_pretrained: no rank holds the full model then"
                 )
         for tensor in (*model.parameters(), *model.buffers()):
             if tensor.numel() and tensor not in deferred:
@@ -125,7 +125,7 @@ def _broadcast_model(model: nn.Module, groups: list[RankGroup], deferred: Sharde
                     dist.broadcast(values.view(-1).view(torch.uint8), group.ranks[0], group=group.process_group)
                 if values.data_ptr() != tensor.data_ptr():
                     tensor.detach().copy_(values)
-    logger.debug("the model of rank %d was sent on", groups[0].ranks[0] if groups else 0)
+    logger.debug("the model of rank %d was broadcast", groups[0].ranks[0] if groups else 0)
 
 
 def _check_sharded_init(model: nn.Module, mesh: Mesh, separately_built_axes: Sequence[str], config: Config) -> None:
@@ -138,12 +138,13 @@ def _check_sharded_init(model: nn.Module, mesh: Mesh, separately_built_axes: Seq
     born_so = [name for name, parameter in model.named_parameters() if initial_shard.find(parameter) is not None]
     if separately_built_axes and (of_any := [name for names in mesh.gather_from_world(born_so[:1]) for name in names]):
         raise ModelError(
-            f"{of_any[0]!r} was cut by zero.Init, whose ranks build the same model, and this one is built in other "
-            f"parts along {' and '.join(separately_built_axes)} by each; build it without zero.Init: no rank has all of it anyway"
+            f"{of_any[0]!r} was sharded by zero.Init, which needs the same model on all ranks, but the ranks build "
+            f"different parts along {' and '.join(separately_built_axes)}; build it without zero.Init: no rank holds "
+            "the full model anyway"
         )
     if born_so and config.pipeline.partition_method == "time" and not isinstance(model, PipelineSequential):
         raise ConfigError(
-            "pipeline.partition 'time' runs the whole model on one rank, and zero.Init built it in pieces; "
+            "pipeline.partition_method 'time' runs the full model on one rank, and zero.Init sharded it; "
             "balance by 'parameters', or build the model without zero.Init"
         )
 

@@ -45,10 +45,9 @@ _WORDS = {
     Action.SEND_GRADIENT: "sending of the gradient",
     Action.RECEIVE_GRADIENT: "receiving of the gradient",
 }
-_NOT_STARTED = "nothing was computed on any rank, and the next batch may follow"
+_NOT_STARTED = "nothing was computed on any rank; continue with the next batch"
 _BATCH_DROPPED = (
-    "this batch is dropped on all ranks, parameters and optimizer states are as they were, and the next batch may "
-    "follow"
+    "this batch is dropped on all ranks, parameters and optimizer states are unchanged; continue with the next batch"
 )
 
 
@@ -79,19 +78,20 @@ class PipelineEngine(Engine):
                 "train_batch; write true"
             )
         stages = get_pipeline_stages(sharded.model)
-        assert stages is not None, "a pipeline's engine is for models that apply_pipeline_parallel has seen"
+        assert stages is not None, "a pipeline engine needs a model partitioned by apply_pipeline_parallel"
         self._stages, self._axis = stages, sharded.mesh.pp
         self._stages_per_rank = stages.total_stages // self._axis.size
         self._stage_transfer = StageTransfers(self._axis, self.device, has_dynamic_shapes=stages.has_dynamic_shapes)
-        self._left = "Ctrl-C, or a connection that broke"
+        self._left = "Ctrl-C, or a broken connection"
         self._programs: dict[tuple[str, int], RankActions] = {}
         self._batch_reader = MicroBatchReader(sharded.mesh)
         self._error_check = CollectiveErrorCheck(sharded.mesh.world, f"rank {self.global_rank}")
         section, micros = config.pipeline, progress.batch.accumulation
         idle = compute_bubble_fraction(section.schedule, self._axis.size, micros, self._stages_per_rank)
         logger.info(
-            f"pipeline: {stages.total_stages} stages on {self._axis.size} ranks, {section.schedule}, {micros} micro-batches a "
-            f"step: {100 * idle:.0f} % idle if stages take equally long; {self._unshard_policy.traffic_summary(micros)}"
+            f"pipeline: {stages.total_stages} stages on {self._axis.size} ranks, {section.schedule}, {micros} "
+            f"micro-batches per step: {100 * idle:.0f} % idle if stages take equally long; "
+            f"{self._unshard_policy.traffic_summary(micros)}"
         )
 
     def _attach(self, sharded: ShardedModel) -> None:
@@ -255,7 +255,7 @@ class PipelineEngine(Engine):
         assert self._stage_transfer is not None
         if self._is_broken:
             raise ModelError(
-                f"a schedule of this pipeline was left half-way ({self._left}), so its stages are no longer at the "
+                f"a schedule of this pipeline was aborted ({self._left}), so its stages are no longer at the "
                 "same micro-batch; start the run again from its last checkpoint"
             )
         self._is_broken, ended, halted = True, [], None
@@ -268,7 +268,7 @@ class PipelineEngine(Engine):
             error = halted.error or halted
             axes = [name for name in ("tp", "sp", "ep") if self.mesh.axes[name].size > 1]
             keys = ", ".join(f"parallel.{name}" for name in axes)
-            self._left = f"{type(error).__name__}: {error}; beside {keys} a batch that raises can't be dropped"
+            self._left = f"{type(error).__name__}: {error}; with {keys}, a batch that raises cannot be dropped"
             raise error
         if self._can_recover:
             self._finish_schedule(halted)
@@ -410,8 +410,8 @@ def register_pipeline_engine(engine_class: type[Engine], pipeline_class: type[Pi
 
 def _refusal(what: str) -> str:
     return (
-        f"engine.{what}() is no call for a pipeline, whose stages have forwards and backwards of several micro-batches "
-        "under way at once; engine.train_batch(data_iter) makes a whole step, engine.eval_batch(data_iter) evaluates"
+        f"engine.{what}() is not available for a pipeline, whose stages interleave forwards and backwards of several "
+        "micro-batches; engine.train_batch(data_iter) makes a full step, engine.eval_batch(data_iter) evaluates"
     )
 
 

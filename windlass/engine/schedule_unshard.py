@@ -36,13 +36,13 @@ class ScheduleUnshardPolicy:
         self.unshards_once = asked and fits
         if asked and not fits:
             logger.warning(
-                f"pipeline.unshard_per: whole parameters and gradients of this stage, {needed / 2**20:.1f} MiB, don't fit "
-                f"into the {left / 2**20:.1f} MiB that the device has left; they are gathered and reduced for each "
+                f"pipeline.unshard_per: unsharded parameters and gradients of this stage, {needed / 2**20:.1f} MiB, do "
+                f"not fit into the {left / 2**20:.1f} MiB left on the device; they are gathered and reduced for each "
                 "micro-batch"
             )
         if sharded.policy.param and config.pipeline.schedule == "zero-bubble" and not self.unshards_once:
             raise ConfigError(
-                'pipeline.schedule "zero-bubble" comes back to layers whose parameters stage 3 has let go: write '
+                'pipeline.schedule "zero-bubble" needs parameters again that stage 3 has already resharded: write '
                 '"1f1b", a lower stage, or pipeline.unshard_per "step" and leave room for this stage\'s parameters'
             )
 

@@ -54,7 +54,7 @@ class ShardedInitPartitioner:
 
     def _gather_local_parts(self) -> None:
         kept = {id(parameter) for parameter in self._model.parameters()}
-        with WaitScope("the gathering of parameters, of which each rank keeps its part"), torch.no_grad():
+        with WaitScope("the gathering of parameters at the end of partitioning"), torch.no_grad():
             while self._sharded_parameters:
                 parameter, birth = self._sharded_parameters.pop(0)
                 whole = birth.full_value()
@@ -83,7 +83,7 @@ def _keep_local_part(parameter: nn.Parameter, full: torch.Tensor) -> None:
     placement = get_placement(parameter)
     if placement.global_shape != tuple(full.shape) or tuple(parameter.shape) != placement.local_shape:
         raise ModelError(
-            f"a parameter that was born with shape {tuple(full.shape)} was cut as one of {placement.global_shape}, to "
-            f"{tuple(parameter.shape)}; build the model without zero.Init"
+            f"a parameter constructed with shape {tuple(full.shape)} was partitioned as one of "
+            f"{placement.global_shape}, to {tuple(parameter.shape)}; build the model without zero.Init"
         )
     parameter.data = select_local_shard(full, placement)

@@ -81,7 +81,7 @@ def compute_fingerprint(
     try:
         sums = CheckpointRanks.of_group(model.mesh.world.process_group).run_on_all("taking the fingerprint", work)
     except CheckpointError:  # raised on all ranks
-        model.disk_health.check(f"{error_prefix}, masters and optimizer states could not be read")
+        model.disk_health.check(f"{error_prefix}, master weights and optimizer states could not be read")
         raise
     return Fingerprint(fingerprint_digest(one for one, _ in sums), fingerprint_digest(other for _, other in sums))
 

@@ -105,7 +105,7 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
         self._sharded, data = sharded, sharded.mesh.dense.data
         if self._optimizer is not None:
             self._optimizer.attach(sharded)
-        meet = partial(sharded.scheduler.sync, "the sending of buffers")
+        meet = partial(sharded.scheduler.sync, "the broadcast of buffers")
         self._buffer_sync = BufferSynchronizer(self.module, data, self.device, self._buffer_dtype_policy(), meet)
         self._router_balances = find_router_biases(self.module)
         self._nonfinite_locator = NonFiniteLocator(sharded.mesh.world)
@@ -332,9 +332,9 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
             logger.warning(f"step {step}: the gradient norm is {norm}, first in {bad!r}; step skipped")
             return
         raise LossError(
-            f"step {step}: the gradient norm is {norm}, first in {bad!r}; the parameters are as they were. "
+            f"step {step}: the gradient norm is {norm}, first in {bad!r}; the parameters are unchanged. "
             "Look for a loss that is not finite, lower the learning rate, or leave out the batch: the gradients are "
-            "dropped, so training may go on"
+            "dropped, so training can continue"
         )
 
     def _step_lr_scheduler(self, lr_kwargs: dict[str, Any]) -> None:
@@ -350,8 +350,8 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
                 raise
             raise ModelError(
                 f"{type(self.lr_scheduler).__name__} was made for {len(known)} optimizer groups, and there are "
-                f"{len(groups)} now: the step was made, the schedule was not. After add_param_group make such a "
-                "schedule again: engine.lr_scheduler = ..."
+                f"{len(groups)} now: the parameters were updated, the learning rate was not. After add_param_group "
+                "create the scheduler again: engine.lr_scheduler = ..."
             ) from error
 
     @contextmanager
@@ -367,8 +367,8 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
             )
             self._reporter.log_once(
                 "no_sync",
-                f"no_sync at stage {self.zero_optimization_stage()} keeps whole gradients: {extra / 2**20:.0f} MiB "
-                f"more a rank",
+                f"no_sync at stage {self.zero_optimization_stage()} keeps unsharded gradients: {extra / 2**20:.0f} MiB "
+                f"more per rank",
             )
         before, self._no_sync = self._no_sync, True
         try:
@@ -536,10 +536,10 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
             ModelError: they are offloaded already.
         """
         if str(getattr(device, "value", device)) not in ("cpu", "OffloadDeviceEnum.cpu"):
-            raise ConfigError(f'offload_states: device is {device!r}; states can be taken to the "cpu"')
+            raise ConfigError(f'offload_states: device is {device!r}; states can only be moved to the "cpu"')
         self._sharded.finish_update()
         taken = self._sharded.state_offloader.offload(KINDS if include is None else include, pin=pin_memory)
-        logger.info(f"offload_states: {taken / 2**20:.1f} MiB of this rank's device memory are in host memory now")
+        logger.info(f"offload_states: {taken / 2**20:.1f} MiB were moved from this rank's device to host memory")
 
     def reload_states(self, non_blocking: bool = False) -> None:
         """Move back to the device what `offload_states` moved."""
@@ -589,7 +589,7 @@ def _clear_scaling_engine() -> None:
 
 
 def _refuse_rebuild(engine: Engine) -> ShardedModel:
-    raise ModelError("this engine can't lay its model out anew: make engines by windlass.initialize")
+    raise ModelError("this engine cannot shard its model again: build engines with windlass.initialize")
 
 
 def _local_rank() -> int:
