@@ -204,7 +204,7 @@ def build_engine(
 def setup_distributed(config: Config, port: int = 29500) -> None:
     """Initialize torch.distributed and start the watchdog as the configuration says. Collective.
 
-    What is already initialized is left unchanged.
+    Parts that are already initialized stay unchanged.
     """
     limits = _watchdog_limits(config)
     report_after = limits.report_after if limits is not None else None
@@ -549,7 +549,7 @@ def _staging_bytes(config: Config) -> int:
 def _gradient_divide_factors(config: Config, reduce_dtype: torch.dtype, mesh: Mesh) -> tuple[float, float]:
     """Return the factors of a gradient before and after the sum over ranks.
 
-    Their product is 1 / world. If gradients are summed, it is (ranks along sp) / world, because those ranks share the
+    Their product is 1 / world. If gradients are summed, it is 1 / (ranks along sp), because those ranks share the
     loss of one sequence.
 
     Sums in 16 bits divide after the sum, unless the configuration says otherwise: small gradients would underflow

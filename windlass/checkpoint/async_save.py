@@ -1,4 +1,4 @@
-"""Async save of one engine, of which at most one is in flight. A thread writes it during training."""
+"""Async save of one engine, written by a thread during training. At most one save is in flight."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ class DerivedMetadata(Protocol):
 
 
 class CheckpointSave:
-    """A save whose ranks have agreed on the writer of each box; nothing is written yet. Its construction is collective.
+    """Save whose ranks have agreed on the writer of each box; nothing is written yet. Its construction is collective.
 
     Args:
         on_finished: called on the first rank once the checkpoint exists and `latest` names it. Its file errors are only

@@ -296,7 +296,7 @@ def _stored_weights(path: Path, exclude_frozen: bool) -> dict[str, StoredWeight]
 def _trained_names(stored: StoredCheckpoint, held: Mapping[str, str]) -> set[str]:
     """Return the names of the trained parameters.
 
-    Checkpoints that do not record them have them in the optimizer's groups.
+    If a checkpoint does not record the frozen ones, the trained ones are those in the optimizer's groups.
     """
     if (frozen := stored.engine_data.get("frozen")) is not None:
         return set(held) - set(frozen)

@@ -1,4 +1,4 @@
-"""Cache of the data files that are being read, of which a limited number is open at once."""
+"""Cache of the open data files of a checkpoint, with a limit on their number."""
 
 from __future__ import annotations
 

@@ -191,7 +191,7 @@ class CheckpointMethods:
             blocking: return when the checkpoint is written; else return once a copy is taken, and write it during
                 training. Only one such save is in flight at a time: the next save, `load_checkpoint` and `destroy` wait
                 for it. If it failed, the first of these calls or the next step raises its error: a step at its end, the
-                others at their begin. None: use `checkpoint.async_save` of the configuration.
+                others at their start. None: use `checkpoint.async_save` of the configuration.
 
         Raises:
             ValueError: `save_dir` is empty.

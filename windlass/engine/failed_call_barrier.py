@@ -9,11 +9,11 @@ process groups may be in use. If the other ranks did not fail, all ranks wait at
 detects and reports.
 
 [Note: a call left out] An error in the script itself, e.g. in its loss, makes one rank skip a call that the others
-make. So each rank sends, at the begin of a forward, a backward and a step, which call begins; no collective along an
+make. So each rank sends, at the start of a forward, a backward and a step, which call starts; no collective along an
 axis starts before all ranks have sent the same call. Ranks whose call was skipped by another rank raise before they
 compute any of it, and the rank that is ahead waits for them. Along ep, ranks compute different samples. A rank in a
 forward there may need the others to join its all-gathers, and a rank in a backward its reductions. So with sharded
-parameters no rank waits at the begin of a backward or of a step. Then the rank that is ahead raises, and the watchdog
+parameters no rank waits at the start of a backward or of a step. Then the rank that is ahead raises, and the watchdog
 ends the others.
 """
 
@@ -56,7 +56,7 @@ class FailedCallBarrier:
         # Pipeline stages run forwards and backwards in orders of their own; `CollectiveErrorCheck` handles their
         # failures.
         self._compares = bool(self._peers) and mesh.pp.size == 1
-        # other ranks may still need this rank at the begin of these calls
+        # other ranks may still need this rank at the start of these calls
         served = ("step",) if mesh.ep.size > 1 else ()
         self._resumes = not (served and gathers)
         self._later = ("forward", *served) if self._resumes else _CALLS

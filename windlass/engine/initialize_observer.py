@@ -25,10 +25,10 @@ class InitializeObserver:
     config_override: Any = None
 
     def before_sharding(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config) -> None:
-        """Called on every rank before `model` is sharded; `optimizer` steps its parameters."""
+        """Observe `model` before it is sharded; `optimizer` steps its parameters. Called on every rank."""
 
     def after_initialize(self, engine: Engine) -> None:
-        """Called on every rank when the engine of the model given to `before_sharding` is built."""
+        """Observe the engine of the model that `before_sharding` observed. Called on every rank."""
 
 
 _observer = InitializeObserver()

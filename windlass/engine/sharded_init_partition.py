@@ -72,7 +72,7 @@ def _interleave(parameters: list[tuple[nn.Parameter, ShardedInit]]) -> list[tupl
 
 
 def _placeholder(birth: ShardedInit) -> torch.Tensor:
-    """Return a tensor of the parameter's shape without memory (see `narrowed`).
+    """Return an expanded scalar of the parameter's shape, which takes memory for one element only.
 
     Each has its own storage, so that two parameters are not mistaken for tied ones.
     """

@@ -54,7 +54,7 @@ def compute_fingerprint(
     Memory: one chunk of the offloaded states at a time, and 512 KiB.
 
     Args:
-        error_prefix: begin of the error message if a value cannot be read.
+        error_prefix: start of the error message if a value cannot be read.
         excluded: names of parameters of trained units that are left out.
 
     Raises:

@@ -266,7 +266,7 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
             self._backwards_at_last_step_call = self._sharded.reducer.backward_count
 
     def _step_by_optimizer(self) -> None:
-        """Run `engine.optimizer.step()`."""
+        """Implement `engine.optimizer.step()`."""
         self.step()
 
     def _optimizer_step(self, lr_kwargs: dict[str, Any]) -> None:
@@ -456,7 +456,7 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
         self._nonfinite_locator.record(unit, index, gradient)
 
     def _hook_backward_begin(self, loss: torch.Tensor) -> None:
-        """Hook the begin of the backward on the loss (see `attach_model`), which works for any type of model output."""
+        """Hook the start of the backward on the loss, which works for any type of model output."""
         if loss.requires_grad and loss.grad_fn is not None:
             loss.register_hook(lambda _: self._on_backward_begin())
 
