@@ -54,7 +54,7 @@ class OffloadedStorage:
         return False
 
     def open(self) -> AbstractContextManager[Any]:
-        """See `LazyStorage`. May be called in any thread."""
+        """Return a context in which the values are in memory. May be called in any thread."""
         raise NotImplementedError
 
     def block_writers(self) -> None:

@@ -99,7 +99,7 @@ class StagingCheckpoint:
 def remove_stale_staging(directory: Path) -> list[Path]:
     """Remove staging directories whose writer is gone, and leftovers of replaced checkpoints.
 
-    Return those of live writers.
+    Return the staging directories of live writers.
     """
     living: list[Path] = []
     for path in directory.glob(".*.replaced"):

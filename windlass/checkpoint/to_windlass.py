@@ -46,7 +46,7 @@ class _StoredTensorStorage:
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """See `LazyStorage`."""
+        """Keep the values in memory inside the context."""
         self._values = self._stored.read_full(self._name).view(-1)
         yield
         self._values = None

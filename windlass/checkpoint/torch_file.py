@@ -165,7 +165,7 @@ class TorchFile(TensorFile):
     """File of `torch.save` as entries that are byte ranges, each inside one record and covered by its checksum."""
 
     def byte_range(self, entry: str) -> tuple[int, int]:
-        """See `TensorFile`."""
+        """Return the entry's first byte in the file, and its end; for a literal entry, its length."""
         if entry.startswith(_LITERAL):
             return 0, (len(entry) - len(_LITERAL)) // 2
         begin, _, end = entry.partition(":")
@@ -179,7 +179,7 @@ class TorchFile(TensorFile):
         self.check_size(entry, math.prod(shape) * dtype.itemsize)
 
     def read_part(self, entry: str, offset: int, tensor: torch.Tensor) -> ctypes.Array[ctypes.c_ubyte]:
-        """See `TensorFile`."""
+        """Fill `tensor` with the entry's bytes from byte `offset` on, also for a literal entry."""
         if not entry.startswith(_LITERAL):
             return super().read_part(entry, offset, tensor)
         raw = tensor_bytes(tensor)
@@ -187,7 +187,7 @@ class TorchFile(TensorFile):
         return raw
 
     def verify_checksum(self, entry: str, crc32: int | None) -> None:
-        """See `TensorFile`."""
+        """Verify the checksum as `TensorFile` does. Literal entries have none."""
         if not entry.startswith(_LITERAL):
             super().verify_checksum(entry, crc32)
 

@@ -523,9 +523,9 @@ def _lr_scheduler_state(engine: Engine) -> dict[str, Any] | None:
 
 
 def _matching_scheduler_state(saved: dict[str, Any], current: dict[str, Any]) -> dict[str, Any]:
-    """Return the saved scheduler state without lists for another number of optimizer groups.
+    """Return the saved scheduler state, adapted to the current number of optimizer groups.
 
-    Such lists keep their current values.
+    Lists with another length than the saved ones keep their current values.
     """
 
     def fits(key: str, value: Any) -> bool:

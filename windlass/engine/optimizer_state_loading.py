@@ -182,12 +182,12 @@ class ChunkLoadStorage:
 
     @property
     def is_resident(self) -> bool:
-        """See `LazyStorage`."""
+        """True if the closed handle's values are in memory and will not move or change."""
         return False
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """See `LazyStorage`."""
+        """Keep the values in memory inside the context."""
         self.was_opened = True
         residence = self._master_weights.state_offload
         with self._master_weights.opened(self._chunk, self._expected if self._loads_states else None, changes=True):

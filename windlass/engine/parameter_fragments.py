@@ -26,11 +26,11 @@ class ChunkSaveStorage:
 
     @property
     def is_resident(self) -> bool:
-        """See `LazyStorage`."""
+        """True if the closed handle's values are in memory and will not move or change."""
         return self._chunk.master is not None
 
     def open(self) -> AbstractContextManager[Any]:
-        """See `LazyStorage`."""
+        """Return a context in which the values are in memory."""
         return self._master_weights.opened(self._chunk, changes=False)
 
 
@@ -49,13 +49,13 @@ class UnitShardStorage:
 
     @property
     def is_resident(self) -> bool:
-        """See `LazyStorage`."""
+        """True if the closed handle's values are in memory and will not move or change."""
         rests = self._unit.shard_slot
         return not self._unit.reshards or rests is None or rests.tensor is not None
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """See `LazyStorage`."""
+        """Keep the values in memory inside the context."""
         unit = self._unit
         self._values = unit.read_local_shard() if unit.reshards else unit.full
         self._health.raise_local_failure()

@@ -35,7 +35,7 @@ class QueryMethods:
         return self._grad_norm
 
     def get_global_grad_norm(self) -> float | None:
-        """Return `grad_norm()`."""
+        """Return the norm of the full unclipped gradient, as `grad_norm` does (DeepSpeed's name)."""
         return self._grad_norm
 
     def get_lr(self) -> list[float]:
