@@ -376,7 +376,7 @@ def test_a_loader_that_counts_readers_has_each_sample_once(tag: str, kind: str, 
 
 def test_a_loader_that_counts_ranks_is_noticed() -> None:
     change = ("num_replicas=readers, rank=reader", "num_replicas=2, rank=engine.global_rank")
-    with pytest.raises(RankError, match="are neighbours along tp and were given different inputs"):
+    with pytest.raises(RankError, match="are neighbours along tp and got different inputs"):
         run_ranks(own_loader, 2, "tensor", "llama", change)
 
 
