@@ -97,7 +97,7 @@ def config_of(case: Case) -> dict[str, Any]:
 
 
 def _train(engine: Any, case: Case, step: int) -> None:
-    reader = engine.readers[1]
+    reader = engine.data_loading_ranks[1]
     batches = []
     for micro in range(MICRO_BATCHES):
         tokens = samples(case.sizes.vocabulary, SAMPLES, LENGTH, 1000 * step + 100 * micro + reader)

@@ -14,7 +14,7 @@ def gather_full_tensor(local: torch.Tensor, placement: Placement, *axes: MeshAxi
 
     Args:
         local: this rank's part: a parameter, its gradient, a state of its shape.
-        placement: of the parameter; ranks hold other parts of it along the axes of `placement.cut`.
+        placement: of the parameter; ranks hold other parts of it along the axes of `placement.sharded_axes`.
         axes: those axes; others are left out of account.
 
     Raises:
