@@ -1,4 +1,4 @@
-"""Whole parameters from the parts that ranks have, and parts from the whole."""
+"""Conversion between full parameters and the parts that ranks hold."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from windlass.parallel.placement import Placement, ShardBox
 
 
 def select_local_shard(full: torch.Tensor, placement: Placement) -> torch.Tensor:
-    """What of the whole lies here: a new contiguous tensor, or `whole` itself where that is all of it."""
+    """Return this rank's part of the full tensor: a new contiguous tensor, or `full` itself if the part is all of
+    it."""
     if placement.is_full:
         return full
     local = full.new_empty(placement.local_shape)
@@ -22,14 +23,14 @@ def select_local_shard(full: torch.Tensor, placement: Placement) -> torch.Tensor
 
 
 def make_zero_padded_full(local: torch.Tensor, placement: Placement) -> torch.Tensor:
-    """A tensor of the whole's shape with what lies here in its place, and zeros elsewhere."""
+    """Return a tensor of the full shape that holds the local part in its place and zeros elsewhere."""
     whole = local.new_zeros(placement.global_shape)
     write_local_shard(local, whole, placement)
     return whole
 
 
 def write_local_shard(local: torch.Tensor, full: torch.Tensor, placement: Placement) -> None:
-    """Copy what lies here to its place in the whole."""
+    """Copy the local part to its place in the full tensor."""
     for box in placement.shard_boxes():
         full[_global_slices(box)] = local[_local_slices(box)]
 
