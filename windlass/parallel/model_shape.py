@@ -1,4 +1,4 @@
-"""A transformer's sizes, as far as they say how much it computes with and sends: a plain description, no model."""
+"""Sizes of a transformer, as far as they determine its computation and communication."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from windlass.base.errors import ConfigError
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A decoder of equal layers: attention, and a feed-forward network or experts. Biases and learned positions, which
-    are small, are left out.
+    """Sizes of a decoder of equal layers: attention, and a feed-forward network or experts. Biases and learned position
+    embeddings, which are small, are left out.
 
     Attributes:
         hidden: width of an activation.
-        layers: blocks.
-        heads: of queries.
+        layers: number of layers.
+        heads: query heads.
         vocabulary: rows of the embedding, and of the head.
-        kv_heads: of keys and values; 0: as many as of queries.
-        head: width of a head; 0: hidden / heads.
-        intermediate: width inside the feed-forward network, or inside one expert; 0: 4 x hidden.
-        gated: three matrices in it (gate, up, down), not two.
-        tied: the head is the embedding.
-        experts: of a layer; 0: one feed-forward network.
-        chosen: experts that each token goes to.
-        balanced: there is a loss over the routers of all layers.
+        kv_heads: key and value heads; 0: as many as query heads.
+        head_dim: width of a head; 0: hidden / heads.
+        intermediate: inner width of the feed-forward network, or of one expert; 0: 4 x hidden.
+        gated: the feed-forward network has three matrices (gate, up, down) instead of two.
+        tied: the head shares the weight of the embedding.
+        experts: experts of a layer; 0: one feed-forward network.
+        top_k: experts per token.
+        has_router_loss: True if there is a load-balancing loss over the routers of all layers.
     """
 
     hidden: int
@@ -56,12 +56,12 @@ class ModelShape:
 
     @property
     def resolved_head_dim(self) -> int:
-        """Of a head."""
+        """Width of a head, with the default applied."""
         return self.head_dim or self.hidden // self.heads
 
     @property
     def resolved_kv_heads(self) -> int:
-        """Heads of keys and of values."""
+        """Number of key and value heads, with the default applied."""
         return self.kv_heads or self.heads
 
     @property
@@ -76,7 +76,7 @@ class ModelShape:
 
     @property
     def replicated_numel(self) -> int:
-        """Elements of a layer that no axis cuts: two norms, and the router where there are experts."""
+        """Elements of a layer that no axis shards: two norms, and the router if there are experts."""
         return 2 * self.hidden + self.experts * self.hidden
 
     @property
@@ -86,12 +86,12 @@ class ModelShape:
 
     @property
     def embedding_numel(self) -> int:
-        """Elements of the embedding; of the head too, unless they are tied."""
+        """Elements of the embedding. The head has as many unless it is tied."""
         return self.vocabulary * self.hidden
 
     @property
     def numel(self) -> int:
-        """Elements of the whole model."""
+        """Elements of the full model."""
         return self.layers * self.layer_numel + self.embedding_numel * (1 if self.tied else 2) + self.hidden
 
 
@@ -104,14 +104,14 @@ PRESETS = {
         hidden=4096, layers=32, heads=32, kv_heads=8, vocabulary=32_000, intermediate=14_336, experts=8, top_k=2
     ),
 }
-"""Shapes of models that many know: Llama 2 7B, Llama 3 70B, Mixtral 8x7B."""
+"""Shapes of well-known models: Llama 2 7B, Llama 3 70B, Mixtral 8x7B."""
 
 
 def parse_model_shape(text: str) -> ModelShape:
-    """A preset by name, a `config.json` of transformers (or the folder that holds it), or `hidden=4096,layers=32,...`.
+    """Parse a preset name, a `config.json` of transformers (or its folder), or `hidden=4096,layers=32,...`.
 
     Raises:
-        ConfigError: it is none of them, or a size is missing.
+        ConfigError: the text is none of these, or a size is missing.
     """
     if text in PRESETS:
         return PRESETS[text]
@@ -130,10 +130,10 @@ def parse_model_shape(text: str) -> ModelShape:
 
 
 def from_transformers(config: Mapping[str, Any]) -> ModelShape:
-    """The shape that a configuration of transformers describes, by the names that its families have for each size.
+    """Read the shape from a configuration of transformers, under any of the key names that its model families use.
 
     Raises:
-        ConfigError: it has no such sizes.
+        ConfigError: the configuration lacks a size.
     """
 
     def first(*names: str, default: int | None = None) -> int:

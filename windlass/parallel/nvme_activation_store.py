@@ -1,4 +1,4 @@
-"""Activations in files: written while the forward goes on, read back ahead of their backward."""
+"""Store for activations in files. They are written during the forward and prefetched for the backward."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from windlass.base.pending import Pending
 from windlass.parallel.activation_store import ActivationTier, StoredActivation
 from windlass.parallel.device_copies import PendingCopy, has_separate_memory, start_copy_to_device, start_copy_to_host
 
-_SPARE_BUFFERS_PER_SIZE = 2  # of each size: as many as are filled while others are written
-_MAX_SPARE_BUFFERS = 16  # batches of ever other lengths would leave two of each
+_SPARE_BUFFERS_PER_SIZE = 2  # spare buffers per size: two, so that one can be filled while the other is written
+_MAX_SPARE_BUFFERS = 16  # limit over all sizes: batches of ever-changing lengths would leave two of each size
 
 
 class ExtentStorage(Protocol):
-    """What is needed of `windlass.storage.DiskTier`."""
+    """Methods of `windlass.storage.DiskTier` that the store uses."""
 
     def allocate(self, nbytes: int, name: str) -> Any: ...
     def free(self, extent: Any) -> None: ...
@@ -27,9 +27,11 @@ class ExtentStorage(Protocol):
 
 
 class NvmeStore:
-    """Files of a disk tier. Space and buffers are used again: as a rule every step keeps tensors of the same sizes.
+    """Store in the files of a disk tier. Extents and buffers are reused, since every step usually saves tensors of the
+    same sizes.
 
-    Where sizes change, spare space that is more than was ever in use at a time goes back before more is taken.
+    If sizes change, unused extents are freed before a new allocation once they hold at least as many bytes as were ever
+    in use at the same time.
     """
 
     tier: ActivationTier = "nvme"
@@ -39,10 +41,8 @@ class NvmeStore:
     def __init__(self, storage: ExtentStorage) -> None:
         self.storage = storage
         self._extents: defaultdict[int, list[Any]] = defaultdict(list)
-        self._used_bytes = self._peak_bytes = self._spare_bytes = (
-            0  # bytes of extents: in use, in use at most, not in use
-        )
-        self._buffers: list[torch.Tensor] = []  # the oldest first
+        self._used_bytes = self._peak_bytes = self._spare_bytes = 0  # bytes of extents: in use, peak in use, not in use
+        self._buffers: list[torch.Tensor] = []  # oldest first
 
     def begin_call(self, unique_bytes: int, shared_bytes: int) -> None:
         return
@@ -54,7 +54,7 @@ class NvmeStore:
         return _DiskActivation(self, flat)
 
     def allocate_extent(self, nbytes: int) -> Any:
-        """Space on disk that nobody reads any more.
+        """Return an extent that is not in use.
 
         Raises:
             StorageError: the disk is full.
