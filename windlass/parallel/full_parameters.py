@@ -36,8 +36,10 @@ def write_local_shard(local: torch.Tensor, full: torch.Tensor, placement: Placem
 
 
 def gather_full(local: torch.Tensor, placement: Placement, axes: Mapping[str, MeshAxis]) -> torch.Tensor:
-    """The whole of a tensor that is no part of a graph, on every rank along the axes that cut it, as traffic of a step.
-    Collective over them."""
+    """All-reduce the full tensor from the parts on all ranks along the sharded axes. Collective over these axes.
+
+    The result has no autograd graph. The bytes are counted as traffic of the step.
+    """
     whole = make_zero_padded_full(local, placement)
     for name in sorted(placement.sharded_axes):
         axes[name].all_reduce(whole)
@@ -45,14 +47,14 @@ def gather_full(local: torch.Tensor, placement: Placement, axes: Mapping[str, Me
 
 
 def gather_full_with_grad(local: torch.Tensor, placement: Placement, axes: Mapping[str, MeshAxis]) -> torch.Tensor:
-    """The whole tensor, on every rank along the axes that cut it. Collective over them.
+    """Gather the full tensor on every rank along the sharded axes, differentiably. Collective over these axes.
 
-    Autograd goes through it: along tp every rank's gradient of the whole is the whole one already, along ep those of
-    all ranks are added up.
+    In the backward, every tp rank already has the complete gradient of the full tensor; along ep the ranks' gradients
+    are summed.
 
     Args:
-        local: of `placement.local_shape`.
-        axes: of the mesh, by name.
+        local: this rank's part, of `placement.local_shape`.
+        axes: the mesh axes, by name.
     """
     cuts = [axes[name] for name in sorted(placement.sharded_axes) if axes[name].size > 1]
     if not cuts or placement.is_full:
@@ -80,7 +82,7 @@ class _GatherFull(torch.autograd.Function):
 
 
 def _uncounted_axis(axis: MeshAxis) -> MeshAxis:
-    """The axis with a count of its own: what is looked at is no part of what a step sends."""
+    """Return the axis with a separate byte counter. Inspecting a parameter does not count as traffic of a step."""
     return MeshAxis(axis.name, axis.group)
 
 

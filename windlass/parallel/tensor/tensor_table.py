@@ -1,4 +1,4 @@
-"""The user's table: regular expressions of module names, and how such modules are cut."""
+"""User's table of regular expressions of module names, with the sharding of these modules."""
 
 from __future__ import annotations
 
@@ -24,23 +24,22 @@ _VALUE_PATTERN = re.compile(r"(\w+)(?::(\d+(?:\+\d+)*))?(?: of (\d+(?:\+\d+)*) h
 
 
 def read_tensor_table(model: nn.Module, tensor_table: Mapping[str, str]) -> dict[str, PlanEntry]:
-    """What the table says of the modules of a model, by their names; the last line that fits a module counts.
+    """Return the plan entries of the modules that the table matches, by name. The last matching entry takes precedence.
 
-    A line's key is a regular expression that fits the whole name of a module, or of a parameter that lies directly in
-    a module which is no linear layer. Its value is one of
+    A key is a regular expression that matches the full name of a module, or of a direct parameter of a module that is
+    not a linear layer. A value is one of
+    - `column`: shard the output features. `column:256+64+64` means that the output consists of consecutive sections of
+      these sizes (queries, keys and values), each of which is sharded.
+    - `row`: shard the input features and sum the outputs.
+    - `vocabulary`: an embedding or output head.
+    - `partial`: replicated, between sharded layers (a norm of single heads).
+    - `replicated`: replicated.
 
-    - `column`: the output features are cut; with `column:256+64+64` they are fused from sections of these sizes, one
-      after another (queries, keys and values), and each is cut.
-    - `row`: the input features are cut, and the outputs added up.
-    - `vocabulary`: an embedding, or the layer that makes logits.
-    - `partial`: whole, between layers that are cut (a norm of single heads).
-    - `replicated`: whole.
-
-    Heads stay whole. Where a module does not tell how many it has, `column of 8 heads` and `row of 8 heads` do, with a
-    number for each section where those differ: `column:256+64+64 of 8+2+2 heads`.
+    Heads are never split. If a module does not specify its number of heads, `column of 8 heads` and `row of 8 heads`
+    do, with a number for each section if they differ: `column:256+64+64 of 8+2+2 heads`.
 
     Raises:
-        ConfigError: a line that is no regular expression, says something else or fits nothing.
+        ConfigError: a key is not a regular expression or matches nothing, or a value is invalid.
     """
     modules = dict(model.named_modules())
     names = [name for name in modules if name]
