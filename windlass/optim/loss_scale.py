@@ -41,7 +41,8 @@ class StaticLossScale:
         """
         if overflow:
             logger.warning(
-                f"gradients overflowed at the fixed loss scale {self.scale:g}: step skipped{_format_location(location)}"
+                f"gradients overflowed at the static loss scale {self.scale:g}: step "
+                f"skipped{_format_location(location)}"
             )
 
     def state_dict(self) -> dict[str, float]:
@@ -119,7 +120,7 @@ class DynamicLossScale:
     def load_state_dict(self, state: dict[str, float]) -> None:
         """Restore a `state_dict()`. The options stay as configured. The state of a static scale is ignored."""
         if "good_steps" not in state:
-            logger.info(f"the saved loss scale was fixed; dynamic scaling starts at {self.scale:g}")
+            logger.info(f"the saved loss scale was static; dynamic scaling starts at {self.scale:g}")
             return
         self.scale = max(float(state["scale"]), self.min_scale)
         self.good_steps = int(state["good_steps"])
@@ -130,7 +131,7 @@ class DynamicLossScale:
             self.hysteresis_left -= 1
             logger.info(
                 f"gradients overflowed at loss scale {self.scale:g}: step skipped, scale kept "
-                f"({self.hysteresis_left - 1} more forgiven){_format_location(where)}"
+                f"({self.hysteresis_left - 1} more tolerated){_format_location(where)}"
             )
             return
         if self.scale <= self.min_scale:
@@ -138,7 +139,8 @@ class DynamicLossScale:
             return
         before, self.scale = self.scale, max(self.scale / 2, self.min_scale)
         logger.info(
-            f"gradients overflowed at loss scale {before:g}: step skipped, scale now {self.scale:g}{_format_location(where)}"
+            f"gradients overflowed at loss scale {before:g}: step skipped, scale now "
+            f"{self.scale:g}{_format_location(where)}"
         )
 
     def _handle_min_scale(self, where: str) -> None:
@@ -173,4 +175,4 @@ def make_loss_scale(fp16: Fp16Settings, on_min_scale: Literal["raise", "continue
 
 
 def _format_location(where: str) -> str:
-    return f"; first bad: {where}" if where else ""
+    return f"; first non-finite: {where}" if where else ""

@@ -86,7 +86,8 @@ class OneCycle(LRSchedule):
         self.second_size = self.first_size if cycle_second_step_size is None else float(cycle_second_step_size)
         if self.first_size <= 0 or self.second_size < 0:
             raise ValueError(
-                f"cycle_first_step_size must be positive and cycle_second_step_size at least 0, got {self.first_size:g} "
+                f"cycle_first_step_size must be positive and cycle_second_step_size at least 0, got "
+                f"{self.first_size:g} "
                 f"and {self.second_size:g}"
             )
         self.first_stairs = cycle_first_stair_count

@@ -146,7 +146,9 @@ class Muon(torch.optim.Optimizer):
 
     def _update_matrix(self, parameter: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> None:
         if grad.ndim < 2:
-            raise ModelError(f"Muon: a matrix came as a span of shape {tuple(grad.shape)}; it must be stepped whole")
+            raise ModelError(
+                f"Muon: a matrix has a flattened gradient of shape {tuple(grad.shape)}; step the full matrix"
+            )
         state = self.state[parameter]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(grad, memory_format=torch.preserve_format)

@@ -63,12 +63,13 @@ def _lr_factor(kind: str, parameter: torch.Tensor) -> float:
     if shape is None:
         raise ConfigError(
             f"optimizer.type is a muP optimizer, but a parameter of shape {list(parameter.shape)} has no base shape: "
-            "call mup.set_base_shapes(model, base) before initialize, on a model that is not born sharded"
+            "call mup.set_base_shapes(model, base) before initialize, on a model built without zero.Init"
         )
     growing = shape.ninf()
     if growing > 2:
         raise ConfigError(
-            f"muP knows no rate for a parameter with {growing} dimensions that grow (shape {list(parameter.shape)}): "
+            f"muP defines no learning rate for a parameter with {growing} scaling dimensions (shape "
+            f"{list(parameter.shape)}): "
             "give its group another optimizer, or keep a dimension equal to the base model's"
         )
     if growing == 2:

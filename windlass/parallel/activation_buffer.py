@@ -97,7 +97,8 @@ class ActivationBuffer:
             return
         self._has_warned = True
         logger.warning(
-            "the buffer for %d checkpoints (%d bytes) is full at checkpoint %d; further ones get memory of their own. "
+            "the buffer for %d checkpoints (%d bytes) is full at checkpoint %d; further checkpoints use separate "
+            "memory. "
             "Set activation_checkpointing.number_checkpoints to the number of checkpoints in a forward",
             self.num_checkpoints,
             self.nbytes,

@@ -47,21 +47,21 @@ class ActivationCheckpointOptions:
         """Raise a ConfigError if two options contradict each other, or if one requires another that is not set."""
         if self.cpu_checkpointing and self.nvme_path:
             raise ConfigError(
-                f"activation_checkpointing.nvme_path {list(self.nvme_path)} and cpu_checkpointing true name two homes; "
+                f"activation_checkpointing.nvme_path {list(self.nvme_path)} and cpu_checkpointing true name two tiers; "
                 "leave one out"
             )
         if self.contiguous_memory_optimization and not self.number_checkpoints:
             raise ConfigError(
-                "activation_checkpointing.contiguous_memory_optimization is true, but nothing says for how many "
-                "checkpoints the buffer is; add number_checkpoints"
+                "activation_checkpointing.contiguous_memory_optimization is true, but the number of checkpoints "
+                "in the buffer is not set; add number_checkpoints"
             )
         if self.contiguous_memory_optimization and self.nvme_path:
             raise ConfigError(
-                "activation_checkpointing.contiguous_memory_optimization is true, but with nvme_path there is nothing "
-                "for a buffer to hold; write false"
+                "activation_checkpointing.contiguous_memory_optimization is true, but inputs are stored in files at "
+                "nvme_path, without a buffer; write false"
             )
         if self.min_offload_bytes < 0:
-            raise ConfigError(f"min_offload_bytes = {self.min_offload_bytes} is no number of bytes; write 0 or more")
+            raise ConfigError(f"min_offload_bytes = {self.min_offload_bytes} is negative; write 0 or more")
 
 
 _options: ActivationCheckpointOptions | None = None
@@ -189,7 +189,9 @@ def checkpoint_to_tier(
     """
     paths = () if nvme_path is None else _as_paths(nvme_path)
     if (tier == "nvme") != bool(paths):
-        raise ConfigError(f'inputs of checkpointed calls at "{tier}" with the folders {list(paths)}: "nvme" needs some')
+        raise ConfigError(
+            f'checkpoint_to_tier("{tier}") with nvme_path {list(paths)}: pass nvme_path with "nvme", and only then'
+        )
     manner = _settings_from_options(
         ActivationCheckpointOptions(
             cpu_checkpointing=tier == "cpu", nvme_path=paths, min_offload_bytes=min_offload_bytes
@@ -297,13 +299,13 @@ def _make_store(options: ActivationCheckpointOptions) -> ActivationStore | None:
 
 def _offloader_for_tier(tier: ActivationTier, paths: tuple[str, ...], min_offload_bytes: int) -> SavedTensorOffloader:
     if tier not in ("cpu", "nvme"):
-        raise ConfigError(
-            f'offloaded(home={tier!r}): there is no such home away from the device; write "cpu" or "nvme"'
-        )
+        raise ConfigError(f'offload_saved_tensors(tier={tier!r}): unknown tier; write "cpu" or "nvme"')
     if tier == "nvme" and not paths:
         paths = _options.nvme_path if _options is not None else ()
         if not paths:
-            raise ConfigError('offloaded("nvme") has no folder; pass nvme_path=..., or configure(nvme_path=...)')
+            raise ConfigError(
+                'offload_saved_tensors("nvme") has no folder; pass nvme_path=..., or configure(nvme_path=...)'
+            )
     key = tier, paths, min_offload_bytes
     if key not in _offloaders:
         _offloaders[key] = SavedTensorOffloader(

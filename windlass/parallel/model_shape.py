@@ -48,11 +48,13 @@ class ModelShape:
     def __post_init__(self) -> None:
         for name in ("hidden", "layers", "heads", "vocabulary"):
             if getattr(self, name) < 1:
-                raise ConfigError(f"a model's {name} is {getattr(self, name)}; it is at least 1")
+                raise ConfigError(f"a model's {name} is {getattr(self, name)}; it must be at least 1")
         if not self.head_dim and self.hidden % self.heads:
-            raise ConfigError(f"hidden {self.hidden} is no multiple of heads {self.heads}; say the width of a head")
+            raise ConfigError(f"hidden {self.hidden} is not a multiple of heads {self.heads}; set head_dim")
         if self.experts and not 0 < self.top_k <= self.experts:
-            raise ConfigError(f"chosen = {self.top_k} of {self.experts} experts; a token goes to at least one of them")
+            raise ConfigError(
+                f"top_k = {self.top_k} of {self.experts} experts; it must be between 1 and the number of experts"
+            )
 
     @property
     def resolved_head_dim(self) -> int:
@@ -124,7 +126,7 @@ def parse_model_shape(text: str) -> ModelShape:
     except (OSError, ValueError, TypeError, AttributeError, OverflowError) as error:
         names = ", ".join(PRESETS)
         raise ConfigError(
-            f"{text} is no model's shape: write {names}, a config.json of transformers, or hidden=4096,layers=32,"
+            f"{text} is not a model shape: write {names}, a config.json of transformers, or hidden=4096,layers=32,"
             f"heads=32,vocabulary=32000 ({error})"
         ) from None
 
@@ -139,7 +141,7 @@ def from_transformers(config: Mapping[str, Any]) -> ModelShape:
     def first(*names: str, default: int | None = None) -> int:
         found = next((config[name] for name in names if config.get(name)), default)
         if found is None:
-            raise ConfigError(f"the model's configuration has none of {', '.join(names)}, so its shape is not known")
+            raise ConfigError(f"the model's configuration has none of {', '.join(names)}, so its shape is unknown")
         return int(found)
 
     experts = first("num_local_experts", "n_routed_experts", "num_experts", default=0)
@@ -166,9 +168,9 @@ def _from_key_values(text: str) -> ModelShape:
     for word in text.split(","):
         name, _, value = word.partition("=")
         if name not in kinds or (parse_int(value) or -1) < 0 and value != "0":
-            raise ConfigError(f"{word!r} in a model's shape is no NAME=NUMBER; names are {', '.join(kinds)}")
+            raise ConfigError(f"{word!r} in a model shape is not NAME=NUMBER; names are {', '.join(kinds)}")
         found[name] = bool(int(value)) if isinstance(kinds[name].default, bool) else int(value)
     missing = [name for name in ("hidden", "layers", "heads", "vocabulary") if name not in found]
     if missing:
-        raise ConfigError(f"a model's shape lacks {', '.join(missing)}: {text}")
+        raise ConfigError(f"a model shape lacks {', '.join(missing)}: {text}")
     return ModelShape(**found)

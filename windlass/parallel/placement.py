@@ -66,7 +66,7 @@ class Placement:
 
     def __post_init__(self) -> None:
         if len(self.ranges) != len(self.global_shape):
-            raise ValueError(f"{len(self.ranges)} dimensions of ranges for a parameter of shape {self.global_shape}")
+            raise ValueError(f"{len(self.ranges)} ranges for a parameter of shape {self.global_shape}")
         for size, ranges in zip(self.global_shape, self.ranges, strict=True):
             ends = [0, *(end for span in ranges for end in span), size]
             if ends != sorted(ends):
@@ -133,7 +133,7 @@ def compute_shard_range(size: int, num_shards: int, index: int, *, grain: int = 
     """
     grains, rest = divmod(size, grain)
     if rest:
-        raise ValueError(f"{size} is no multiple of {grain}")
+        raise ValueError(f"{size} is not a multiple of {grain}")
     each, more = divmod(grains, num_shards)
     start = index * each + min(index, more)
     return start * grain, (start + each + (index < more)) * grain
@@ -149,7 +149,10 @@ def set_placement(parameter: nn.Parameter, placement: Placement) -> None:
         ValueError: the shape of `parameter` does not match.
     """
     if tuple(parameter.shape) != placement.local_shape:
-        raise ValueError(f"a parameter of shape {tuple(parameter.shape)} can't be a part of {placement.local_shape}")
+        raise ValueError(
+            f"a parameter of shape {tuple(parameter.shape)} doesn't match the placement's local shape "
+            f"{placement.local_shape}"
+        )
     _placements[parameter] = placement
 
 

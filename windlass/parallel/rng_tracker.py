@@ -43,7 +43,7 @@ class RngTracker:
         """
         if name in self._states or seed in self._seeds:
             known = f"name {name!r}" if name in self._states else f"seed {seed}"
-            raise ModelError(f"a random generator with {known} is there already; take another, or reset() first")
+            raise ModelError(f"a random generator with {known} exists already; use another, or reset() first")
         before = _get_rng_state()
         torch.manual_seed(seed) if not torch.cuda.is_available() else torch.cuda.manual_seed(seed)
         self._states[name] = _get_rng_state()
@@ -58,9 +58,7 @@ class RngTracker:
             ModelError: there is no generator of that name.
         """
         if name not in self._states:
-            raise ModelError(
-                f"no random generator is called {name!r}; there are {sorted(self._states)}; add() it first"
-            )
+            raise ModelError(f"there is no random generator {name!r}, only {sorted(self._states)}; add() it first")
         before = _get_rng_state()
         _set_rng_state(self._states[name])
         try:

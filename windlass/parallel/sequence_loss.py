@@ -173,7 +173,8 @@ def install_loss(model: Any, vocabulary: VocabParallelLogits | None = None) -> M
     found = getattr(model, "_loss_function", None)
     if found is not None and not isinstance(found, ModelLoss) and vocabulary is None:
         raise ModelError(
-            f"{type(model).__name__} has a loss function of its own ({_function_name(found)}), which would see a part of the "
+            f"{type(model).__name__} has a loss function of its own ({_function_name(found)}), which would see a "
+            f"part of the "
             "tokens alone; delete model.loss_function, or compute the loss from the logits that the model returns "
             "without labels"
         )
@@ -189,7 +190,8 @@ def _build_loss(model: Any) -> ModelLoss:
     if kind in shifts:
         return ModelLoss(shifts_labels=shifts[kind])
     return ModelLoss(
-        unsupported_reason=f"the loss of {name} ({kind}) is not one of tokens and can't be added up over ranks; call the model "
+        unsupported_reason=f"the loss of {name} ({kind}) is not one of tokens and can't be added up over ranks; "
+        f"call the model "
         "without labels and compute it from what comes back"
     )
 

@@ -48,7 +48,8 @@ class ExpertParallelPlan:
         lines = [f"experts over {self.ranks} ranks:"]
         for layer in self.layers:
             lines.append(
-                f"  {layer.name} ({layer.class_name}): {layer.local_experts[0]} to {layer.local_experts[1] - 1} of {layer.num_experts} here"
+                f"  {layer.name} ({layer.class_name}): {layer.local_experts[0]} to {layer.local_experts[1] - 1} of "
+                f"{layer.num_experts} here"
             )
         return "\n".join(lines)
 
@@ -78,7 +79,7 @@ def apply_expert_parallel(
         raise ModelError(_unknown_experts_text(unknown[0], axis.size))
     if not layers and required and axis.size > 1:
         raise ModelError(
-            f"{type(model).__name__} has no experts that could be spread over parallel.ep = {axis.size} ranks; "
+            f"{type(model).__name__} has no experts to distribute over parallel.ep = {axis.size} ranks; "
             "set parallel.ep to 1"
         )
     _check_expert_counts(model, layers, axis)
@@ -110,7 +111,7 @@ def get_requested_ep_size(model: nn.Module) -> int:
     if len(asked - {1}) > 1:
         raise ConfigError(
             f"layers of MoE ask for ep_size = {' and '.join(map(str, sorted(asked)))}; there is one axis of experts: "
-            "write the same in all of them"
+            "write the same value in all of them"
         )
     return max(asked, default=1)
 

@@ -24,7 +24,7 @@ class ExpertList(nn.ModuleList):
 
     def __getitem__(self, number: int | slice) -> nn.Module:  # type: ignore[override]
         if isinstance(number, slice):
-            raise TypeError("take experts one by one: a rank may not have all of them")
+            raise TypeError("index experts one by one: a rank may not hold all of them")
         found = self._modules.get(str(number))
         if found is None:
             raise IndexError(f"expert {number} is not on this rank, which has {', '.join(self._modules)}")

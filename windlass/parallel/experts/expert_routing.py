@@ -64,7 +64,8 @@ class RoutingRule:
             or not 1 <= self.num_limited_groups <= self.num_expert_groups
         ):
             raise ConfigError(
-                f"{self.num_experts} experts can't lie in {self.num_expert_groups} equal groups of which {self.num_limited_groups} are kept"
+                f"{self.num_experts} experts can't lie in {self.num_expert_groups} equal groups of which "
+                f"{self.num_limited_groups} are kept"
             )
         if self.k > self.num_experts // self.num_expert_groups * self.num_limited_groups:
             raise ConfigError(

@@ -98,8 +98,8 @@ def enable_router_bias_updates(model: nn.Module, expert_bias_update_rate: float,
             module._balance.rate = expert_bias_update_rate
     if not found and required:
         raise ModelError(
-            f"{type(model).__name__} has no router with a buffer {' or '.join(BIAS_BUFFERS)} that could be balanced; "
-            "leave the rate of balancing out, or balance by a loss"
+            f"{type(model).__name__} has no router with a buffer {' or '.join(BIAS_BUFFERS)} to update; "
+            "leave out the bias update rate, or use a load-balancing loss"
         )
     return found
 
@@ -151,6 +151,5 @@ def _count_tokens(module: nn.Module, args: Any, output: Any) -> None:
             module._balance.count_tokens(one)  # type: ignore[union-attr, operator]
             return
     raise ModelError(
-        f"the router {type(module).__name__} returns no integers that say which experts it chose; "
-        "its bias can't be balanced"
+        f"the router {type(module).__name__} returns no integer tensor of chosen experts, so its bias can't be updated"
     )

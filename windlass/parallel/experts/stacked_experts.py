@@ -107,7 +107,8 @@ def find_shardable_parameters(module: nn.Module, name: str, spec: ExpertModuleSp
         before = get_placement(parameter)
         if rest or not grain or before.ranges[0] != ((0, before.global_shape[0]),):
             raise ModelError(
-                f"{name}.{tensor} of shape {tuple(before.global_shape)}, of which {parameter.shape[0]} rows are here, can't "
+                f"{name}.{tensor} of shape {tuple(before.global_shape)}, of which {parameter.shape[0]} rows are "
+                f"here, can't "
                 f"be cut into {experts} experts ({spec.count_attribute}); register_experts({type(module).__name__!r}, "
                 "tensors=...) names those that can"
             )

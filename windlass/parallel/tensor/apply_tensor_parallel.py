@@ -78,11 +78,12 @@ def apply_tensor_parallel(
         raise ConfigError(f"overlap_chunks = {tp_overlap_chunks}; it is at least 1")
     if tp_sequence_norms and tp_overlap_chunks > 1:
         raise ConfigError(
-            f"sequence_norms leaves no all-reduce to overlap, and overlap_chunks is {tp_overlap_chunks}; take one of them"
+            f"sequence_norms leaves no all-reduce to overlap, and overlap_chunks is {tp_overlap_chunks}; take one "
+            f"of them"
         )
     for name, parameter in model.named_parameters():
         if axis.name in get_placement(parameter).sharded_axes:
-            raise ModelError(f"{name} is cut over {axis.name} already; cut a model once")
+            raise ModelError(f"{name} is sharded over {axis.name} already; shard a model once")
     plan = build_tensor_parallel_plan(model, axis.size, tensor_table)
     stacks = find_layer_stacks(model, plan) if tp_sequence_norms else []
     if axis.size > 1:

@@ -63,7 +63,8 @@ def _shard_direct_parameter(
         )
     raise make_cannot_shard_error(
         name,
-        f"it is not known what a parameter of shape {tuple(parameter.shape)} does in attention of {head_partition.num_query_heads} heads",
+        f"it is not known what a parameter of shape {tuple(parameter.shape)} does in attention of "
+        f"{head_partition.num_query_heads} heads",
         (name, "partial"),
         (name, "replicated"),
     )

@@ -200,7 +200,8 @@ def _trace_chain(
             fused = f"column:{row.in_features}+{row.in_features}"
             raise make_cannot_shard_error(
                 columns[0].name,
-                f"{row.leaf_name} takes half of its {columns[0].out_features} features, and it is not known which go together",
+                f"{row.leaf_name} takes half of its {columns[0].out_features} features, and it is not known which "
+                f"go together",
                 (columns[0].name, fused),
                 (row.name, "row"),
             )

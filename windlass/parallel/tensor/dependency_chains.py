@@ -127,7 +127,8 @@ class ChainResolver:
         if layer.adapter_module is not None and not has_plain_lora(layer.adapter_module):
             raise make_cannot_shard_error(
                 entry.name,
-                f"its adapters (a {type(layer.adapter_module).__name__} of peft) are DoRA's or another variant of LoRA, which "
+                f"its adapters (a {type(layer.adapter_module).__name__} of peft) are DoRA's or another variant of "
+                f"LoRA, which "
                 "compute with norms of whole rows of the weight",
             )
         return layer
@@ -272,7 +273,8 @@ class ChainResolver:
             if sum(entry.sections) != layer.out_features or len(heads) != len(entry.sections):
                 raise make_cannot_shard_error(
                     layer.name,
-                    f"sections of {'+'.join(map(str, entry.sections))} don't make its {layer.out_features} output features",
+                    f"sections of {'+'.join(map(str, entry.sections))} don't make its {layer.out_features} output "
+                    f"features",
                 )
             return HeadProjection(layer, entry.sections, heads)
         if layer.leaf_name in FUSED_NAMES and not entry.heads:

@@ -22,7 +22,9 @@ def gather_full_tensor(local: torch.Tensor, placement: Placement, *axes: MeshAxi
     """
     missing = placement.sharded_axes - {axis.name for axis in axes}
     if missing:
-        raise ValueError(f"it is cut over {sorted(placement.sharded_axes)}, and {sorted(missing)} is not given")
+        raise ValueError(
+            f"the tensor is sharded over {sorted(placement.sharded_axes)}; pass the missing axes {sorted(missing)} too"
+        )
     parts = [(placement, local.detach().reshape(-1))]
     for axis in axes:
         if axis.name in placement.sharded_axes:

@@ -24,8 +24,9 @@ def shard_parameter(name: str, parameter: nn.Parameter, dim: int, ranges: Ranges
     size = placed.global_shape[dim]
     if axis in placed.sharded_axes or placed.ranges[dim] != ((0, size),):
         raise ModelError(
-            f"{name} is cut along its dim {dim} already: {placed.local_shape} of {placed.global_shape} lie here; only other "
-            f"dims can be cut over {axis}"
+            f"{name} is sharded along its dim {dim} already: {placed.local_shape} of {placed.global_shape} lie "
+            f"here; only other "
+            f"dims can be sharded over {axis}"
         )
     along = list(placed.ranges)
     along[dim] = ranges

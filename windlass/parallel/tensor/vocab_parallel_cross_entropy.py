@@ -57,7 +57,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     ) -> torch.Tensor:
         counts = labels != ignore_index
         torch._assert_async(
-            ((labels >= 0) & (labels < vocabulary) | ~counts).all(), "a label lies outside of the vocabulary"
+            ((labels >= 0) & (labels < vocabulary) | ~counts).all(), "a label is outside the vocabulary"
         )
         wide = logits.float()
         largest = axis.all_reduce(wide.amax(-1), dist.ReduceOp.MAX)
