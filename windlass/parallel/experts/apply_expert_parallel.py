@@ -180,7 +180,7 @@ def _check_expert_counts(
             isinstance(module, Experts) and module.axis.size > 1
         )
         if axis.size > 1 and spread_already:
-            raise ModelError(f"{name} is spread already: apply_expert_parallel is called once")
+            raise ModelError(f"{name} is spread already; call apply_expert_parallel once")
     asked = get_requested_ep_size(model)
     if asked not in (1, axis.size):
         raise ConfigError(
@@ -192,8 +192,10 @@ def _unknown_experts_text(found: tuple[str, nn.Module], ranks: int) -> str:
     name, module = found
     kind = type(module).__name__
     return (
-        f"nobody knows how to spread {name} ({kind}) over parallel.ep = {ranks} ranks. Known are windlass.MoE, modules "
+        f"cannot distribute {name} ({kind}) over parallel.ep = {ranks} ranks: unknown class. Known are "
+        f"windlass.MoE, modules "
         "of transformers' experts interface, modules with num_experts and tensors [num_experts, ...] whose forward "
-        f"takes (hidden_states, top_k_index, top_k_weights), and {', '.join(list_registered_classes())}. Say how with "
-        f"register_experts({kind!r}, ...), leave it whole with dense=[{kind!r}], or set parallel.ep to 1"
+        f"takes (hidden_states, top_k_index, top_k_weights), and {', '.join(list_registered_classes())}. Describe "
+        f"it with "
+        f"register_experts({kind!r}, ...), replicate it with replicated=[{kind!r}], or set parallel.ep to 1"
     )

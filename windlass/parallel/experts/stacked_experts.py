@@ -110,7 +110,7 @@ def find_shardable_parameters(module: nn.Module, name: str, spec: ExpertModuleSp
                 f"{name}.{tensor} of shape {tuple(before.global_shape)}, of which {parameter.shape[0]} rows are "
                 f"here, can't "
                 f"be cut into {experts} experts ({spec.count_attribute}); register_experts({type(module).__name__!r}, "
-                "tensors=...) names those that can"
+                "parameter_names=...) names the parameters to shard"
             )
         found.append((parameter, grain))
     return found

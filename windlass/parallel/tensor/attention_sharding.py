@@ -58,7 +58,7 @@ def _shard_projection(head_partition: HeadPartition, projection: HeadProjection,
         if count not in (head_partition.num_query_heads, head_partition.num_key_heads) or size % count:
             raise make_cannot_shard_error(
                 layer.name,
-                f"{size} features are no whole number of {count} heads, of {head_partition.num_query_heads} query "
+                f"{size} features do not divide into {count} heads, of {head_partition.num_query_heads} query "
                 f"and {head_partition.num_key_heads} key "
                 f"heads in all",
                 (layer.name, f"column of {head_partition.num_query_heads} heads"),

@@ -62,12 +62,10 @@ def find_dependency_chains(entries: Mapping[str, PlanEntry]) -> list[DependencyC
         found[row.name] = [free.pop(name) for name in list(free) if holder is not None and is_inside(name, holder)]
     for row in rows:
         if not found[row.name] and row.style is ShardStyle.ROW:
-            raise make_cannot_shard_error(row.name, "it is to take cut features, and nothing beside it makes such")
+            raise make_cannot_shard_error(row.name, "its input features are sharded, but no column layer makes them")
     for wish in free.values():
         if wish.style is ShardStyle.COLUMN:
-            raise make_cannot_shard_error(
-                wish.name, "its output features are to be cut, and nothing beside it takes such"
-            )
+            raise make_cannot_shard_error(wish.name, "its output features are sharded, but no row layer takes them")
     alone = [DependencyChain(PlanEntry(wish.name, ShardStyle.REPLICATED), (wish,)) for wish in free.values()]
     return [*(DependencyChain(row, tuple(found[row.name])) for row in rows), *alone]
 
@@ -119,7 +117,9 @@ class ChainResolver:
         layer = as_linear_layer(entry.name, self._modules[entry.name]) if entry.name in self._modules else None
         if layer is None:
             kind = type(self._modules[entry.name]).__name__ if entry.name in self._modules else "parameter"
-            raise make_cannot_shard_error(entry.name, f"it is to be a {entry.style} and is a {kind}, no linear layer")
+            raise make_cannot_shard_error(
+                entry.name, f"its style is {entry.style}, but it is a {kind}, not a linear layer"
+            )
         if entry.style in (ShardStyle.ROW, ShardStyle.ROW_SPLIT) and not is_plain_linear(layer.module):
             raise make_cannot_shard_error(
                 entry.name, f"{type(layer.module).__name__} computes more than a product with its weight"
@@ -129,7 +129,7 @@ class ChainResolver:
                 entry.name,
                 f"its adapters (a {type(layer.adapter_module).__name__} of peft) are DoRA's or another variant of "
                 f"LoRA, which "
-                "compute with norms of whole rows of the weight",
+                "use norms of full weight rows",
             )
         return layer
 
@@ -247,7 +247,7 @@ class ChainResolver:
         if query < self._ranks:
             raise make_cannot_shard_error(
                 module_name,
-                f"{query} query heads are too few for {self._ranks} ranks; take at most {query}, or leave it whole",
+                f"{query} query heads are too few for {self._ranks} ranks; take at most {query}, or replicate it",
                 *((name, "replicated") for name in (*(layer.name for layer in columns), row.name)),
             )
         projections = [
@@ -289,7 +289,7 @@ class ChainResolver:
         sections = compute_qkv_sections(query, key, layer)
         layout = find_fused_qkv_layout(self._modules[module_name])
         if sections is None or layout is None:
-            why = f"it is not known how {query} query and {key} key heads lie in its {layer.out_features} features"
+            why = f"it is not known how its {layer.out_features} features hold {query} query and {key} key heads"
             sizes = "+".join(map(str, sections or (layer.out_features // 3,) * 3))
             raise make_cannot_shard_error(layer.name, why, (layer.name, f"column:{sizes}"), (row.name, "row"))
         if layout is FusedQkvLayout.CONCATENATED:

@@ -56,7 +56,7 @@ def read_fused_experts_layout(module: nn.Module) -> FusedExpertsLayout | str:
         straight = first.shape[2] == second.shape[1]
         turned = first.shape[1] == second.shape[2]
         if straight == turned:
-            return f"weights {tuple(first.shape)} and {tuple(second.shape)} don't tell where hidden features lie"
+            return f"shapes {tuple(first.shape)} and {tuple(second.shape)} leave the hidden dimension ambiguous"
         transposed = turned
     first_dim, second_dim = (2, 1) if transposed else (1, 2)
     intermediate, features = second.shape[second_dim], first.shape[first_dim]

@@ -64,7 +64,7 @@ def count_heads(
     if query is None:
         raise make_cannot_shard_error(
             name,
-            f"it does not tell how many heads it has, in {', '.join(QUERY_COUNT_ATTRIBUTES)} or its config",
+            f"its number of heads is unknown: it is missing in {', '.join(QUERY_COUNT_ATTRIBUTES)} or its config",
             *((column.name, "column of 8 heads") for column in columns),
             (outputs.name, "row of 8 heads"),
         )

@@ -84,9 +84,9 @@ def partition_heads(
     """
     if keep_groups and num_key_heads < ranks:
         raise ModelError(
-            f"tensor parallelism can't cut {name}: its query heads lie with the key head that they share, and "
+            f"tensor parallelism can't cut {name}: its query heads are stored with their key head, and "
             f"{num_key_heads} "
-            f"key heads are too few for {ranks} ranks; take at most {num_key_heads}, or leave its layers whole by "
+            f"key heads are too few for {ranks} ranks; take at most {num_key_heads}, or replicate its layers by "
             f"parallel.tensor_table"
         )
     single = HeadPartition(

@@ -47,8 +47,8 @@ def find_layer_stacks(model: nn.Module, plan: TensorParallelPlan) -> list[LayerS
             _add_layer(name, layer, plan, stack)
     if not stacks:
         raise ModelError(
-            "sequence_norms cuts activations between the layers of a ModuleList, and the model has none with layers "
-            "that are cut; leave sequence_norms out"
+            "sequence_norms cuts activations between the layers of a ModuleList, and the model has none with sharded "
+            "layers; leave out sequence_norms"
         )
     return list(stacks.values())
 
@@ -63,7 +63,7 @@ def _add_layer(name: str, layer: nn.Module, plan: TensorParallelPlan, stack: Lay
         if any(not is_inside(cut.name, inner) for chain in _chains_in(inner, plan) for cut in plan.chain_shards(chain)):
             raise ModelError(
                 f"sequence_norms can't cut the sequence around {inner}: a chain of layers begins in it and ends "
-                f"elsewhere; leave sequence_norms out, or its layers whole by parallel.tensor_table"
+                f"elsewhere; leave out sequence_norms, or replicate its layers by parallel.tensor_table"
             )
     stack.full_sequence_modules += inside
     stack.chains |= {chain for chain in _chains_in(name, plan) if not any(is_inside(chain, inner) for inner in inside)}

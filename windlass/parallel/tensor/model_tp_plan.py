@@ -90,7 +90,7 @@ def _plan_entry(name: str, module: nn.Module, tp_style: str) -> PlanEntry:
         and layer is None
     ):
         raise make_cannot_shard_error(
-            name, f"the model's own plan says {tp_style!r}, and it is a {type(module).__name__}, no linear layer"
+            name, f"the model's own plan says {tp_style!r}, but it is a {type(module).__name__}, not a linear layer"
         )
     if tp_style == "packed_colwise" and layer is not None:
         return PlanEntry(name, style, (layer.out_features // 2,) * 2)

@@ -133,7 +133,7 @@ def _rotary_features(model: nn.Module, name: str) -> int:
     config: Any = getattr(holder, "config", None) or getattr(find_language_model(model)[1], "config", None)
     size = getattr(config, "qk_rope_head_dim", None)
     if not isinstance(size, int):
-        raise make_cannot_shard_error(name, "its config does not tell the number of rotary features, qk_rope_head_dim")
+        raise make_cannot_shard_error(name, "its config lacks qk_rope_head_dim, the number of rotary features")
     return size
 
 

@@ -63,7 +63,7 @@ def read_tensor_table(model: nn.Module, tensor_table: Mapping[str, str]) -> dict
             if not layers:
                 kind = type(modules[fitting[0]]).__name__ if fitting[0] in modules else "parameter"
                 raise ConfigError(
-                    f"parallel.tensor_table says {value!r} of {key!r}, which fits {fitting[0]}, a {kind}, "
+                    f"parallel.tensor_table has {value!r} for {key!r}, which matches {fitting[0]}, a {kind}, "
                     f"and no linear layer"
                 )
             fitting = layers
@@ -76,19 +76,19 @@ def _parse_value(key: str, value: str) -> tuple[ShardStyle, tuple[int, ...], tup
     form = _VALUE_PATTERN.fullmatch(value.strip()) if isinstance(value, str) else None
     if form is None or form[1] not in _STYLES_BY_WORD:
         raise ConfigError(
-            f"parallel.tensor_table says {value!r} of {key!r}; it may say {', '.join(_STYLES_BY_WORD)}, sections as "
+            f"parallel.tensor_table has {value!r} for {key!r}; allowed are {', '.join(_STYLES_BY_WORD)}, sections as "
             f"in 'column:256+64+64', and heads as in 'column of 8 heads'"
         )
     sections, heads = ([int(number) for number in (part or "").split("+") if number] for part in (form[2], form[3]))
     style = _STYLES_BY_WORD[form[1]]
     if (sections and style is not ShardStyle.COLUMN) or (heads and style not in (ShardStyle.COLUMN, ShardStyle.ROW)):
         raise ConfigError(
-            f"parallel.tensor_table says {value!r} of {key!r}; only columns have sections, and only "
+            f"parallel.tensor_table has {value!r} for {key!r}; only columns have sections, and only "
             f"columns and rows heads"
         )
     if len(heads) > 1 and len(heads) != len(sections):
         raise ConfigError(
-            f"parallel.tensor_table says {value!r} of {key!r}: {len(heads)} numbers of heads for "
+            f"parallel.tensor_table has {value!r} for {key!r}: {len(heads)} numbers of heads for "
             f"{len(sections) or 'no'} sections"
         )
     return style, tuple(sections), tuple(heads)
