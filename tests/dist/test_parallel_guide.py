@@ -344,7 +344,7 @@ def test_experts_of_ones_own_train_as_one_process(name: str) -> None:
     for refused, number, losses, here in found:
         assert losses == pytest.approx(wanted[number], rel=1e-5)
         assert 2 * here == whole
-        assert ("nobody knows how to spread experts (Bank)" in refused) == (name == "experts that nobody knows")
+        assert ("cannot distribute experts (Bank)" in refused) == (name == "experts that nobody knows")
 
 
 # loaders
