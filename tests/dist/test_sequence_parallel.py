@@ -156,9 +156,9 @@ def check_mean(
 WAYS: dict[str, dict[str, Any]] = {
     "ulysses": {"sp_mode": "ulysses"},
     "ring": {"sp_mode": "ring"},
-    "ring, unbalanced": {"sp_mode": "ring", "balanced": False},
+    "ring, unbalanced": {"sp_mode": "ring", "zigzag": False},
     "both": {"sp_mode": "ulysses+ring", "ulysses_degree": 2},
-    "both, unbalanced": {"sp_mode": "ulysses+ring", "ulysses_degree": 2, "balanced": False},
+    "both, unbalanced": {"sp_mode": "ulysses+ring", "ulysses_degree": 2, "zigzag": False},
 }
 BATCHES = ("plain", "packed", "left", "right", "holes", "answers")
 ON = [(2, "ulysses"), (2, "ring"), (3, "ulysses"), (3, "ring"), (4, "ring, unbalanced"), (4, "both")]

@@ -92,7 +92,7 @@ class StagedModel:
         if sequence is None or is_last:
             return arguments
         local = sequence.shard_batch(arguments)
-        local[SHARD_KEY].whole = False
+        local[SHARD_KEY].gathers_outputs = False
         return local
 
     def _arguments(self, batch: Any) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from windlass.parallel.sequence.apply_sequence_parallel import sequence_parallel
 from windlass.parallel.sequence.long_context import apply_long_context as apply_long_context
 from windlass.parallel.sequence.sequence_attention import SequenceMask as SequenceMask
 from windlass.parallel.sequence.sequence_attention import sequence_attention as sequence_attention
-from windlass.parallel.sequence.sequence_shard import use_shard as use_shard
+from windlass.parallel.sequence.sequence_backend import use_shard as use_shard
 from windlass.parallel.sequence.sequence_sharded_loader import SequenceShardedLoader as SequenceShardedLoader
 from windlass.parallel.sequence.tiled_loss import tiled_loss as tiled_loss
 from windlass.parallel.sequence.tiled_mlp import install_tiled_mlp as install_tiled_mlp

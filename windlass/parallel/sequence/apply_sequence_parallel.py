@@ -13,16 +13,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from windlass.attention.transformers_dispatch import install_attention
 from windlass.base.errors import ModelError
 from windlass.comm.mesh_axis import MeshAxis
-from windlass.parallel.sequence.attention_dispatch import ATTENTION_NAME, number_layers, register_attention, unwrap_peft
 from windlass.parallel.sequence.attention_dropout import combine_seeds, has_attention_dropout
 from windlass.parallel.sequence.batch_sharding import SHARD_KEY, mark_sharded_batch, shard_batch
 from windlass.parallel.sequence.position_ids import DerivePositions, find_position_derivation
+from windlass.parallel.sequence.sequence_backend import number_layers, use_shard
 from windlass.parallel.sequence.sequence_router_loss import install_sequence_router_loss
-from windlass.parallel.sequence.sequence_shard import SequenceShard, use_shard
+from windlass.parallel.sequence.sequence_shard import SequenceShard
 from windlass.parallel.sequence.sequence_sharding import SequenceShardPattern
-from windlass.parallel.sequence.sequence_support import check_sequence_support, resolve_ulysses_degree
+from windlass.parallel.sequence.sequence_support import check_sequence_support, resolve_ulysses_degree, unwrap_peft
 from windlass.parallel.sequence_loss import ModelLoss, install_loss
 from windlass.parallel.tensor.output_head_sharding import get_sharded_vocabulary
 
@@ -113,9 +114,9 @@ class SequenceParallel:
         given = batch.get("shift_labels") if batch.get("shift_labels") is not None else batch.get("labels")
         if not self._accepts_kwargs:
             batch.pop("shift_labels", None)
+        self._active_calls[-1] = call  # before its contexts are entered: post_forward leaves them, also after an error
         call.exit_stack.enter_context(use_shard(share))
         call.exit_stack.enter_context(self.loss.with_labels(given))
-        self._active_calls[-1] = call
         return (), batch
 
     def _shared_seed(self, batch: dict[str, Any]) -> int:
@@ -205,9 +206,8 @@ def apply_sequence_parallel(
     loss = install_loss(inner, get_sharded_vocabulary(model) or get_sharded_vocabulary(inner))
     loss.sp_axis = axis
     install_sequence_router_loss(inner)
-    register_attention()
     number_layers(inner)
-    inner.set_attn_implementation(ATTENTION_NAME)
+    install_attention(inner)
     pattern = SequenceShardPattern(axis.size, degree, degree < axis.size and zigzag is not False)
     state = SequenceParallel(
         inner, axis, pattern, loss, pre_sharded=pre_sharded, only_training=only_training, rng_stream=rng_stream

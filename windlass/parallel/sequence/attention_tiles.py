@@ -6,8 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from windlass.parallel.sequence.attention_mask import AttentionMask, MaskBand, iterate_visible_rectangles
+from windlass.attention.mask_pattern import MaskBand
 from windlass.parallel.sequence.sequence_sharding import TokenRange
+from windlass.parallel.sequence.visible_ranges import BatchMask, iterate_visible_rectangles
 
 TileKind = Literal["full", "causal", "band"]
 """All keys are seen; a square of which the lower triangle is; something else, told by the distances."""
@@ -36,7 +37,7 @@ class Tile:
 
 
 def make_visible_tiles(
-    mask: AttentionMask,
+    mask: BatchMask,
     mask_band: MaskBand,
     queries: Sequence[TokenRange],
     keys: Sequence[TokenRange],
@@ -63,7 +64,7 @@ def make_visible_tiles(
 
 
 def is_any_visible(
-    mask: AttentionMask, mask_band: MaskBand, queries: Sequence[TokenRange], keys: Sequence[TokenRange]
+    mask: BatchMask, mask_band: MaskBand, queries: Sequence[TokenRange], keys: Sequence[TokenRange]
 ) -> bool:
     """Whether any of `queries` sees any of `keys`."""
     return any(

@@ -9,15 +9,10 @@ import torch
 
 from windlass.base.errors import ModelError
 from windlass.comm.mesh_axis import MeshAxis
-from windlass.parallel.sequence.attention_mask import (
-    AttentionMask,
-    make_document_mask,
-    make_full_mask,
-    make_padding_mask,
-)
 from windlass.parallel.sequence.position_ids import DerivePositions
 from windlass.parallel.sequence.sequence_shard import SequenceShard
 from windlass.parallel.sequence.sequence_sharding import SequenceShardPattern, make_sharding_from_sizes
+from windlass.parallel.sequence.visible_ranges import BatchMask, make_document_mask, make_full_mask, make_padding_mask
 from windlass.parallel.sequence_loss import shift_targets
 
 SHARD_KEY = "sequence_share"
@@ -146,9 +141,7 @@ def _token_tensor(batch: Mapping[str, Any]) -> torch.Tensor:
     )
 
 
-def _attention_mask(
-    positions: torch.Tensor | None, mask: torch.Tensor | None, samples: int, length: int
-) -> AttentionMask:
+def _attention_mask(positions: torch.Tensor | None, mask: torch.Tensor | None, samples: int, length: int) -> BatchMask:
     if mask is not None:
         return make_padding_mask(mask)
     if positions is not None and positions.dim() == 2:

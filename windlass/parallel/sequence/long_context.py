@@ -10,7 +10,7 @@ from torch import nn
 from windlass.base.errors import ModelError
 from windlass.parallel.activation_checkpoint_api import checkpoint, checkpoint_to_tier
 from windlass.parallel.activation_store import ActivationTier
-from windlass.parallel.sequence.attention_dispatch import unwrap_peft
+from windlass.parallel.sequence.sequence_support import unwrap_peft
 from windlass.parallel.sequence.tiled_loss import install_tiled_loss
 from windlass.parallel.sequence.tiled_mlp import find_mlps, install_tiled_mlp
 from windlass.parallel.sequence_loss import install_loss

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import torch
 
+from windlass.attention.active_backend import BoundMask
+from windlass.attention.mask_pattern import BIDIRECTIONAL, CAUSAL, MaskBand
 from windlass.base.errors import ModelError
 from windlass.parallel.sequence.attention_dropout import AttentionDropout
-from windlass.parallel.sequence.attention_mask import BIDIRECTIONAL, CAUSAL, MaskBand
 from windlass.parallel.sequence.attention_tiles import Tile, is_any_visible, make_visible_tiles
 from windlass.parallel.sequence.ring_attention import RingContext, ring_attention
 from windlass.parallel.sequence.sequence_shard import SequenceShard
@@ -24,10 +25,10 @@ class SequenceMask:
     it is not looked into.
     """
 
-    __slots__ = ("_tiles", "mask_band", "shard")
+    __slots__ = ("_tiles", "local", "mask_band", "shard")
 
-    def __init__(self, shard: SequenceShard, mask_band: MaskBand) -> None:
-        self.shard, self.mask_band = shard, mask_band
+    def __init__(self, shard: SequenceShard, mask_band: MaskBand, local: BoundMask | None = None) -> None:
+        self.shard, self.mask_band, self.local = shard, mask_band, local
         self._tiles: dict[int | None, tuple[tuple[Tile, ...], ...]] = {}
 
     def tiles_by_step(self, max_tile_size: int | None) -> tuple[tuple[Tile, ...], ...]:
@@ -82,7 +83,7 @@ def sequence_attention(
     Raises:
         ModelError: these are not the tokens that `mask` is of, or heads of keys don't divide those of queries.
     """
-    _check_tokens(query, key, value, mask)
+    check_tokens(query, key, value, mask)
     share, cut = mask.shard, mask.shard.sharding
     heads = query.shape[1]
     here, place = divmod(share.axis.index, cut.ulysses_degree)
@@ -135,7 +136,7 @@ def _is_single_tile(mask: SequenceMask, full_ranges: tuple[tuple[int, int], ...]
     return (found[0].samples, found[0].queries, found[0].keys) == full_ranges
 
 
-def _check_tokens(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: SequenceMask) -> None:
+def check_tokens(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: SequenceMask) -> None:
     share = mask.shard
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.shape[2] != share.local_tokens or tensor.shape[0] != share.num_samples:

@@ -10,8 +10,8 @@ import torch
 
 from windlass.comm.mesh_axis import MeshAxis
 from windlass.parallel.autograd_collectives import all_gather
-from windlass.parallel.sequence.attention_mask import AttentionMask
 from windlass.parallel.sequence.sequence_sharding import SequenceSharding
+from windlass.parallel.sequence.visible_ranges import BatchMask
 
 
 class SequenceShard:
@@ -34,7 +34,7 @@ class SequenceShard:
     def __init__(
         self,
         sharding: SequenceSharding,
-        mask: AttentionMask,
+        mask: BatchMask,
         axis: MeshAxis,
         *,
         full_length: int,
@@ -73,7 +73,7 @@ def get_current_shard() -> SequenceShard | None:
 
 
 @contextmanager
-def use_shard(shard: SequenceShard | None) -> Iterator[None]:
+def set_current_shard(shard: SequenceShard | None) -> Iterator[None]:
     """Inside, masks are made for this share."""
     token = _current_shard.set(shard)
     try:

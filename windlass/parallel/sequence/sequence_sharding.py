@@ -49,6 +49,13 @@ class SequenceSharding:
         """Groups that pass keys and values on."""
         return len(self.ranges) // self.ulysses_degree
 
+    @property
+    def mode(self) -> str:
+        """Sequence-parallel mode: "ulysses", "ring" or "ulysses+ring"."""
+        if self.num_ring_groups == 1:
+            return "ulysses"
+        return "ring" if self.ulysses_degree == 1 else "ulysses+ring"
+
     @cached_property
     def is_contiguous(self) -> bool:
         """Ranks' tokens laid end to end are the sequence."""

@@ -7,10 +7,17 @@ from typing import Any
 
 from torch import nn
 
+from windlass.attention.transformers_dispatch import check_attention_interface
 from windlass.base.errors import ConfigError, ModelError
 from windlass.comm.mesh_axis import MeshAxis
 
+SP_MODES = ("ulysses", "ring", "ulysses+ring")
 _SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention", "attention"}
+
+
+def unwrap_peft(model: Any) -> Any:
+    """Return the transformers model inside peft's wrapper, or the model itself."""
+    return model.get_base_model() if hasattr(type(model), "get_base_model") else model
 
 
 def resolve_ulysses_degree(axis: MeshAxis, sp_mode: str, ulysses_degree: int | None, key_heads: int) -> int:
@@ -19,7 +26,7 @@ def resolve_ulysses_degree(axis: MeshAxis, sp_mode: str, ulysses_degree: int | N
     Raises:
         ConfigError: the kind is unknown, or the degree does not divide the axis or contradicts the kind.
     """
-    if sp_mode not in ("ulysses", "ring", "ulysses+ring"):
+    if sp_mode not in SP_MODES:
         raise ConfigError(
             f'sequence parallelism of the kind "{sp_mode}" is not known; write "ulysses", "ring" or "ulysses+ring"'
         )
@@ -51,17 +58,7 @@ def check_sequence_support(model: Any, axis: MeshAxis) -> None:
         )
     if getattr(model.config, "is_encoder_decoder", False):
         raise ModelError(f"{name} has an encoder and a decoder; sequences are cut for models with one of them")
-    if not model._can_set_attn_implementation():
-        raise ModelError(
-            f"{name} does not take its attention from transformers' AttentionInterface, so sequences can't be cut over "
-            f"{axis.name}; a model that lists other attn_implementations does"
-        )
-    for submodule in model.modules():
-        if hasattr(submodule, "_can_set_attn_implementation") and not submodule._can_set_attn_implementation():
-            raise ModelError(
-                f"{type(submodule).__name__} inside {name} does not take its attention from transformers' "
-                f"AttentionInterface, so sequences can't be cut over {axis.name}"
-            )
+    check_attention_interface(model, f"so sequences can't be cut over {axis.name}")
     if "position_ids" not in inspect.signature(model.forward).parameters:
         raise ModelError(f"{name}.forward takes no position_ids, so a rank can't be told where its tokens stand")
     _check_layer_types(model, name)

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 import torch
 
+from windlass.attention.mask_pattern import MaskBand
 from windlass.parallel.sequence.attention_dropout import AttentionDropout
-from windlass.parallel.sequence.attention_mask import MaskBand
 from windlass.parallel.sequence.attention_tiles import Tile
 
 QkvGradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]

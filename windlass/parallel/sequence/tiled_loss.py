@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from windlass.base.errors import ModelError
 from windlass.comm.mesh_axis import MeshAxis, single_rank_axis
-from windlass.parallel.sequence.attention_dispatch import unwrap_peft
+from windlass.parallel.sequence.sequence_support import unwrap_peft
 from windlass.parallel.sequence.tiled_function import Tiling, run_tiled
 from windlass.parallel.sequence_loss import (
     IGNORE_INDEX,

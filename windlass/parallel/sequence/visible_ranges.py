@@ -14,30 +14,6 @@ from windlass.parallel.sequence.sequence_sharding import TokenRange
 
 
 @dataclass(frozen=True)
-class MaskBand:
-    """Queries see keys that are `lowest` to `highest` places before them; None: as far as there are any.
-
-    Causal: `(0, None)`; a causal window of w keys: `(0, w - 1)`; both directions: `(None, None)`.
-    """
-
-    min_distance: int | None
-    max_distance: int | None
-
-    def allows(self, distance: torch.Tensor) -> torch.Tensor:
-        """For distances from key to query, whether the query sees the key."""
-        seen = torch.ones_like(distance, dtype=torch.bool)
-        if self.min_distance is not None:
-            seen &= distance >= self.min_distance
-        if self.max_distance is not None:
-            seen &= distance <= self.max_distance
-        return seen
-
-
-CAUSAL = MaskBand(0, None)
-BIDIRECTIONAL = MaskBand(None, None)
-
-
-@dataclass(frozen=True)
 class VisibleRange:
     """These queries see these keys, as far as the band lets them; both are ranges of the whole sequence."""
 
@@ -54,16 +30,16 @@ class SampleMask:
     visible_ranges: tuple[VisibleRange, ...]
 
 
-AttentionMask = tuple[SampleMask, ...]
+BatchMask = tuple[SampleMask, ...]
 """What a whole batch sees: all its samples, in order."""
 
 
-def make_full_mask(samples: int, length: int) -> AttentionMask:
+def make_full_mask(samples: int, length: int) -> BatchMask:
     """Every token is seen."""
     return (SampleMask(0, samples, (VisibleRange((0, length), (0, length)),)),)
 
 
-def make_document_mask(position_ids: torch.Tensor, samples: int) -> AttentionMask:
+def make_document_mask(position_ids: torch.Tensor, samples: int) -> BatchMask:
     """Packed documents, each of which sees itself alone: one begins where a position is not the one before plus one.
 
     Args:
@@ -77,7 +53,7 @@ def make_document_mask(position_ids: torch.Tensor, samples: int) -> AttentionMas
     return _merge_samples(views if len(views) == samples else views * samples)
 
 
-def make_padding_mask(attention_mask: torch.Tensor) -> AttentionMask:
+def make_padding_mask(attention_mask: torch.Tensor) -> BatchMask:
     """Every token sees the keys where `attention_mask` `[samples, length]` is not zero."""
     length = attention_mask.shape[-1]
     real = (attention_mask != 0).to(torch.int8).cpu()
@@ -89,7 +65,7 @@ def make_padding_mask(attention_mask: torch.Tensor) -> AttentionMask:
     return _merge_samples(views)
 
 
-def _merge_samples(views: list[tuple[VisibleRange, ...]]) -> AttentionMask:
+def _merge_samples(views: list[tuple[VisibleRange, ...]]) -> BatchMask:
     """Neighbouring samples that see the same, together."""
     found: list[SampleMask] = []
     for row, seen in enumerate(views):
@@ -101,7 +77,7 @@ def _merge_samples(views: list[tuple[VisibleRange, ...]]) -> AttentionMask:
 
 
 def iterate_visible_rectangles(
-    mask: AttentionMask, queries: TokenRange, keys: TokenRange
+    mask: BatchMask, queries: TokenRange, keys: TokenRange
 ) -> Iterator[tuple[TokenRange, TokenRange, TokenRange]]:
     """Samples, queries and keys of all views, as far as they lie in these queries and keys."""
     for rows in mask:

@@ -1,0 +1,81 @@
+"""The interface of attention backends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import nn
+
+from windlass.attention.attention_mask import AttentionMask
+
+
+@dataclass(frozen=True)
+class HeadSlice:
+    """Heads `[start, stop)` of a layer of `total` query heads: the heads that one call of `attend` computes."""
+
+    start: int
+    stop: int
+    total: int
+
+
+@runtime_checkable
+class AttentionBackend(Protocol):
+    """Implementation of attention. Subclass it to inherit the defaults of the optional parts.
+
+    Attributes:
+        name: of the backend, for messages.
+        supported_arguments: keyword arguments of `attend` that the backend honours, e.g. `softcap`. A layer that passes
+            another one that changes the result is refused with an error that names it.
+        computes_local_heads: `attend` may be called with some heads of a layer, as `heads` says, and whole sequences,
+            so the backend can be combined with Ulysses sequence parallelism.
+    """
+
+    name: str
+    supported_arguments: frozenset[str] = frozenset()
+    computes_local_heads: bool = False
+
+    def check(self, model: nn.Module) -> None:
+        """Raise a ModelError that names the layer if the backend cannot compute the attention of `model`."""
+        return None
+
+    def make_mask(self, mask: AttentionMask) -> Any:
+        """Return the mask in the form that `attend` takes. Called once per forward and kind of mask.
+
+        Raises:
+            ModelError: the backend cannot compute this pattern.
+        """
+        return mask
+
+    def attend(
+        self,
+        module: nn.Module | None,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: Any,
+        *,
+        scaling: float | None,
+        dropout: float,
+        heads: HeadSlice,
+        **arguments: Any,
+    ) -> torch.Tensor:
+        """Compute attention.
+
+        Args:
+            module: the attention layer, if there is one.
+            query: `[samples, heads, queries, features]`.
+            key: `[samples, key heads, keys, features]`; the number of query heads is a multiple of the key heads.
+            value: `[samples, key heads, keys, value features]`.
+            mask: returned by `make_mask`; or the tensor (or None) that the model made itself, without transformers'
+                mask functions. A backend that needs its own form raises a ModelError for it.
+            scaling: factor of the scores; None means `features ** -0.5`.
+            dropout: probability of dropping an attention weight.
+            heads: the query heads of the layer that `query` holds.
+            arguments: other arguments of the layer, those in `supported_arguments` alone.
+
+        Returns:
+            `[samples, heads, queries, value features]`.
+        """
+        ...
