@@ -29,12 +29,6 @@ from windlass.parallel.sequence.sequence_support import SP_MODES, check_sequence
 
 _layer_numbers: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 
-_ARGUMENT_EFFECTS = {
-    "position_bias": "adds a bias for the distance of tokens to its scores",
-    "s_aux": "has attention sinks",
-    "alibi": "adds a bias for the distance of tokens to its scores",
-}
-
 
 class SequenceBackend(AttentionBackend):
     """Attention of this rank's tokens to the tokens of all ranks along sp, for one batch.
@@ -43,7 +37,7 @@ class SequenceBackend(AttentionBackend):
         shard: this rank's part of the sequences of the batch.
     """
 
-    supported_arguments = frozenset({"softcap", *_ARGUMENT_EFFECTS})  # the latter are refused by a message of their own
+    supported_arguments = frozenset({"softcap"})
 
     def __init__(self, shard: SequenceShard) -> None:
         self.shard = shard
@@ -112,9 +106,6 @@ class SequenceBackend(AttentionBackend):
         if mask.local is not None:
             _check_local_call(layer, mask.local.backend, dropout, given)
             return local_backend_attention(module, query, key, value, mask, scaling=scaling, heads=heads, **given)
-        for name, what in _ARGUMENT_EFFECTS.items():
-            if name in given:
-                raise ModelError(f"{layer} {what} ({name}), which attention over sp does not do")
         dropped = _layer_dropout(module, dropout, mask) if dropout > 0 else None
         return sequence_attention(query, key, value, mask, scale=scaling, softcap=given.get("softcap"), dropout=dropped)
 
@@ -144,7 +135,7 @@ def _layer_dropout(module: nn.Module | None, probability: float, mask: SequenceM
 
 def _check_local_call(layer: str, local: AttentionBackend, dropout: float, arguments: dict[str, Any]) -> None:
     """Raise a ModelError if `local` cannot compute local heads of this call exactly."""
-    unsupported = sorted(name for name in arguments if name != "softcap" or name not in local.supported_arguments)
+    unsupported = sorted(name for name in arguments if name not in local.supported_arguments)
     if unsupported:
         raise ModelError(
             f'{layer} passes {unsupported} to attention; the backend "{local.name}" together with sequence parallelism '

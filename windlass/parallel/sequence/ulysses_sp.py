@@ -73,10 +73,10 @@ class SequenceParallelGroups:
 
 _GROUPS = {
     "sequence_parallel": "sp",
-    "data_parallel": "readers",
+    "data_parallel": "data_loading",
     "sequence_data_parallel": "data",
-    "model_parallel": "alone",
-    "tensor_model_parallel": "alone",
+    "model_parallel": "model_parallel",
+    "tensor_model_parallel": "model_parallel",
 }
 _GETTERS = {
     "group": lambda axis: axis.group.process_group,
