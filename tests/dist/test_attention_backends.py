@@ -20,6 +20,7 @@ class AlibiBackend(EagerBackend):
     """Linear biases of the distance, with a slope for each head of the layer (Press et al., arXiv 2108.12409)."""
 
     name = "alibi"
+    depends_on_head = True
 
     def bias_scores(self, scores: Tensor, heads: HeadSlice) -> Tensor:
         slopes = 2.0 ** (-8.0 * torch.arange(heads.start + 1, heads.stop + 1) / heads.total)
@@ -117,11 +118,12 @@ class WholeLayers(EagerBackend):
 
 
 def refusals() -> list[str]:
-    from windlass.attention import ChunkedMask, get_active_backend, get_backend
+    from windlass.attention import ChunkedMask, get_active_backend, get_backend, install_attention
     from windlass.parallel.sequence import use_shard
     from windlass.parallel.sequence.apply_sequence_parallel import apply_sequence_parallel
     from windlass.parallel.sequence.batch_sharding import SHARD_KEY, shard_batch
     from windlass.parallel.sequence.sequence_sharding import SequenceShardPattern
+    from windlass.parallel.tensor.apply_tensor_parallel import apply_tensor_parallel
 
     axis, said = axis_of_all(), []
 
@@ -152,6 +154,9 @@ def refusals() -> list[str]:
     tell(lambda: inside(torch.ones(6, 6, dtype=torch.bool)))
     tell(lambda: inside(softcap=2.0), "sdpa")
     tell(lambda: inside(position_bias=q))
+    apply_tensor_parallel(sharded := build("llama"), axis)
+    install_attention(sharded)
+    tell(lambda: sharded(**given), AlibiBackend())
     assert ring(**given).loss.isfinite()
     return said
 
@@ -166,6 +171,7 @@ def test_combinations_that_are_refused() -> None:
         r"ModelError: a module got a mask of its own \(Tensor\)",
         r"ModelError: a module passes \['softcap'\] to attention; the backend \"sdpa\"",
         r"ModelError: attention got \['position_bias'\], which the backend \"ulysses\" does not support",
+        "ModelError: LlamaAttention computes 2 of 4 attention heads, and the backend",
     ]
     said = run_ranks(refusals, 2)
     assert said[0] == said[1] and len(said[0]) == len(wanted)

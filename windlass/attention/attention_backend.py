@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from windlass.attention.attention_mask import AttentionMask
+from windlass.base.errors import ModelError
 
 
 @dataclass(frozen=True)
@@ -30,11 +31,14 @@ class AttentionBackend(Protocol):
             another one that changes the result is refused with an error that names it.
         computes_local_heads: `attend` may be called with some heads of a layer, as `heads` says, and whole sequences,
             so the backend can be combined with Ulysses sequence parallelism.
+        depends_on_head: heads differ in more than their tensors, as slopes of ALiBi do. Such a backend is refused where
+            a layer holds some of its heads without the backend's knowledge (tensor parallelism).
     """
 
     name: str
     supported_arguments: frozenset[str] = frozenset()
     computes_local_heads: bool = False
+    depends_on_head: bool = False
 
     def check(self, model: nn.Module) -> None:
         """Raise a ModelError that names the layer if the backend cannot compute the attention of `model`."""
@@ -79,3 +83,20 @@ class AttentionBackend(Protocol):
             `[samples, heads, queries, value features]`.
         """
         ...
+
+
+def get_layer_heads(backend: AttentionBackend, module: nn.Module | None, query: torch.Tensor) -> HeadSlice:
+    """Return the heads of `query`, which are all heads of the layer.
+
+    Raises:
+        ModelError: the layer's config has more heads, and the backend has to know which these are.
+    """
+    heads = query.shape[1]
+    if backend.depends_on_head:
+        total = getattr(getattr(module, "config", None), "num_attention_heads", heads)
+        if total != heads:
+            raise ModelError(
+                f"{type(module).__name__} computes {heads} of {total} attention heads, and the backend "
+                f'"{backend.name}" has to know which; it cannot be combined with tensor parallelism"
+            )
+    return HeadSlice(0, heads, heads)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from windlass.attention.active_backend import BoundMask, get_active_backend, make_bound_mask
-from windlass.attention.attention_backend import HeadSlice
+from windlass.attention.attention_backend import HeadSlice, get_layer_heads
 from windlass.attention.attention_mask import AttentionMask
 from windlass.attention.mask_pattern import BIDIRECTIONAL, CAUSAL
 from windlass.attention.sdpa_backend import SdpaBackend
@@ -80,7 +80,7 @@ def attention(
         made,
         scaling=scaling,
         dropout=dropout,
-        heads=heads or HeadSlice(0, query.shape[1], query.shape[1]),
+        heads=heads or get_layer_heads(backend, module, query),
         **arguments,
     )
 

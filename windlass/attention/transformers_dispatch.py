@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from windlass.attention.active_backend import BoundMask, get_active_backend, make_bound_mask
-from windlass.attention.attention_backend import AttentionBackend, HeadSlice
+from windlass.attention.attention_backend import AttentionBackend, get_layer_heads
 from windlass.attention.attention_mask import AttentionMask
 from windlass.attention.eager_backend import EagerBackend
 from windlass.attention.mask_pattern import CAUSAL
@@ -132,7 +132,7 @@ def attention_forward(
         mask,
         scaling=scaling,
         dropout=dropout,
-        heads=HeadSlice(0, query.shape[1], query.shape[1]),
+        heads=get_layer_heads(backend, module, query),
         **_select_arguments(module, backend, kwargs),
     )
     return output.transpose(1, 2).contiguous(), None

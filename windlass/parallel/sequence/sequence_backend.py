@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from windlass.attention.active_backend import BoundMask, get_active_backend, use_backend
-from windlass.attention.attention_backend import AttentionBackend, HeadSlice
+from windlass.attention.attention_backend import AttentionBackend, HeadSlice, get_layer_heads
 from windlass.attention.attention_mask import AttentionMask
 from windlass.attention.backend_registry import register_backend
 from windlass.attention.mask_pattern import MaskBand
@@ -105,6 +105,7 @@ class SequenceBackend(AttentionBackend):
         given = {name: value for name, value in arguments.items() if value is not None}
         if mask.local is not None:
             _check_local_call(layer, mask.local.backend, dropout, given)
+            get_layer_heads(mask.local.backend, module, query)  # refuses layers that tensor parallelism shards
             return local_backend_attention(module, query, key, value, mask, scaling=scaling, heads=heads, **given)
         dropped = _layer_dropout(module, dropout, mask) if dropout > 0 else None
         return sequence_attention(query, key, value, mask, scale=scaling, softcap=given.get("softcap"), dropout=dropped)
