@@ -97,6 +97,6 @@ def get_layer_heads(backend: AttentionBackend, module: nn.Module | None, query: 
         if total != heads:
             raise ModelError(
                 f"{type(module).__name__} computes {heads} of {total} attention heads, and the backend "
-                f'"{backend.name}" has to know which; it cannot be combined with tensor parallelism"
+                f'"{backend.name}" has to know which; it cannot be combined with tensor parallelism'
             )
     return HeadSlice(0, heads, heads)

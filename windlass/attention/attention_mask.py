@@ -12,13 +12,13 @@ from windlass.base.errors import ModelError
 
 @dataclass(frozen=True, eq=False)
 class AttentionMask:
-    """Which queries see which keys: a pattern of positions, less padding, less pairs of different documents.
+    """Visible pairs of queries and keys: a pattern of positions, less padding, less pairs of different documents.
 
     Attributes:
         batch_size, q_length, kv_length: sizes of the dense mask.
         pattern: pairs of positions that are visible.
         q_offset, kv_offset: positions of the first query and of the first key, as with a cache of keys.
-        padding: `[batch_size, kv_length]`, bool; False marks padding, which nobody sees. None: no padding.
+        padding: `[batch_size, kv_length]`, bool; False marks keys that are padding, which no query sees. None: no padding.
         sequence_ids: `[batch_size, q_length]`, number of the packed document of each token; queries are keys. None: one
             document in each sample.
         position_ids: `[batch_size, q_length]`, positions inside packed documents, to which the pattern applies. None:
