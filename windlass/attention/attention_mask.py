@@ -18,7 +18,7 @@ class AttentionMask:
         batch_size, q_length, kv_length: sizes of the dense mask.
         pattern: pairs of positions that are visible.
         q_offset, kv_offset: positions of the first query and of the first key, as with a cache of keys.
-        padding: `[batch_size, kv_length]`, bool; False marks keys that are padding, which no query sees. None: no padding.
+        padding: `[batch_size, kv_length]`, bool; no query sees the keys where it is False. None: no padding.
         sequence_ids: `[batch_size, q_length]`, number of the packed document of each token; queries are keys. None: one
             document in each sample.
         position_ids: `[batch_size, q_length]`, positions inside packed documents, to which the pattern applies. None:

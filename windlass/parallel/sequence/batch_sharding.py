@@ -1,4 +1,4 @@
-"""A batch of whole sequences, and this rank's part of it."""
+"""Sharding of a batch of whole sequences along the sequence dimension."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from windlass.parallel.sequence.visible_ranges import BatchMask, make_document_m
 from windlass.parallel.sequence_loss import shift_targets
 
 SHARD_KEY = "sequence_share"
-"""The key under which a batch that is cut already carries its `Share`."""
+"""Key of a sharded batch under which it carries its `SequenceShard`."""
 
 SHARDED_KEYS = ("input_ids", "inputs_embeds", "labels", "shift_labels", "attention_mask", "token_type_ids")
-"""Keys whose values are `[samples, tokens, ...]`."""
+"""Keys of tensors `[samples, tokens, ...]`, which are sharded along dimension 1."""
 
 PACKING_KEYS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
-"""Keys that say of packed documents what `position_ids` say, for kernels of other kinds."""
+"""Keys that describe packed documents for other attention kernels; `position_ids` describe them here."""
 
 
 def shard_batch(
@@ -33,22 +33,23 @@ def shard_batch(
     shifts_labels: bool = True,
     derive_positions: DerivePositions | None = None,
 ) -> dict[str, Any]:
-    """This rank's part of a batch of whole sequences, which every rank of sp has. Marked with its `Share`.
+    """Return this rank's part of a batch of whole sequences, with its `SequenceShard` under `SHARD_KEY`.
 
-    Documents are told apart as transformers does: by positions that begin anew, where there is no `attention_mask`.
+    Every rank along sp passes the same batch. Without an `attention_mask`, positions that restart separate packed
+    documents, as in transformers.
 
     Args:
-        batch: keyword arguments of a transformers model. `position_ids` `[samples or 1, tokens]` are made where there
-            are none.
-        derive: how the model derives positions where the batch has none; by default they are counted from 0.
-        shifts: a token's label is that of the next one: the label of a rank's last token is another rank's first.
+        batch: keyword arguments of a transformers model. Missing `position_ids`, `[samples or 1, tokens]`, are created.
+        shifts_labels: the loss compares a token with the next label, so labels are shifted before they are sharded:
+            the label of a rank's last token is the first token of another rank.
+        derive_positions: derivation of positions for a batch without them; None: count from 0.
 
     Returns:
-        The batch with tensors of own tokens; `labels`, if there were any, as `labels` and as `shift_labels`, both
-        shifted already.
+        The batch with tensors of the local tokens. `labels`, if given, come back as `labels` and as `shift_labels`,
+        both shifted.
 
     Raises:
-        ModelError: something in it can't be cut.
+        ModelError: a value of the batch cannot be sharded.
     """
     ids = _token_tensor(batch)
     samples, length = ids.shape[0], ids.shape[1]
@@ -63,7 +64,7 @@ def shard_batch(
         local = _pad_batch(local, length, axis.size)
     positions, mask = local.get("position_ids"), local.get("attention_mask")
     cut = pattern.shard(max(length, axis.size))
-    if derived is not None:  # padding may have any position: it does not tell documents apart
+    if derived is not None:  # positions of padding are arbitrary here: they do not separate documents
         local["position_ids"] = torch.nn.functional.pad(derived, (0, cut.length - length))
     elif positions is None:
         local["position_ids"] = torch.arange(cut.length, device=ids.device).unsqueeze(0)
@@ -77,14 +78,14 @@ def shard_batch(
 
 
 def _pad_batch(batch: dict[str, Any], length: int, min_length: int) -> dict[str, Any]:
-    """The same with padding that nobody sees, so that no rank is left without tokens: many models fail on none."""
+    """Append padding that no token sees, so that every rank has a token: many models fail on empty tensors."""
     more, long = min_length - length, dict(batch)
     for name in SHARDED_KEYS:
         value = batch.get(name)
         if value is not None:
             filling = -100 if "labels" in name else 0
             long[name] = torch.cat([value, value.new_full((value.shape[0], more, *value.shape[2:]), filling)], dim=1)
-    if batch.get("attention_mask") is None:  # a document of its own
+    if batch.get("attention_mask") is None:  # the padding becomes a packed document
         device, positions = _token_tensor(batch).device, batch.get("position_ids")
         own = torch.arange(length, device=device).unsqueeze(0) if positions is None else positions
         new = torch.arange(more, device=device, dtype=own.dtype).expand(*own.shape[:-1], more)
@@ -97,15 +98,16 @@ def _pad_batch(batch: dict[str, Any], length: int, min_length: int) -> dict[str,
 def mark_sharded_batch(
     batch: Mapping[str, Any], axis: MeshAxis, ulysses_degree: int, *, derive: DerivePositions | None = None
 ) -> dict[str, Any]:
-    """A batch that holds this rank's part of sequences already, one after the other; marked. Collective.
+    """Add the `SequenceShard` to a batch that contains this rank's tokens only. Collective.
 
-    `position_ids` are needed, and labels only as `shift_labels`, or as `labels` that are shifted.
+    The parts of the ranks are consecutive. The batch needs `position_ids`. Labels must be shifted, as `shift_labels` or
+    `labels`.
 
     Args:
-        derive: how the model derives positions; those that are the same do not tell documents apart.
+        derive: derivation of the model's positions. Positions equal to the derived ones do not separate documents.
 
     Raises:
-        ModelError: no positions.
+        ModelError: the batch has no `position_ids`.
     """
     ids = _token_tensor(batch)
     local = {name: value for name, value in batch.items() if name not in PACKING_KEYS}
@@ -119,7 +121,7 @@ def mark_sharded_batch(
         positions = axis.all_gather(positions.contiguous(), 1, sizes)
     if mask is not None:
         mask = axis.all_gather(mask.contiguous(), 1, sizes)
-        mask = None if bool((mask != 0).all()) else mask  # then documents are told by positions, which were asked for
+        mask = None if bool((mask != 0).all()) else mask  # as without a mask: positions separate documents
     if mask is None and derive is not None and positions.dim() == 2 and "input_ids" in local:
         whole = derive({"input_ids": axis.all_gather(ids.contiguous(), 1, sizes)})
         positions = None if bool((whole == positions).all()) else positions

@@ -1,4 +1,4 @@
-"""Long sequences on few devices: what takes memory for each token is computed in parts, again, or kept elsewhere."""
+"""Long sequences on few devices: tiled MLPs and losses, recomputed layers, and offloaded layer inputs."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ def apply_long_context(
     activation_tier: ActivationTier | None = None,
     nvme_path: str | Sequence[str] | None = None,
 ) -> None:
-    """Make an unmodified model of transformers take less memory for each token, in place. Results stay the same.
+    """Reduce the memory for each token of an unmodified transformers model, in place. Results stay the same.
 
-    After a model is cut over tp or sp, if it is.
+    Apply tensor and sequence parallelism before.
 
     Args:
-        tiled_mlp: compute MLPs for so many tokens at a time (True: as many as a token has features).
-        tiled_loss: compute logits and their loss for so many tokens at a time (True: 256 MiB of logits) where the model
-            trains on labels; its outputs then have no logits.
-        recompute: keep the inputs of each layer alone, and compute the layer again in the backward.
-        offload: where these inputs wait: "cpu" or "nvme", whatever the configuration says of others.
+        tiled_mlp: number of tokens that an MLP computes at a time; True: the number of features of a token.
+        tiled_loss: number of tokens for which logits and loss are computed at a time, if the model trains on labels;
+            True: as many as have 256 MiB of logits. The outputs then have no logits.
+        recompute: save only the inputs of each layer, and recompute the layer in the backward.
+        activation_tier: tier of these inputs, "cpu" or "nvme", instead of the configured one.
         nvme_path: folders for "nvme".
 
     Raises:
-        ModelError: the model has no MLP, or one that gathers tokens; no layer that makes logits; no layers that can be
-            computed again.
-        ConfigError: "nvme" has no folder, or inputs that are not kept are to wait somewhere.
+        ModelError: the model has no MLP, or its MLPs gather tokens; it has no layer that computes logits; its layers
+            cannot be recomputed; or `activation_tier` is set without `recompute`.
+        ConfigError: "nvme" has no folder.
     """
     inner = unwrap_peft(model)
     name = type(inner).__name__
@@ -73,6 +73,6 @@ def apply_long_context(
 
 
 def _gathers_sequence(module: nn.Module) -> bool:
-    """Whether a layer inside gets a part of the tokens and computes with all of them."""
+    """Return True if a layer of the module all-gathers the sequence over tp."""
     hooks = [hook for one in module.modules() for hook in one._forward_pre_hooks.values()]
     return any(isinstance(hook, ColumnInputHook) and hook._sequence_sharding is not None for hook in hooks)

@@ -1,4 +1,4 @@
-"""What can't be computed on a part of a sequence, told before a model is changed."""
+"""Checks of models and options for sequence parallelism, made before a model is changed."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def unwrap_peft(model: Any) -> Any:
 
 
 def resolve_ulysses_degree(axis: MeshAxis, sp_mode: str, ulysses_degree: int | None, key_heads: int) -> int:
-    """How many neighbouring ranks swap tokens for heads.
+    """Return the number of neighbouring ranks that swap tokens for heads.
 
     Raises:
-        ConfigError: the kind is unknown, or the degree does not divide the axis or contradicts the kind.
+        ConfigError: the mode is unknown, or the degree does not divide the axis or contradicts the mode.
     """
     if sp_mode not in SP_MODES:
         raise ConfigError(
@@ -33,7 +33,7 @@ def resolve_ulysses_degree(axis: MeshAxis, sp_mode: str, ulysses_degree: int | N
     fixed = {"ulysses": axis.size, "ring": 1}
     if ulysses_degree is None:
         divisors = [n for n in range(1, axis.size + 1) if axis.size % n == 0]
-        wanted = [n for n in divisors if key_heads % n == 0]  # keys go to one rank each
+        wanted = [n for n in divisors if key_heads % n == 0]  # each key head goes to one rank
         return fixed.get(sp_mode, max(wanted))
     if ulysses_degree < 1 or axis.size % ulysses_degree:
         raise ConfigError(
@@ -49,7 +49,7 @@ def resolve_ulysses_degree(axis: MeshAxis, sp_mode: str, ulysses_degree: int | N
 
 
 def check_sequence_support(model: Any, axis: MeshAxis) -> None:
-    """Raise a ModelError if sequences can't be cut for this model."""
+    """Raise a ModelError if the sequences of this model cannot be sharded."""
     name = type(model).__name__
     if not hasattr(model, "set_attn_implementation") or not hasattr(model, "config"):
         raise ModelError(

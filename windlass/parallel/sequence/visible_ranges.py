@@ -1,6 +1,6 @@
-"""Which tokens may see which: packed documents, padding, causal order and sliding windows, as ranges of a sequence.
+"""Padding and packed documents of a batch, as ranges of visible queries and keys.
 
-No mask of all pairs is built anywhere: a sequence of 500,000 tokens has 250 billion of them.
+No mask of all pairs is built: a sequence of 500,000 tokens has 250 billion pairs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from windlass.parallel.sequence.sequence_sharding import TokenRange
 
 @dataclass(frozen=True)
 class VisibleRange:
-    """These queries see these keys, as far as the band lets them; both are ranges of the whole sequence."""
+    """Queries and keys that see each other as far as the mask band allows; both are ranges of the whole sequence."""
 
     queries: TokenRange
     keys: TokenRange
@@ -23,7 +23,7 @@ class VisibleRange:
 
 @dataclass(frozen=True)
 class SampleMask:
-    """Samples `[start, stop)` of a batch, which have the same views."""
+    """Visible ranges of the samples `[start, stop)` of a batch."""
 
     start: int
     stop: int
@@ -31,19 +31,21 @@ class SampleMask:
 
 
 BatchMask = tuple[SampleMask, ...]
-"""What a whole batch sees: all its samples, in order."""
+"""Visible ranges of a whole batch: all samples, in order."""
 
 
 def make_full_mask(samples: int, length: int) -> BatchMask:
-    """Every token is seen."""
+    """Return the mask of a batch without padding and packing."""
     return (SampleMask(0, samples, (VisibleRange((0, length), (0, length)),)),)
 
 
 def make_document_mask(position_ids: torch.Tensor, samples: int) -> BatchMask:
-    """Packed documents, each of which sees itself alone: one begins where a position is not the one before plus one.
+    """Return the mask of packed documents, each of which sees itself only.
+
+    A document begins where a position is not its predecessor plus one, as in transformers.
 
     Args:
-        position_ids: `[samples, length]`, or `[1, length]` for all of them.
+        position_ids: `[samples, length]`, or `[1, length]` for all samples.
     """
     length = position_ids.shape[-1]
     views = []
@@ -54,7 +56,7 @@ def make_document_mask(position_ids: torch.Tensor, samples: int) -> BatchMask:
 
 
 def make_padding_mask(attention_mask: torch.Tensor) -> BatchMask:
-    """Every token sees the keys where `attention_mask` `[samples, length]` is not zero."""
+    """Return the mask in which every query sees the keys where `attention_mask`, `[samples, length]`, is not zero."""
     length = attention_mask.shape[-1]
     real = (attention_mask != 0).to(torch.int8).cpu()
     edges = torch.nn.functional.pad(real, (1, 1)).diff(dim=-1)
@@ -66,7 +68,7 @@ def make_padding_mask(attention_mask: torch.Tensor) -> BatchMask:
 
 
 def _merge_samples(views: list[tuple[VisibleRange, ...]]) -> BatchMask:
-    """Neighbouring samples that see the same, together."""
+    """Merge neighbouring samples that have equal visible ranges."""
     found: list[SampleMask] = []
     for row, seen in enumerate(views):
         if found and found[-1].visible_ranges == seen:
@@ -79,7 +81,7 @@ def _merge_samples(views: list[tuple[VisibleRange, ...]]) -> BatchMask:
 def iterate_visible_rectangles(
     mask: BatchMask, queries: TokenRange, keys: TokenRange
 ) -> Iterator[tuple[TokenRange, TokenRange, TokenRange]]:
-    """Samples, queries and keys of all views, as far as they lie in these queries and keys."""
+    """Yield samples, queries and keys of all visible ranges, intersected with the given queries and keys."""
     for rows in mask:
         for view in rows.visible_ranges:
             q = max(view.queries[0], queries[0]), min(view.queries[1], queries[1])
