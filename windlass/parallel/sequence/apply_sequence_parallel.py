@@ -141,7 +141,7 @@ class SequenceParallel:
             if self.loss.calls == call.loss_calls and _output_loss(output) is not None:
                 raise ModelError(
                     f"{type(module).__name__} computes its loss without model.loss_function, so it is that of this "
-                    "rank's tokens alone; call it without labels and compute the loss from what comes back"
+                    "rank's tokens alone; call it without labels and compute the loss from its outputs"
                 )
             return None
         return self._gather_outputs(call.shard, output) if call.shard.gathers_outputs else None
@@ -205,7 +205,7 @@ def apply_sequence_parallel(
     if axis.size == 1:
         return
     if sequence_parallel_of(model) is not None:
-        raise ModelError(f"sequences of {type(model).__name__} are cut already")
+        raise ModelError(f"sequences of {type(model).__name__} are sharded already; call apply_sequence_parallel once")
     inner = unwrap_peft(model)
     check_sequence_support(inner, axis)
     text = inner.config.get_text_config()
@@ -240,8 +240,8 @@ def derivation_along(group: dist.ProcessGroup) -> DerivePositions | None:
     found = {id(one.derive): one.derive for one in _applied if one.axis.group.process_group is group}
     if len(found) > 1:
         raise ModelError(
-            "the models whose sequences are cut over these ranks derive positions in different ways; give the batches "
-            "position_ids"
+            "the models whose sequences are sharded over these ranks derive positions in different ways; pass "
+            "position_ids in the batches"
         )
     return next(iter(found.values()), None)
 
@@ -271,8 +271,8 @@ def _keeps_some_logits(batch: dict[str, Any]) -> bool:
 def _check_requested_outputs(module: nn.Module, batch: dict[str, Any]) -> None:
     name = type(module).__name__
     if batch.get("output_attentions"):
-        raise ModelError(f"{name} is asked for attention weights (output_attentions), which no rank has")
-    if _keeps_some_logits(batch):
         raise ModelError(
-            f"{name} is asked for the logits of some tokens (logits_to_keep), which lie on other ranks; leave it out"
+            f"{name} got output_attentions, but with sequence parallelism no rank has the weights; leave it out"
         )
+    if _keeps_some_logits(batch):
+        raise ModelError(f"{name} got logits_to_keep, but the logits of these tokens lie on other ranks; leave it out")

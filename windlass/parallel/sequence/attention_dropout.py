@@ -47,9 +47,8 @@ class AttentionDropout:
         queries = torch.arange(tile.query_start, tile.query_start + tile.queries[1] - tile.queries[0], device=device)
         first = tile.query_start - tile.distance
         keys = torch.arange(first, first + tile.keys[1] - tile.keys[0], device=device)
-        lines = _hash32(
-            _hash32(_hash32(rows + self.seed)[:, None] ^ numbers)[:, :, None] ^ queries
-        )  # one per query row
+        # one hash for each row of queries, extended by the keys below
+        lines = _hash32(_hash32(_hash32(rows + self.seed)[:, None] ^ numbers)[:, :, None] ^ queries)
         drawn = _hash32(lines[..., None] ^ _hash32(keys + (1 << 20)))
         kept = drawn >= round(self.probability * (_MASK + 1))
         return kept.float().div_(1 - self.probability) if self.probability < 1 else kept.float()

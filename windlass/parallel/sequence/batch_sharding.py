@@ -114,7 +114,7 @@ def mark_sharded_batch(
     positions, mask = local.get("position_ids"), local.get("attention_mask")
     if positions is None:
         raise ModelError(
-            "a batch of parts of sequences needs position_ids: nothing else says where in its sequence a token stands"
+            "a batch of local tokens has no position_ids; pass them: nothing else gives the tokens' positions"
         )
     sizes = axis.all_gather(torch.tensor([ids.shape[1]], device=ids.device)).tolist()
     if positions.dim() == 2:
@@ -139,7 +139,7 @@ def _token_tensor(batch: Mapping[str, Any]) -> torch.Tensor:
             return found
     raise ModelError(
         f"a batch with the keys {sorted(batch)} has neither input_ids nor inputs_embeds of shape [samples, tokens, "
-        "...], so there is no sequence to cut"
+        "...]; sequence parallelism needs one of them"
     )
 
 
@@ -154,15 +154,15 @@ def _attention_mask(positions: torch.Tensor | None, mask: torch.Tensor | None, s
 def _check_batch(batch: Mapping[str, Any], samples: int, length: int, *, has_packing_keys: bool) -> None:
     if has_packing_keys and batch.get("position_ids") is None:
         raise ModelError(
-            f"the batch tells packed documents by one of {', '.join(PACKING_KEYS)} alone; pass position_ids that "
-            "begin anew with each document, which every rank can read its part of"
+            f"the batch describes packed documents by one of {', '.join(PACKING_KEYS)} alone; pass position_ids that "
+            "restart with each document"
         )
     mask = batch.get("attention_mask")
     if mask is not None and (not isinstance(mask, torch.Tensor) or mask.dim() != 2):
         shape = list(mask.shape) if isinstance(mask, torch.Tensor) else type(mask).__name__
         raise ModelError(
-            f"attention_mask is {shape}; of a sequence that is cut over ranks only a mask of keys [samples, tokens] "
-            "can be used. Packed documents are told by position_ids that begin anew"
+            f"attention_mask is {shape}; with sequence parallelism it has to be a padding mask [samples, tokens]. "
+            "Describe packed documents by position_ids that restart"
         )
     for name, value in batch.items():
         if not isinstance(value, torch.Tensor):
@@ -173,6 +173,6 @@ def _check_batch(batch: Mapping[str, Any], samples: int, length: int, *, has_pac
                 raise ModelError(f"{name} has the shape {list(value.shape)}, but the sequences have {length} tokens")
         elif value.dim() >= 2 and value.shape[:2] == (samples, length):
             raise ModelError(
-                f"{name} has the shape {list(value.shape)} of one value a token, and how to cut it is not known; "
-                f"known are {', '.join((*SHARDED_KEYS, 'position_ids'))}"
+                f"{name} has the shape {list(value.shape)} of one value a token, and sequence parallelism does not "
+                f"know its meaning; leave it out. It shards {', '.join((*SHARDED_KEYS, 'position_ids'))}"
             )

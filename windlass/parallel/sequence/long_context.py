@@ -48,20 +48,25 @@ def apply_long_context(
     name = type(inner).__name__
     if activation_tier is not None and not recompute:
         raise ModelError(
-            f'{name}: inputs of layers can\'t wait at "{activation_tier}" with recompute=False, which keeps none'
+            f'{name}: activation_tier = "{activation_tier}" offloads the saved inputs of layers, and recompute=False saves none; '
+            "write recompute=True"
         )
     if not hasattr(inner, "get_output_embeddings"):
-        raise ModelError(f"{name} is no model of transformers; use tile_mlp and tiled_loss on its parts")
+        raise ModelError(f"{name} is no model of transformers; use install_tiled_mlp and tiled_loss on its parts")
     mlps = [module for _, module in find_mlps(model)] if tiled_mlp else []
     if tiled_mlp and not mlps:
-        raise ModelError(f"{name} has no module made as an MLP is; use tile_mlp on those it has, and tiled_mlp=False")
+        raise ModelError(
+            f"{name} has no module that is recognized as an MLP; use install_tiled_mlp on its MLPs, and tiled_mlp=False"
+        )
     if any(_gathers_sequence(module) for module in mlps):
         raise ModelError(
-            f"{name} has norms that are cut along the sequence over tp, so its MLPs gather tokens themselves and "
-            "can't be computed for some of them; write tiled_mlp=False"
+            f"{name} has norms that are sharded along the sequence over tp, so its MLPs all-gather the tokens and "
+            "cannot be tiled; write tiled_mlp=False"
         )
     if recompute and not getattr(inner, "supports_gradient_checkpointing", False):
-        raise ModelError(f"{name} can't be computed again layer by layer (supports_gradient_checkpointing)")
+        raise ModelError(
+            f"{name} cannot recompute its layers (supports_gradient_checkpointing is False); write recompute=False"
+        )
     kept = checkpoint if activation_tier is None else checkpoint_to_tier(activation_tier, nvme_path=nvme_path)
     if tiled_loss:
         install_loss(inner, get_sharded_vocabulary(model) or get_sharded_vocabulary(inner))

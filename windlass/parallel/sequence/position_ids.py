@@ -86,6 +86,5 @@ def _unknown_derivation(path: str) -> DerivePositions:
 
 def _needs_position_ids(path: str) -> ModelError:
     return ModelError(
-        f"{path} derives positions in a way that is not known here, from what it sees of the sequence, which is a part "
-        "of it; pass position_ids"
+        f"{path} derives positions in an unknown way, from the tokens of this rank alone; pass position_ids"
     )

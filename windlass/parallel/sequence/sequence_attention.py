@@ -152,9 +152,9 @@ def check_tokens(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ma
             raise ModelError(
                 f"attention over {share.axis.name} got a {name} of {tensor.shape[0]} samples and {tensor.shape[2]} "
                 f"tokens; this rank's part of the batch has {share.num_samples} and {share.local_tokens}. Attention to "
-                "other tokens (a cache, an encoder, prefix tuning) can't be computed on a part of the sequence"
+                "other tokens (a cache, an encoder, prefix tuning) cannot be computed on sharded sequences"
             )
     if query.shape[1] % key.shape[1]:
         raise ModelError(
-            f"attention over {share.axis.name}: {key.shape[1]} heads of keys don't divide {query.shape[1]} of queries"
+            f"attention over {share.axis.name}: {key.shape[1]} key heads do not divide {query.shape[1]} query heads"
         )

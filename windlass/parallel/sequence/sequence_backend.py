@@ -60,8 +60,8 @@ class SequenceBackend(AttentionBackend):
         band = mask.pattern
         if not isinstance(band, MaskBand):
             raise ModelError(
-                "the model asks for an attention mask that is neither causal, nor in both directions, nor a sliding "
-                f"window ({type(band).__name__}); such a one can't be computed on a part of the sequence"
+                f"the model requests an attention mask that is a {type(band).__name__}; sequence parallelism computes "
+                "causal and bidirectional masks and their sliding windows"
             )
         return SequenceMask(self.shard, band, self._bind_local_backend(band, mask.device))
 
@@ -99,8 +99,8 @@ class SequenceBackend(AttentionBackend):
         layer = "a module" if module is None else type(module).__name__
         if not isinstance(mask, SequenceMask):
             raise ModelError(
-                f"{layer} got a mask of its own ({type(mask).__name__}) where the sequence "
-                "is cut over ranks; a model whose layers don't use transformers' create_causal_mask can't be cut so"
+                f"{layer} got a mask of its own ({type(mask).__name__}) in a forward on sharded sequences; sequence "
+                "parallelism needs a model whose layers use transformers' create_causal_mask"
             )
         given = {name: value for name, value in arguments.items() if value is not None}
         if mask.local is not None:
@@ -128,8 +128,9 @@ def _layer_dropout(module: nn.Module | None, probability: float, mask: SequenceM
     seed, number = mask.shard.dropout_seed, None if module is None else _layer_numbers.get(module)
     if seed is None or number is None:
         raise ModelError(
-            f"{type(module).__name__} drops attention weights with probability {probability}, and the model's config "
-            f"said of none when its sequences were cut; set {' or '.join(DROPOUT_CONFIG_KEYS)} there before"
+            f"{type(module).__name__} drops attention weights with probability {probability}, but the model's config "
+            "had no dropout when sequence parallelism was applied; set "
+            f"{' or '.join(DROPOUT_CONFIG_KEYS)} there before"
         )
     return AttentionDropout(probability, combine_seeds(seed, number))
 

@@ -42,7 +42,7 @@ def _gather_router(shard: SequenceShard, logits: torch.Tensor, samples: int) -> 
     if logits.dim() != 2 or len(logits) != samples * shard.local_tokens:
         raise ModelError(
             f"a router's logits have the shape {list(logits.shape)}, and this rank has {samples} x "
-            f"{shard.local_tokens} tokens; the loss that balances routers can't be computed over the ranks of sp: "
+            f"{shard.local_tokens} tokens; the load-balancing loss cannot be computed over the ranks of sp: "
             "set output_router_logits to False"
         )
     return shard.all_gather(logits.unflatten(0, (samples, shard.local_tokens))).flatten(0, 1)

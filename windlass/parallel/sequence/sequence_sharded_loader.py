@@ -39,7 +39,7 @@ class SequenceShardedLoader:
     ) -> None:
         if loader is None and not (broadcast_from_first and sequence_parallel.axis.index > 0):
             raise DataError(
-                "a loader is needed on every rank that reads: from_first=True leaves the first one along sp"
+                "this rank has no loader; pass one on every rank, or broadcast_from_first=True and one on the first"
             )
         self.loader: Any = loader
         self._sequence_parallel, self._broadcast_from_first, self._device = (

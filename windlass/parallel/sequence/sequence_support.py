@@ -27,9 +27,7 @@ def resolve_ulysses_degree(axis: MeshAxis, sp_mode: str, ulysses_degree: int | N
         ConfigError: the mode is unknown, or the degree does not divide the axis or contradicts the mode.
     """
     if sp_mode not in SP_MODES:
-        raise ConfigError(
-            f'sequence parallelism of the kind "{sp_mode}" is not known; write "ulysses", "ring" or "ulysses+ring"'
-        )
+        raise ConfigError(f'sp_mode = "{sp_mode}" is unknown; write "ulysses", "ring" or "ulysses+ring"')
     fixed = {"ulysses": axis.size, "ring": 1}
     if ulysses_degree is None:
         divisors = [n for n in range(1, axis.size + 1) if axis.size % n == 0]
@@ -42,7 +40,7 @@ def resolve_ulysses_degree(axis: MeshAxis, sp_mode: str, ulysses_degree: int | N
         )
     if fixed.get(sp_mode, ulysses_degree) != ulysses_degree:
         raise ConfigError(
-            f'ulysses_degree = {ulysses_degree} of {axis.size} ranks contradicts the kind "{sp_mode}"; '
+            f'ulysses_degree = {ulysses_degree} of {axis.size} ranks contradicts sp_mode = "{sp_mode}"; '
             'write "ulysses+ring"'
         )
     return ulysses_degree
@@ -53,14 +51,16 @@ def check_sequence_support(model: Any, axis: MeshAxis) -> None:
     name = type(model).__name__
     if not hasattr(model, "set_attn_implementation") or not hasattr(model, "config"):
         raise ModelError(
-            f"{name} is no model of transformers; sequences are cut over {axis.name} through the attention function of "
-            "its models alone. In a module of your own call windlass.parallel.sequence.sequence_attention"
+            f"{name} is no model of transformers, and its sequences cannot be sharded over {axis.name} without "
+            "changes. Call windlass.attention.attention in your module, inside windlass.parallel.sequence.use_shard"
         )
     if getattr(model.config, "is_encoder_decoder", False):
-        raise ModelError(f"{name} has an encoder and a decoder; sequences are cut for models with one of them")
-    check_attention_interface(model, f"so sequences can't be cut over {axis.name}")
+        raise ModelError(f"{name} has an encoder and a decoder; sequence parallelism needs a model with one of them")
+    check_attention_interface(model, f"so its sequences cannot be sharded over {axis.name}")
     if "position_ids" not in inspect.signature(model.forward).parameters:
-        raise ModelError(f"{name}.forward takes no position_ids, so a rank can't be told where its tokens stand")
+        raise ModelError(
+            f"{name}.forward takes no position_ids, which sequence parallelism has to pass; add the argument"
+        )
     _check_layer_types(model, name)
 
 
@@ -70,12 +70,12 @@ def _check_layer_types(model: Any, name: str) -> None:
     other = sorted(kinds - _SUPPORTED_LAYER_TYPES)
     if other:
         raise ModelError(
-            f"{name} has layers of the kinds {other}, which see neighbouring tokens without attention (or by patterns "
-            f"of their own); sequences are cut for layers of {sorted(_SUPPORTED_LAYER_TYPES)}"
+            f"{name} has layers of the types {other}, which mix tokens without attention or by other patterns; "
+            f"sequence parallelism supports {sorted(_SUPPORTED_LAYER_TYPES)}"
         )
     for path, module in model.named_modules():
         if isinstance(module, nn.Conv1d | nn.Conv2d | nn.RNNBase):
             raise ModelError(
                 f"{path} of {name} is a {type(module).__name__}, which mixes tokens that lie on several ranks; "
-                "sequences can't be cut for it"
+                "sequence parallelism does not support it"
             )

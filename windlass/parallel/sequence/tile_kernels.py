@@ -130,9 +130,8 @@ class FlashTileKernel:
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
-        self._saved_for_backward: tuple[
-            Any, ...
-        ] = ()  # on CUDA: cumulative lengths and the dropout state, which the backward takes as arguments
+        # CUDA's backward takes the cumulative lengths and the dropout state of the forward
+        self._saved_for_backward: tuple[Any, ...] = ()
 
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tile: Tile, score_spec: ScoreSpec

@@ -41,7 +41,7 @@ def sequence_tiled_compute(
         ConfigError: the key or the reduction is unknown.
     """
     if output_reduction not in (None, "mean", "sum"):
-        raise ConfigError(f'output_reduction = {output_reduction!r} is not known; write "mean", "sum" or None')
+        raise ConfigError(f'output_reduction = {output_reduction!r} is unknown; write "mean", "sum" or None')
     if grad_requiring_tensor_key not in kwargs_to_shard:
         raise ConfigError(
             f"grad_requiring_tensor_key = {grad_requiring_tensor_key!r} is not among {sorted(kwargs_to_shard)}"
@@ -141,7 +141,7 @@ class TiledFusedLogitsLoss:
             ConfigError: the reduction is unknown, or the samples or tokens of the tensors differ.
         """
         if output_reduction not in ("mean", "sum"):
-            raise ConfigError(f'output_reduction = {output_reduction!r} is not known; write "mean" or "sum"')
+            raise ConfigError(f'output_reduction = {output_reduction!r} is unknown; write "mean" or "sum"')
         given = [x, y] if mask is None else [x, y, mask]
         shapes = [list(tensor.shape) for tensor in given]
         if any(tensor.shape[:2] != x.shape[:2] or tensor.dim() < 2 for tensor in given):

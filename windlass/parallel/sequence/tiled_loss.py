@@ -184,8 +184,7 @@ class _UnknownAttribute(ModelError, AttributeError):
 
 def _unsupported_use(what: str) -> ModelError:
     return ModelError(
-        f"the model uses its logits ({what}) before their loss, so they can't be computed a part at a time; write "
-        "tiled_loss=False"
+        f"the model uses its logits ({what}) before the loss, so the loss cannot be tiled; write tiled_loss=False"
     )
 
 
@@ -288,5 +287,5 @@ def install_tiled_loss(model: Any, tile_tokens: int | None = None) -> None:
     inner = unwrap_peft(model)
     head = inner.get_output_embeddings()
     if head is None:
-        raise ModelError(f"{type(model).__name__} has no layer that makes logits (get_output_embeddings)")
+        raise ModelError(f"{type(model).__name__} has no layer that computes logits (get_output_embeddings)")
     TiledLossHead(head, tile_tokens).install(model, list(inspect.signature(inner.forward).parameters))

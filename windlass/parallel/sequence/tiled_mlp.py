@@ -47,7 +47,7 @@ def install_tiled_mlp(module: nn.Module, tile_tokens: int | None = None) -> None
         raise ModelError(f"this {type(module).__name__} is tiled already")
     linears = [one for one in module.modules() if _is_linear(one)]
     if not linears:
-        raise ModelError(f"this {type(module).__name__} has no linear layer to compute in parts")
+        raise ModelError(f"this {type(module).__name__} has no linear layer to tile")
     size = _in_out_features(linears[0])[0] if tile_tokens is None else tile_tokens
     held: Any = module
     held.forward = partial(_tiled_forward, module, before, size)

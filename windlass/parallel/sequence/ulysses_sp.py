@@ -122,8 +122,8 @@ class UlyssesSPAttentionHF:
         del micro_batch_size, seq_length, seq_length_is_variable, max_length
         if core_attn_implementation in ("eager", "paged|eager"):
             raise ConfigError(
-                f'core_attn_implementation = "{core_attn_implementation}" needs a mask of all pairs of tokens, which '
-                'no rank has room for; write "sdpa"'
+                f'core_attn_implementation = "{core_attn_implementation}" needs a mask of all pairs of tokens, '
+                'which sequence parallelism does not build; write "sdpa"'
             )
         groups = SequenceParallelGroups(sequence_parallel_size, only_training=disable_in_eval)
         if isinstance(model_name_or_path, nn.Module):
@@ -190,7 +190,7 @@ class UlyssesSPDataLoaderAdapter:
         """All-gather the batches of the ranks."""
         missing = [name for name in ("input_ids", "labels") if not isinstance(batch.get(name), torch.Tensor)]
         if missing:
-            raise DataError(f"a batch to be cut along sp has the keys {sorted(batch)}, and no tensor for {missing}")
+            raise DataError(f"a batch for sequence parallelism has the keys {sorted(batch)}; add tensors for {missing}")
         said = self._axis.all_gather_object(
             {k: (tuple(v.shape), v.dtype) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
         )
@@ -211,7 +211,9 @@ class UlyssesSPDataLoaderAdapter:
         """Return this rank's part of a whole batch."""
         samples, length = batch["input_ids"].shape[:2]
         if length < self.sp_world_size:
-            raise DataError(f"a sequence of {length} tokens can't be cut over {self.sp_world_size} ranks")
+            raise DataError(
+                f"a sequence of {length} tokens cannot be sharded over {self.sp_world_size} ranks; use longer ones"
+            )
         if batch.get("position_ids") is None:
             derive = derivation_along(self.sp_group)
             counted = torch.arange(length, device=batch["input_ids"].device)

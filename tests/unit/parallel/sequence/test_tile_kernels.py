@@ -117,5 +117,5 @@ def test_tokens_that_are_not_this_ranks_are_refused() -> None:
     mask = mask_of(make_full_mask(SAMPLES, LENGTH), CAUSAL)
     with pytest.raises(ModelError, match="key of 2 samples and 30 tokens.* has 2 and 37"):
         sequence_attention(q, k[:, :, :30], v, mask)
-    with pytest.raises(ModelError, match="3 heads of keys don't divide 4 of queries"):
+    with pytest.raises(ModelError, match="3 key heads do not divide 4 query heads"):
         sequence_attention(q, torch.cat([k, k[:, :1]], dim=1), v, mask)
