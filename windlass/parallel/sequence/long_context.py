@@ -48,8 +48,8 @@ def apply_long_context(
     name = type(inner).__name__
     if activation_tier is not None and not recompute:
         raise ModelError(
-            f'{name}: activation_tier = "{activation_tier}" offloads the saved inputs of layers, and recompute=False saves none; '
-            "write recompute=True"
+            f"{name}: activation_tier = {activation_tier!r} offloads the saved inputs of layers, and "
+            "recompute=False saves none; write recompute=True"
         )
     if not hasattr(inner, "get_output_embeddings"):
         raise ModelError(f"{name} is no model of transformers; use install_tiled_mlp and tiled_loss on its parts")
